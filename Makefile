@@ -1,0 +1,48 @@
+# Every target works by itself from a clean clone: it needs Python 3.11+, pip, venv and make.
+# .venv is made once; it is brought up to date when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINED := PIP_CONSTRAINT=constraints.txt
+
+.PHONY: help serve test check format protos clean
+
+help:
+	@echo "make serve   start the server on the default model"
+	@echo "make test    run the tests"
+	@echo "make check   ruff, mypy strict, generated code up to date"
+	@echo "make format  let ruff rewrite what it can"
+
+$(VENV)/base: constraints.txt pyproject.toml
+	@echo "[1/3] making the virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/3] installing PyTorch (the pin keeps it a CPU build where one is offered; about a minute)"
+	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0
+	@echo "[3/3] installing what training, export and serving need"
+	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[train,export,serve]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base
+	@echo "[+] installing what the checks and tests need"
+	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/base
+	$(BIN)/quill serve
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

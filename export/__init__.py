@@ -1,0 +1,1 @@
+"""A checkpoint becomes a bundle: ONNX graphs, tokenizer, manifest, and the proof that they agree."""

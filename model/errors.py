@@ -1,0 +1,29 @@
+"""What can go wrong in this room because of the world, not because of a bug.
+
+Every message says what was given, what is allowed, and what to do. The front door prints it as
+one line and exits with `exit_code`.
+"""
+
+
+class ModelError(Exception):
+    """The root of this room's errors."""
+
+    exit_code = 1
+
+
+class ConfigError(ModelError):
+    """Settings that contradict each other or lie outside what the network can be."""
+
+    exit_code = 2
+
+
+class CorpusError(ModelError):
+    """Data that can't be fetched, read or used."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint that is missing, damaged, or of another shape."""
+
+
+class UnsupportedError(ModelError):
+    """Somebody else's weights in a form that Quill doesn't know."""

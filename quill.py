@@ -1,0 +1,70 @@
+"""The front door: one command, `quill`, with a subcommand for each job.
+
+Knows: which rooms there are. Does not know: their arguments, or what they import.
+Each room has a `commands` module that declares its subcommands with argparse alone; the
+module that does the work is imported only when its subcommand runs.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+ROOMS = ("model", "export")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quill",
+        description="Train a Transformer, export it to ONNX, serve it over gRPC.",
+        epilog="`quill COMMAND --help` explains each command.",
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for room in ROOMS:
+        importlib.import_module(f"{room}.commands").register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("quill: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (`quill … | head`): not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Imports the module behind the subcommand and hands it the arguments.
+
+    A room's own errors carry `exit_code`; they are for people and print as one line.
+    """
+    module_name, function_name = args.run.split(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        print(
+            f"quill: this command needs the Python package '{missing}', which isn't installed. "
+            f"Install Quill with the extra that brings it: pip install 'quill[{args.extra}]'",
+            file=sys.stderr,
+        )
+        return 3
+    try:
+        function(args)
+    except Exception as error:
+        exit_code = getattr(error, "exit_code", None)
+        if exit_code is None:
+            raise
+        print(f"quill: {error}", file=sys.stderr)
+        return int(exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
