@@ -1,1 +1,1 @@
-"""A checkpoint becomes a bundle: ONNX graphs, tokenizer, manifest, and the proof that they agree."""
+"""A checkpoint becomes a bundle, with the proof that it computes what PyTorch computes."""

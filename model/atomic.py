@@ -1,0 +1,66 @@
+"""Files and directories that are whole or absent, whatever ends the process.
+
+Knows: temporary names, fsync, rename. Does not know: what is written.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yields a temporary directory beside `path`, and gives it the name `path` at the end.
+
+    A directory that stands there already is replaced. When the block raises, nothing remains.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in temporary.rglob("*"):
+            _fsync(file)
+        _fsync(temporary)
+        _rename_over(temporary, path)
+        _fsync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name beside `path`, and gives that file the name `path` at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.part"
+    try:
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(path)
+        _fsync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _rename_over(source: Path, target: Path) -> None:
+    """A directory can't replace a full one in one call: the old one steps aside first."""
+    if not target.exists():
+        source.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    target.rename(aside / "old")
+    source.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

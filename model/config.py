@@ -1,0 +1,165 @@
+"""The shape of a Transformer: one frozen value that says everything a network is built from.
+
+Knows: which settings exist and which go together.
+Does not know: tensors, training, where a checkpoint comes from.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from model.errors import ConfigError
+
+Family = Literal["causal", "seq2seq"]
+Positions = Literal["sinusoidal", "learned", "rotary"]
+Norm = Literal["layer", "rms"]
+NormPlacement = Literal["pre", "post"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
+ScalingKind = Literal["linear", "llama3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """Stretches rotary positions beyond the context that a model was first trained with."""
+
+    kind: ScalingKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if not (math.isfinite(self.factor) and self.factor >= 1.0):
+            raise ConfigError(f"rotary scaling factor is {self.factor}; it must be at least 1")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rotary scaling has low_freq_factor {self.low_freq_factor} and high_freq_factor "
+                f"{self.high_freq_factor}; 0 < low < high is needed"
+            )
+        if self.original_context < 1:
+            raise ConfigError(f"original_context is {self.original_context}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything needed to build the network; nothing needed only to train it."""
+
+    family: Family
+    vocab_size: int
+    context: int  # the longest sequence, in tokens, on each side
+    d_model: int
+    num_layers: int  # of the decoder
+    num_encoder_layers: int = 0
+    num_heads: int
+    num_kv_heads: int  # fewer than num_heads: each K/V head serves a group of query heads
+    head_size: int
+    d_ff: int
+    positions: Positions
+    norm: Norm
+    norm_placement: NormPlacement = "pre"
+    activation: Activation
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    ff_bias: bool = False
+    dropout: float = 0.0  # on embeddings and on each sublayer's output, as in the paper
+    tied_embeddings: bool = True
+    scale_embeddings: bool = False  # multiply embeddings by sqrt(d_model), as in the paper
+    norm_eps: float = 1e-5
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        self._check_sizes()
+        self._check_combinations()
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "context", "d_model", "num_layers", "num_heads"):
+            _require_at_least(self, name, 1)
+        for name in ("num_kv_heads", "head_size", "d_ff"):
+            _require_at_least(self, name, 1)
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+        for name in ("norm_eps", "rotary_base"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number")
+
+    def _check_combinations(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads can't be shared out among {self.num_kv_heads} "
+                "K/V heads; num_heads must be a multiple of num_kv_heads"
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ConfigError(f"rotary positions need an even head size, not {self.head_size}")
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ConfigError(f"sinusoidal positions need an even d_model, not {self.d_model}")
+        if self.rotary_scaling is not None and self.positions != "rotary":
+            raise ConfigError(f"rotary_scaling is set but positions are {self.positions}")
+        if (self.family == "seq2seq") != (self.num_encoder_layers > 0):
+            raise ConfigError(
+                f"a {self.family} model with {self.num_encoder_layers} encoder layers; "
+                "seq2seq needs at least one, causal has none"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Builds a config from JSON, refusing unknown, missing and mistyped entries by name."""
+        values = dict(values)
+        scaling = values.get("rotary_scaling")
+        if scaling is not None:
+            if not isinstance(scaling, dict):
+                raise ConfigError(f"rotary_scaling is {scaling!r}; it must be an object or null")
+            values["rotary_scaling"] = RotaryScaling(**_checked_fields(RotaryScaling, scaling))
+        return cls(**_checked_fields(cls, values))
+
+
+def _check_choices(config: ModelConfig | RotaryScaling) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        choices = get_args(hint)
+        if not all(isinstance(choice, str) for choice in choices) or not choices:
+            continue
+        value = getattr(config, name)
+        if value not in choices:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _require_at_least(config: ModelConfig, name: str, minimum: int) -> None:
+    value = getattr(config, name)
+    if value < minimum:
+        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+
+
+def _checked_fields(
+    cls: type[ModelConfig] | type[RotaryScaling], values: dict[str, Any]
+) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(f"unknown settings in the model's config: {', '.join(unknown)}")
+    missing = sorted(
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in values
+    )
+    if missing:
+        raise ConfigError(f"settings missing from the model's config: {', '.join(missing)}")
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if hints[name] in (int, float, bool) and not _has_type(value, hints[name]):
+            raise ConfigError(f"{name} is {value!r}; it must be of type {hints[name].__name__}")
+    return values
+
+
+def _has_type(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)

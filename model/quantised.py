@@ -1,0 +1,67 @@
+"""Weights that were quantised at their source, kept exactly as they came.
+
+Knows: three block formats of GGUF and what they stand for. Does not know: files, graphs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# N outputs · I inputs · G = I / 32 blocks along the inputs
+
+BLOCK_SIZE = 32
+Kind = Literal["q4_0", "q4_1", "q8_0"]
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A matrix as integers with a scale (and for q4_1 a minimum) for each 32 inputs.
+
+    q4_0: weight = scale * (q - 8)      q4_1: weight = scale * q + minimum      q8_0: scale * q
+    4-bit values are packed two a byte along the inputs, the first one in the low half.
+    """
+
+    kind: Kind
+    q: Tensor  # (N, I / 2) uint8 for 4 bits, (N, I) int8 for 8 bits
+    scale_NG: Tensor  # float32
+    minimum_NG: Tensor | None = None  # float32, q4_1 only
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "q4_1") == (self.minimum_NG is not None)
+        assert self.q.dtype == (torch.int8 if self.kind == "q8_0" else torch.uint8)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.scale_NG.shape[1] * BLOCK_SIZE
+
+    def values_NI(self) -> Tensor:
+        """The integers, one an element."""
+        if self.kind == "q8_0":
+            return self.q
+        return torch.stack((self.q & 15, self.q >> 4), dim=-1).flatten(1)
+
+    def dequantise(self) -> Tensor:
+        """The matrix in float32."""
+        q_NGB = self.values_NI().unflatten(1, (-1, BLOCK_SIZE)).to(torch.float32)  # type: ignore[no-untyped-call]
+        if self.kind == "q4_0":
+            q_NGB = q_NGB - 8
+        w_NGB = q_NGB * self.scale_NG.unsqueeze(-1)
+        if self.minimum_NG is not None:
+            w_NGB = w_NGB + self.minimum_NG.unsqueeze(-1)
+        w_NI: Tensor = w_NGB.flatten(1)
+        return w_NI
+
+
+def concatenate(parts: list[QuantisedWeight]) -> QuantisedWeight | None:
+    """Stacks the outputs of several matrices over the same inputs; None if their kinds differ."""
+    if len({part.kind for part in parts}) != 1:
+        return None
+    minima = [part.minimum_NG for part in parts if part.minimum_NG is not None]
+    return QuantisedWeight(
+        kind=parts[0].kind,
+        q=torch.cat([part.q for part in parts]),
+        scale_NG=torch.cat([part.scale_NG for part in parts]),
+        minimum_NG=torch.cat(minima) if minima else None,
+    )
