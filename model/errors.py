@@ -27,3 +27,9 @@ class CheckpointError(ModelError):
 
 class UnsupportedError(ModelError):
     """Somebody else's weights in a form that Quill doesn't know."""
+
+
+class RequestError(ModelError):
+    """Something asked of a network that it can't do: a setting, a prompt, a layer."""
+
+    exit_code = 2
