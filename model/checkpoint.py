@@ -41,6 +41,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
     tokenizer: Tokenizer | None = None  # None: the model speaks token ids only
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
     stop_ids: tuple[int, ...] = ()  # every token that ends an answer
     chat_template: str | None = None
     generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
@@ -100,6 +101,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "format": FORMAT,
         "model": checkpoint.config.to_dict(),
         "special_tokens": asdict(checkpoint.special_tokens),
+        "prepend_bos": checkpoint.prepend_bos,
         "stop_ids": list(checkpoint.stop_ids),
         "chat_template": checkpoint.chat_template,
         "generation": checkpoint.generation,
@@ -119,17 +121,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
             "damaged; import or train it again"
         ) from error
-    tokenizer_file = path / TOKENIZER_FILE
     try:
         config = ModelConfig.from_dict(description["model"])
         special_tokens = SpecialTokens(**description["special_tokens"])
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / CONFIG_FILE} isn't a checkpoint's: {error}") from error
+    tokenizer_file, tokenizer = path / TOKENIZER_FILE, None
+    if tokenizer_file.exists():
+        tokenizer = Tokenizer.load(tokenizer_file, special_tokens)
     return Checkpoint(
         config=config,
         weights=weights,
-        tokenizer=Tokenizer.load(tokenizer_file) if tokenizer_file.exists() else None,
+        tokenizer=tokenizer,
         special_tokens=special_tokens,
+        prepend_bos=description.get("prepend_bos", False),
         stop_ids=tuple(description.get("stop_ids", ())),
         chat_template=description.get("chat_template"),
         generation=description.get("generation", {}),
