@@ -14,6 +14,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make protos  make the Python code of protos/generation.proto"
 
 $(VENV)/base: constraints.txt pyproject.toml
 	@echo "[1/3] making the virtual environment in $(VENV)"
@@ -39,10 +40,14 @@ check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m protos.generate --check
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+protos: $(VENV)/dev
+	$(BIN)/python -m protos.generate
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,66 @@
+"""The wire is documented, and the committed code is made from it."""
+
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from grpc_tools import protoc
+
+from protos import generation_pb2, generation_pb2_grpc
+from protos.generate import SOURCE, generate, stale
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_committed_code_is_what_protoc_makes() -> None:
+    assert stale(ROOT) == []
+
+
+def test_changed_source_makes_the_code_stale(tmp_path: Path) -> None:
+    (tmp_path / "protos").mkdir()
+    source = (ROOT / SOURCE).read_text(encoding="utf-8")
+    (tmp_path / SOURCE).write_text(source, encoding="utf-8")
+    generate(tmp_path, tmp_path)
+    assert stale(tmp_path) == []
+    changed = source.replace("string prompt = 1;", "string prompt = 99;")
+    (tmp_path / SOURCE).write_text(changed, encoding="utf-8")
+    assert stale(tmp_path) == ["protos/generation_pb2.py"]
+
+
+def test_every_call_message_field_and_value_has_a_comment(tmp_path: Path) -> None:
+    described = tmp_path / "set"
+    protoc.main(
+        [
+            "protoc",
+            f"-I{ROOT}",
+            "--include_source_info",
+            f"--descriptor_set_out={described}",
+            SOURCE,
+        ]
+    )
+    file = FileDescriptorSet.FromString(described.read_bytes()).file[0]
+    commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments}
+    wanted = {(6, 0, 2, i): call.name for i, call in enumerate(file.service[0].method)}
+    for i, message in enumerate(file.message_type):
+        for j, field in enumerate(message.field):
+            wanted[4, i, 2, j] = f"{message.name}.{field.name}"
+    for i, enum in enumerate(file.enum_type):
+        for j, value in enumerate(enum.value):
+            wanted[5, i, 2, j] = value.name
+    assert [name for path, name in wanted.items() if path not in commented] == []
+
+
+def test_unset_differs_from_zero_where_it_must() -> None:
+    request = generation_pb2.GenerateRequest(temperature=0.0, seed=0)
+    unset = {"max_new_tokens", "top_k", "top_p", "min_p", "num_sequences", "logprobs"}
+    assert all(not request.HasField(name) for name in unset)
+    assert request.HasField("temperature")
+    assert request.HasField("seed")
+
+
+def test_service_has_the_calls_of_the_design() -> None:
+    service = generation_pb2.DESCRIPTOR.services_by_name["TextGeneration"]
+    assert service.full_name == "quill.v1.TextGeneration"
+    assert {call.name for call in service.methods} == {
+        *("Generate", "GenerateStream", "Tokenize", "Detokenize", "Score", "GetModel"),
+    }
+    assert hasattr(generation_pb2_grpc, "TextGenerationServicer")
