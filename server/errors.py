@@ -1,0 +1,79 @@
+"""What can go wrong in this room because of the world, and the gRPC status of each.
+
+Knows: the one tree of errors, the one table to status codes. Imports nothing.
+Does not know: gRPC itself; the servicer turns the names into codes.
+
+Every message says what was given, what is allowed, and what to do. It reaches the client as it
+is, so it never quotes a prompt.
+"""
+
+
+class ServerError(Exception):
+    """The root of this room's errors. The front door prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class StartError(ServerError):
+    """The server can't start: too little memory, no such device, a bundle it can't serve."""
+
+
+class RequestError(ServerError):
+    """Why one request ended without an answer. The others go on."""
+
+
+class InvalidFieldError(RequestError):
+    """A field of the request that breaks a rule. `field` is its name in generation.proto."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field} {reason}")
+        self.field = field
+
+
+class UnsupportedError(RequestError):
+    """Something that this bundle can't do, whatever the fields say."""
+
+
+class OverloadedError(RequestError):
+    """The queue is full, or so long that the deadline can't be met."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(RequestError):
+    """The deadline passed before there was anything to send."""
+
+
+class CancelledError(RequestError):
+    """The client left before there was anything to send."""
+
+
+class SlowReaderError(RequestError):
+    """The client stopped reading, and its buffer is full."""
+
+
+class UnavailableError(RequestError):
+    """The server is loading, stopping or broken. Another one, or this one later, may answer."""
+
+
+class StepError(RequestError):
+    """A step failed: a bug of ours, or of the runtime. The log has the story."""
+
+
+STATUS: dict[type[RequestError], str] = {
+    InvalidFieldError: "INVALID_ARGUMENT",
+    UnsupportedError: "FAILED_PRECONDITION",
+    OverloadedError: "RESOURCE_EXHAUSTED",
+    DeadlineError: "DEADLINE_EXCEEDED",
+    CancelledError: "CANCELLED",
+    SlowReaderError: "ABORTED",
+    UnavailableError: "UNAVAILABLE",
+    StepError: "INTERNAL",
+}
+
+
+def status_name(error: RequestError) -> str:
+    """The name of the `grpc.StatusCode` that this error ends a call with."""
+    return STATUS[type(error)]

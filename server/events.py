@@ -1,0 +1,116 @@
+"""What the engine answers: one batch of events a step.
+
+Knows: token ids, reasons, numbers. Does not know: protobuf, text, threads.
+
+For each accepted request, in this order: a StartEvent when it leaves the queue, PromptEvents if
+its prompt's logprobs were asked for, TokenEvents; then each sequence ends with one FinishEvent.
+A FailEvent may come at any point instead and ends all its sequences. Nothing follows the end.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from server.errors import RequestError
+
+FinishReason = Literal["stop", "eos", "length", "cancelled", "deadline"]
+
+
+class Alternative(NamedTuple):
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """One position in the model's own distribution, before penalties and truncation."""
+
+    token_id: int
+    logprob: float | None  # None: a prompt's first token follows nothing
+    top: tuple[Alternative, ...]  # best first, as many as were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """In tokens."""
+
+    prompt: int
+    cached: int  # of the prompt: not computed, taken from the prefix cache
+    generated: int  # of one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """In milliseconds, each from the request's arrival."""
+
+    queue_ms: float
+    first_token_ms: float  # 0 if there was no token
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvent:
+    """The request left the queue."""
+
+    request_id: str
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """Some of the prompt's positions, in order; several events make up the whole prompt."""
+
+    request_id: str
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One sequence has one token more. The token that ends a sequence comes too."""
+
+    request_id: str
+    sequence: int
+    token_id: int
+    logprobs: PositionLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """One sequence is complete."""
+
+    request_id: str
+    sequence: int
+    reason: FinishReason
+    seed: int  # gives this sequence by itself, as sequence 0
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class FailEvent:
+    """The request and all its sequences ended without an answer."""
+
+    request_id: str
+    error: RequestError
+
+
+Event = StartEvent | PromptEvent | TokenEvent | FinishEvent | FailEvent
+StepKind = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step in numbers, for metrics."""
+
+    kind: StepKind
+    duration_s: float
+    num_tokens: int  # read by the step: a chunk's length, or one for each row
+    num_rows: int  # running after the step
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one round of the engine produced. `step` is None if only messages were handled."""
+
+    events: tuple[Event, ...]
+    step: StepReport | None

@@ -1,0 +1,105 @@
+"""What a client asked, as the engine understands it.
+
+Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text, slots.
+What the engine answers is in server/events.py.
+
+The ranges are those of generation.proto, checked here once; an error names the proto's field.
+Whether a prompt fits the model is the servicer's to check: only it knows which field it came from.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from server.errors import InvalidFieldError
+
+MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 64
+MAX_PRIORITY = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. As it stands: from the model's own distribution, untouched."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._require("temperature", 0 <= self.temperature < math.inf, "finite and at least 0")
+        self._require("top_k", self.top_k >= 0, "at least 0, where 0 is off")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, where 1 is off")
+        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1, where 0 is off")
+        positive = 0 < self.repetition_penalty < math.inf
+        self._require("repetition_penalty", positive, "finite and above 0, where 1 is off")
+        self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
+        self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
+        self._check_logit_bias()
+
+    def _require(self, name: str, allowed: bool, rule: str) -> None:
+        if not allowed:
+            raise InvalidFieldError(name, f"is {getattr(self, name)}; it must be {rule}")
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            given = f"has {len(self.logit_bias)} entries"
+            raise InvalidFieldError("logit_bias", f"{given}; at most {MAX_LOGIT_BIAS} are allowed")
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                given = f"of token {token} is {bias}"
+                raise InvalidFieldError("logit_bias", f"{given}; it must be from -100 to 100")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether any token's logit is changed before the draw."""
+        penalties = (self.frequency_penalty, self.presence_penalty)
+        return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, and all that was asked of its answers."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
+    eos_ids: frozenset[int] = frozenset()  # the model's own; empty with ignore_eos
+    stop_ids: frozenset[int] = frozenset()  # the client's
+    num_sequences: int = 1
+    logprobs: int | None = None  # how many alternatives to report; None: no logprobs at all
+    prompt_logprobs: int | None = None
+    priority: int = 0  # higher is sooner
+    deadline_s: float | None = None  # on the engine's clock, time.monotonic
+
+    def __post_init__(self) -> None:
+        assert self.prompt_ids, "the servicer refuses empty prompts"
+        assert 0 <= self.seed <= MAX_SEED
+        self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
+        self._require("num_sequences", self.num_sequences >= 1, "at least 1")
+        self._check_number_of_stop_ids()
+        priority_allowed = abs(self.priority) <= MAX_PRIORITY
+        self._require("priority", priority_allowed, f"from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            allowed = wanted is None or 0 <= wanted <= MAX_LOGPROBS
+            self._require(name, allowed, f"from 0 to {MAX_LOGPROBS}")
+
+    def _require(self, name: str, allowed: bool, rule: str) -> None:
+        if not allowed:
+            raise InvalidFieldError(name, f"is {getattr(self, name)}; it must be {rule}")
+
+    def _check_number_of_stop_ids(self) -> None:
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            reason = f"has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed"
+            raise InvalidFieldError("stop_token_ids", reason)

@@ -1,0 +1,16 @@
+"""One tree of errors, one table to status codes."""
+
+import grpc
+
+from server.errors import STATUS, OverloadedError, RequestError, status_name
+
+
+def test_every_kind_of_request_error_has_a_status_that_grpc_knows() -> None:
+    assert set(STATUS) == set(RequestError.__subclasses__())
+    assert set(STATUS.values()) <= set(grpc.StatusCode.__members__)
+
+
+def test_overload_says_when_to_come_back() -> None:
+    error = OverloadedError("the queue is full", retry_after_s=1.5)
+    assert status_name(error) == "RESOURCE_EXHAUSTED"
+    assert error.retry_after_s == 1.5
