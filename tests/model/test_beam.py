@@ -50,7 +50,7 @@ SEQ2SEQ = dataclasses.replace(LLAMA, family="seq2seq", num_encoder_layers=1)
 
 
 def build(config: ModelConfig, std: float = 0.35) -> Transformer:
-    torch.manual_seed(1)
+    torch.manual_seed(0)
     model = Transformer(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,10 +174,10 @@ def until_stop(answer: list[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
 def test_transformers_finds_the_same_answers_with_the_same_scores(name: str) -> None:
     ours = build(LLAMA if name == "llama" else GPT2)
     theirs = to_llama(ours) if name == "llama" else to_gpt2(ours)
-    kinds = itertools.product((1.0, 0.0, 2.5, -1.0), (False, True, "never"), (2, 4))
+    kinds = itertools.product((1.0, 2.5, -1.0), (False, True, "never"), (2, 4))
     num_stopped = 0
     (likely,) = beam_search(ours, PROMPT, BeamParameters(max_new_tokens=9), cached=True)
-    stops = [frozenset(likely.token_ids[first:last]) for first, last in ((0, 0), (3, 4), (4, 7))]
+    stops = [frozenset[int](), frozenset({likely.token_ids[3]}), frozenset(range(10))]
     for length_penalty, early_stopping, num_beams in kinds:
         for stop_ids in stops:
             parameters = BeamParameters(
@@ -255,7 +255,7 @@ def test_a_higher_length_penalty_favours_longer_answers() -> None:
     lengths = []
     for length_penalty in (-3.0, 0.0, 3.0):
         parameters = BeamParameters(
-            length_penalty=length_penalty, max_new_tokens=12, stop_ids=frozenset({7, 11, 19})
+            length_penalty=length_penalty, max_new_tokens=12, stop_ids=frozenset(range(10))
         )
         lengths.append(len(beam_search(model, PROMPT, parameters, cached=True)[0].token_ids))
     assert lengths == sorted(lengths)
