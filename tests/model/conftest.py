@@ -1,7 +1,7 @@
 """What several tests of this room share: SmolLM2, read once, and small GGUF files."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +19,13 @@ from model.wheels import SMOLLM2_GGUF
 
 # transformers must not look for anything outside this machine.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# On a busy machine torch's threads wait for one another: with two, small networks took 10 s where
+# one thread takes 0.1 s, and SmolLM2 ran 10 times slower.
+torch.set_num_threads(1)
 
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """On a busy machine torch's threads wait for one another: SmolLM2 runs 10 times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# On a busy machine torch's threads wait for one another: the tests of tiny networks take ten
+# times longer with two threads than with one.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

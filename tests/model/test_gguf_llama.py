@@ -79,7 +79,6 @@ def smollm2_reference(smollm2_gguf: Path) -> LlamaForCausalLM:
     return reference_of(smollm2_gguf, config)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_smollm2_computes_the_logits_of_transformers(
     smollm2: Checkpoint, smollm2_reference: LlamaForCausalLM
 ) -> None:
@@ -94,7 +93,6 @@ def test_smollm2_has_the_shape_of_its_preset(smollm2: Checkpoint) -> None:
     assert sum(weight.numel() for weight in smollm2.weights.values()) == 134_515_008
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_smollm2_carries_its_quantised_values_bit_for_bit(smollm2: Checkpoint) -> None:
     kinds = [weight.kind for weight in smollm2.quantised.values()]
     assert (kinds.count("q4_1"), kinds.count("q8_0")) == (120, 1)
