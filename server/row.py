@@ -1,0 +1,60 @@
+"""One sequence that is being generated.
+
+Knows: its request, its tokens, when it ends. Does not know: its slot, its neighbours, time.
+"""
+
+from dataclasses import dataclass, field
+
+from server.events import FinishReason
+from server.penalties import Adjustments
+from server.randomness import sequence_seed
+from server.request import Request
+from server.sampling import Draw
+
+
+@dataclass(eq=False)
+class Row:
+    """One of a request's answers. Two rows are never equal, whatever they hold."""
+
+    request: Request
+    sequence: int  # which of the request's answers, from 0
+    seed: int
+    max_tokens: int
+    adjustments: Adjustments | None
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_cached(self) -> int:
+        """Positions that its slot holds: all but the last token, which no step has read yet."""
+        return len(self.request.prompt_ids) + max(0, len(self.token_ids) - 1)
+
+    def draw(self) -> Draw:
+        """What the next token depends on."""
+        return Draw(self.request.sampling, self.seed, len(self.token_ids), self.adjustments)
+
+    def add(self, token: int) -> None:
+        self.token_ids.append(token)
+        if self.adjustments is not None:
+            self.adjustments.add(token)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it is complete; None while it isn't."""
+        last = self.token_ids[-1] if self.token_ids else None
+        if last in self.request.eos_ids:
+            return "eos"
+        if last in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_tokens else None
+
+
+def rows_of(request: Request, context: int) -> list[Row]:
+    """A row for each answer. Prompt and answer together fit into the context."""
+    max_tokens = min(request.max_new_tokens, context - len(request.prompt_ids))
+    return [_row(request, sequence, max_tokens) for sequence in range(request.num_sequences)]
+
+
+def _row(request: Request, sequence: int, max_tokens: int) -> Row:
+    adjustments = None
+    if request.sampling.adjusts:
+        adjustments = Adjustments(request.sampling, request.prompt_ids, max_tokens)
+    return Row(request, sequence, sequence_seed(request.seed, sequence), max_tokens, adjustments)

@@ -1,0 +1,179 @@
+"""Chooses who runs in the next step.
+
+Knows: lengths, free slots, the token budget. Does not know: text, ONNX, gRPC, threads, time.
+
+Running rows decode first; between two decode steps at most one chunk of one prompt is read. Rows
+fill the first slots without a gap; the prompt being read has the slot that was next when it
+began. Rows only leave while it is read, so its slot is never in their way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from server.plan import Copy, DecodePlan, Finished, Outcome, Plan, PrefillPlan
+from server.request import Request
+from server.row import Row, rows_of
+from server.waiting import WaitingLine
+
+# Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
+MAX_LOGPROBS_CHUNK = 64
+
+
+class PrefixIndex(Protocol):
+    """Knows which prompts were read before."""
+
+    def match(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens needn't be read again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    max_rows: int
+    context: int  # tokens of prompt and answer together
+    # The least tokens of a chunk. One token takes another kernel, with other rounding, so that
+    # the answer would depend on where a prompt was cut.
+    min_chunk: int = 2
+
+
+@dataclass(eq=False)
+class _Prefill:
+    request: Request
+    rows: list[Row]
+    slot: int
+    cached: int
+    start: int
+
+
+class Scheduler:
+    """The waiting line, the prompt being read, and the running rows."""
+
+    def __init__(self, limits: Limits, prefixes: PrefixIndex) -> None:
+        self._limits = limits
+        self._prefixes = prefixes
+        self._waiting = WaitingLine()
+        self._prefill: _Prefill | None = None
+        self._rows: list[Row] = []
+        self._decode_is_next = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def add(self, request: Request) -> None:
+        assert request.num_sequences <= self._limits.max_rows, "the servicer refuses these"
+        assert len(request.prompt_ids) < self._limits.context or not request.max_new_tokens
+        self._waiting.add(request)
+
+    def plan(self, max_chunk: int) -> Plan | None:
+        """The next step, with at most so many tokens of a prompt. None: there is nothing to do."""
+        if self._prefill is None:
+            self._begin()
+        if self._rows and (self._decode_is_next or self._prefill is None):
+            self._decode_is_next = False
+            return DecodePlan(tuple(self._rows))
+        self._decode_is_next = True
+        return None if self._prefill is None else self._chunk(self._prefill, max_chunk)
+
+    def _begin(self) -> None:
+        request = self._waiting.first()
+        if request is None or len(self._rows) + request.num_sequences > self._limits.max_rows:
+            return  # nobody overtakes the first, or one who needs many slots would never start
+        self._waiting.remove(request.request_id)
+        cached = self._num_reusable(request)
+        rows = rows_of(request, self._limits.context)
+        self._prefill = _Prefill(request, rows, len(self._rows), cached, cached)
+
+    def _num_reusable(self, request: Request) -> int:
+        if request.prompt_logprobs is not None or request.source_ids is not None:
+            return 0  # every position's logits are wanted, or the prompt isn't all that was read
+        most = len(request.prompt_ids) - self._limits.min_chunk
+        return max(0, min(self._prefixes.match(request.prompt_ids), most))
+
+    def _chunk(self, prefill: _Prefill, max_chunk: int) -> PrefillPlan:
+        if prefill.request.prompt_logprobs is not None:
+            max_chunk = min(max_chunk, MAX_LOGPROBS_CHUNK)
+        remaining = len(prefill.request.prompt_ids) - prefill.start
+        return PrefillPlan(
+            request=prefill.request,
+            rows=tuple(prefill.rows),
+            slot=prefill.slot,
+            start=prefill.start,
+            stop=prefill.start + chunk_length(remaining, max_chunk, self._limits.min_chunk),
+            cached=prefill.cached,
+        )
+
+    def commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int]) -> Outcome:
+        """The chunk was read. After the last one, `tokens` are the first ones of `plan.rows`."""
+        assert self._prefill is not None
+        assert self._prefill.request is plan.request
+        self._prefill.start = plan.stop
+        if not plan.is_last:
+            return Outcome([], [])
+        self._prefill = None
+        finished, running = _add(plan.rows, tokens)
+        first = len(self._rows)
+        self._rows += running
+        targets = range(first, len(self._rows))
+        copies = [Copy(plan.slot, target, plan.stop) for target in targets if target != plan.slot]
+        return Outcome(finished, copies)
+
+    def commit_decode(self, plan: DecodePlan, tokens: Sequence[int]) -> Outcome:
+        """Every row was given its next token."""
+        assert list(plan.rows) == self._rows
+        finished, _ = _add(plan.rows, tokens)
+        return Outcome(finished, self._take_out({each.row for each in finished}))
+
+    def remove(self, request_id: str, sequence: int | None = None) -> list[Copy]:
+        """Forgets a request, or one of its answers, wherever it is."""
+        self._waiting.remove(request_id)
+        gone = {row for row in self._rows if _is(row, request_id, sequence)}
+        if self._prefill is not None:
+            left = [row for row in self._prefill.rows if not _is(row, request_id, sequence)]
+            self._prefill.rows = left
+            if not left:
+                self._prefill = None
+        return self._take_out(gone)
+
+    def _take_out(self, gone: set[Row]) -> list[Copy]:
+        """Fills each gap with the last row."""
+        rows, copies = self._rows, list[Copy]()
+        for slot in range(len(rows)):
+            while len(rows) > slot and rows[-1] in gone:
+                rows.pop()
+            if slot < len(rows) and rows[slot] in gone:
+                rows[slot] = rows.pop()
+                copies.append(Copy(len(rows), slot, rows[slot].num_cached))
+        return copies
+
+
+def chunk_length(remaining: int, max_chunk: int, min_chunk: int) -> int:
+    """How many of the remaining tokens to read now: none, or enough, are left for later."""
+    length = min(remaining, max(max_chunk, min_chunk))
+    left = remaining - length
+    if 0 < left < min_chunk:
+        shorter = remaining - min_chunk
+        return shorter if shorter >= min_chunk else remaining
+    return length
+
+
+def _add(rows: Sequence[Row], tokens: Sequence[int]) -> tuple[list[Finished], list[Row]]:
+    """Gives each row its token; answers which are complete and which go on."""
+    finished, running = [], []
+    for index, row in enumerate(rows):
+        if row.max_tokens:  # a request that only reads its prompt is given no tokens
+            row.add(tokens[index])
+        reason = row.finish_reason()
+        if reason is None:
+            running.append(row)
+        else:
+            finished.append(Finished(row, reason))
+    return finished, running
+
+
+def _is(row: Row, request_id: str, sequence: int | None) -> bool:
+    return row.request.request_id == request_id and sequence in (None, row.sequence)
