@@ -84,12 +84,13 @@ def split_qkv(
     qkv_BTE: Tensor, config: ModelConfig, rotary: RotaryTables | None, first_position: int
 ) -> Projected:
     """Takes the fused projection apart and turns queries and keys to their positions."""
-    width, kv_width = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    parts = torch.split(qkv_BTE, [width, kv_width, kv_width], dim=-1)
-    q_BNTH, k_BKTH, v_BKTH = (split_heads(part, config.head_size) for part in parts)
+    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+    qk_BNTH, v_BKTH = torch.split(
+        split_heads(qkv_BTE, config.head_size), [num_heads + num_kv_heads, num_kv_heads], dim=1
+    )
     if rotary is not None:
-        q_BNTH = rotate(q_BNTH, rotary, first_position)
-        k_BKTH = rotate(k_BKTH, rotary, first_position)
+        qk_BNTH = rotate(qk_BNTH, rotary, first_position)
+    q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
     return Projected(q_BNTH, KeyValue(k_BKTH, v_BKTH))
 
 

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
     _add_train(subparsers)
+    _add_eval(subparsers)
+    _add_train_speed(subparsers)
     _add_import(subparsers)
+    _add_attend(subparsers)
 
 
 def _add_train(subparsers: "Subparsers") -> None:
@@ -30,16 +33,52 @@ def _add_train(subparsers: "Subparsers") -> None:
     parser.add_argument("--out", type=Path, metavar="RUN", help="where the run goes")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run as it was begun")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    data = parser.add_argument_group("data")
-    data.add_argument("--corpus", metavar="NAME", help="sotu, en-de, en-es, en-fr or kjv-web")
-    data.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="your own text files")
-    data.add_argument("--pairs", type=Path, metavar="TSV", help="your own pairs, one a line")
+    _add_data(parser.add_argument_group("data"))
     shape = parser.add_argument_group("shape")
     shape.add_argument("--vocab-size", type=int, metavar="N", help="tokens in the vocabulary")
     shape.add_argument("--context", type=int, metavar="N", help="the longest sequence, in tokens")
     shape.add_argument("--dropout", type=float, metavar="P")
     _add_recipe(parser.add_argument_group("recipe"))
     parser.set_defaults(run="model.train:run", extra="train")
+
+
+def _add_data(data: argparse._ArgumentGroup) -> None:
+    data.add_argument("--corpus", metavar="NAME", help="sotu, en-de, en-es, en-fr or kjv-web")
+    data.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="your own text files")
+    data.add_argument("--pairs", type=Path, metavar="TSV", help="your own pairs, one a line")
+
+
+def _add_eval(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "eval",
+        help="score a checkpoint on held-out text",
+        description="Perplexity and bits per byte for a causal model; BLEU and chrF for a seq2seq "
+        "model, next to copying the source.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run's directory")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens that each window counts; the rest of it is past (default half the context)",
+    )
+    parser.add_argument("--part", choices=("held-out", "test"), default="test", help="of the pairs")
+    parser.add_argument("--beams", type=int, default=4, metavar="N", help="1 is greedy only")
+    parser.add_argument("--limit", type=int, metavar="N", help="score the first N pairs only")
+    _add_data(parser.add_argument_group("data"))
+    parser.set_defaults(run="model.evaluate:run", extra="train")
+
+
+def _add_train_speed(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "train-speed",
+        help="compare training speed with a plain nanoGPT-style loop",
+        description="Trains the tiny preset both ways in turns, and prints tokens a second.",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="best of N (default 5)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="in each round")
+    parser.set_defaults(run="model.train_speed:run", extra="train")
 
 
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
@@ -77,3 +116,23 @@ def _add_import(subparsers: "Subparsers") -> None:
     )
     parser.add_argument("--force", action="store_true", help="replace an import that is there")
     parser.set_defaults(run="model.importing:run", extra="train")
+
+
+def _add_attend(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "attend",
+        help="draw what a network looks at",
+        description="Draws a network's attention for a text: one map for each layer and head. For "
+        "a seq2seq model, what the target looks at in the source.",
+    )
+    parser.add_argument("text", metavar="TEXT", help="what the network reads")
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--target", metavar="TEXT", help="seq2seq: the translation (default greedy)"
+    )
+    parser.add_argument("--layers", metavar="0,5", help="numbers, or all (default four of them)")
+    parser.add_argument("--heads", default="all", metavar="0,5", help="numbers, or all (default)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("attention.png"), metavar="PNG", help="attention.png"
+    )
+    parser.set_defaults(run="model.attend:run", extra="train")

@@ -3,6 +3,7 @@
 Knows: how each family's data is prepared and judged. Does not know: steps, optimisers, files.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +11,15 @@ from typing import Any, Protocol
 import torch
 
 from model.batches import Batches, PairBatches, TextBatches
-from model.config import ModelConfig
-from model.corpora import load_pairs, load_pairs_file, load_text, load_text_files
+from model.config import Family, ModelConfig
+from model.corpora import (
+    PAIR_CORPORA,
+    TEXT_CORPORA,
+    load_pairs,
+    load_pairs_file,
+    load_text,
+    load_text_files,
+)
 from model.dataset import (
     PairData,
     TextData,
@@ -21,6 +29,7 @@ from model.dataset import (
     fit_pair_tokenizer,
     fit_text_tokenizer,
 )
+from model.errors import ConfigError
 from model.recipes import Recipe
 from model.reference import generate
 from model.sampling import SamplingParameters
@@ -57,6 +66,21 @@ class DataSource:
         if self.corpus is not None:
             return load_pairs(self.corpus)
         return load_pairs_file(Path(self.files[0]))
+
+
+def choose_source(
+    family: Family, corpus: str | None, text: Sequence[Path] | None, pairs: Path | None
+) -> DataSource:
+    """The user's own files, the named corpus, or the family's default."""
+    if sum((bool(text), pairs is not None, corpus is not None)) > 1:
+        raise ConfigError("--corpus, --text and --pairs exclude each other: give one")
+    if family == "causal":
+        if pairs is not None or corpus in PAIR_CORPORA:
+            raise ConfigError("a causal model reads text, not pairs: use --text or --corpus sotu")
+        return DataSource(files=tuple(map(str, text))) if text else DataSource(corpus or "sotu")
+    if text or corpus in TEXT_CORPORA:
+        raise ConfigError("a seq2seq model reads pairs: use --pairs or --corpus en-de")
+    return DataSource(files=(str(pairs),)) if pairs else DataSource(corpus or "en-de")
 
 
 class Material(Protocol):

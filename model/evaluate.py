@@ -1,0 +1,86 @@
+"""`quill eval`: how good a checkpoint is on text that it wasn't trained on.
+
+Knows: the arguments and the report. Does not know: how scores are computed.
+"""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.dataset import encode_stream
+from model.distributed import choose_device
+from model.errors import ConfigError, CorpusError
+from model.material import choose_source
+from model.scoring import score_text
+from model.splits import Pair, PairCorpus
+from model.tokenizer import Tokenizer
+from model.training_state import resolve_checkpoint
+from model.translating import TranslationScore, evaluate_translation
+
+NUM_EXAMPLES = 5
+
+
+def run(args: argparse.Namespace) -> None:
+    path = resolve_checkpoint(args.checkpoint)
+    checkpoint = load_checkpoint(path)
+    if checkpoint.tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer; text can't be scored with it")
+    if checkpoint.config.family == "causal":
+        _evaluate_text(args, checkpoint, checkpoint.tokenizer)
+    else:
+        _evaluate_pairs(args, checkpoint, checkpoint.tokenizer)
+
+
+def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    source = choose_source("causal", args.corpus, args.text, args.pairs)
+    texts = source.load_text().held_out
+    stride = args.stride or max(checkpoint.config.context // 2, 1)
+    if not 1 <= stride <= checkpoint.config.context:
+        raise ConfigError(
+            f"--stride is {stride}; it must be from 1 to the context, {checkpoint.config.context}"
+        )
+    ids = encode_stream(texts, tokenizer)
+    if len(ids) < 2:
+        raise CorpusError("there is too little text to score: at least two tokens are needed")
+    device = choose_device(args.device)
+    model = checkpoint.build().to(device)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    score = score_text(model, ids, num_bytes, device, stride)
+    table = Table("tokens", "loss", "perplexity", "bits per byte")
+    table.add_row(
+        f"{score.num_tokens:,}",
+        f"{score.loss:.4f}",
+        f"{score.perplexity:.3f}",
+        f"{score.bits_per_byte:.4f}",
+    )
+    Console().print(table)
+
+
+def _evaluate_pairs(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    source = choose_source("seq2seq", args.corpus, args.text, args.pairs)
+    pairs = _part(source.load_pairs(), args.part)[: args.limit]
+    if not pairs:
+        raise CorpusError("there are no pairs to score")
+    model = checkpoint.build().to(choose_device(args.device))
+    scores, translations = evaluate_translation(model, tokenizer, pairs, args.beams)
+    _show_translations(pairs, translations, scores)
+
+
+def _show_translations(
+    pairs: list[Pair], translations: list[str], scores: list[TranslationScore]
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    examples = Table("source", "translation", "reference", title="Examples")
+    for pair, translation in list(zip(pairs, translations, strict=True))[:NUM_EXAMPLES]:
+        examples.add_row(pair.source, translation, pair.target)
+    console.print(examples, markup=False)
+    table = Table("", "BLEU", "chrF", title=f"{len(pairs)} pairs")
+    for score in scores:
+        table.add_row(score.name, f"{score.bleu:.1f}", f"{score.chrf:.1f}")
+    console.print(table)
+
+
+def _part(corpus: PairCorpus, name: str) -> list[Pair]:
+    return corpus.test if name == "test" else corpus.held_out
