@@ -107,8 +107,13 @@ class Scheduler:
             cached=prefill.cached,
         )
 
-    def commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int]) -> Outcome:
-        """The chunk was read. After the last one, `tokens` are the first ones of `plan.rows`."""
+    def commit(self, plan: Plan, tokens: Sequence[int]) -> Outcome:
+        """The plan was carried out: each of its rows has a token, if its prompt is read."""
+        if isinstance(plan, DecodePlan):
+            return self._commit_decode(plan, tokens)
+        return self._commit_prefill(plan, tokens)
+
+    def _commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int]) -> Outcome:
         assert self._prefill is not None
         assert self._prefill.request is plan.request
         self._prefill.start = plan.stop
@@ -122,8 +127,7 @@ class Scheduler:
         copies = [Copy(plan.slot, target, plan.stop) for target in targets if target != plan.slot]
         return Outcome(finished, copies)
 
-    def commit_decode(self, plan: DecodePlan, tokens: Sequence[int]) -> Outcome:
-        """Every row was given its next token."""
+    def _commit_decode(self, plan: DecodePlan, tokens: Sequence[int]) -> Outcome:
         assert list(plan.rows) == self._rows
         finished, _ = _add(plan.rows, tokens)
         return Outcome(finished, self._take_out({each.row for each in finished}))

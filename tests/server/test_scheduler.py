@@ -68,7 +68,7 @@ class World:
         tokens = []
         if plan.is_last and plan.request.max_new_tokens:
             tokens = [self._next(plan.slot, row.sequence) for row in plan.rows]
-        self._commit(self.scheduler.commit_prefill(plan, tokens))
+        self._commit(self.scheduler.commit(plan, tokens))
 
     def _decode(self, plan: DecodePlan) -> None:
         self.kinds.append("decode")
@@ -78,7 +78,7 @@ class World:
             assert self.slots[slot] == text[:-1], "a slot holds what its row has read"
             self.slots[slot] = text
             tokens.append(self._next(slot, row.sequence))
-        self._commit(self.scheduler.commit_decode(plan, tokens))
+        self._commit(self.scheduler.commit(plan, tokens))
 
     def _next(self, slot: int, sequence: int) -> int:
         """A 'model': a token that depends on all that the slot holds."""

@@ -1,0 +1,161 @@
+"""Serves requests, one step at a time.
+
+Knows: the scheduler, the stepper, the ledger, and the order in which they are asked.
+Does not know: threads, gRPC, text, the model. All of it runs in one thread, see
+server/engine_thread.py.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from server.errors import CancelledError, DeadlineError, RequestError, StepError
+from server.events import Batch, Event, FinishReason, PromptEvent, StepReport
+from server.ledger import Ledger
+from server.pace import Pace
+from server.plan import Copy, DecodePlan, Plan, PrefillPlan
+from server.prefix_cache import PrefixCache
+from server.request import Request
+from server.scheduler import Limits, Scheduler
+from server.session import Session
+from server.stepper import Stepper, StepResult
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # steps that may fail one after another before the engine calls itself broken
+
+
+class Engine:
+    """Requests come by `submit` and go by `end`; each `step` answers what became of them."""
+
+    def __init__(
+        self,
+        session: Session,
+        limits: Limits,
+        prefix_cache: PrefixCache,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._stepper = Stepper(session, prefix_cache)
+        self._scheduler = Scheduler(limits, prefix_cache)
+        self._ledger = Ledger()
+        self._pace = Pace()
+        self._clock = clock
+        self._events: list[Event] = []
+        self._num_failures = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is served, and nobody has still to be told something."""
+        return not len(self._ledger) and not self._events
+
+    @property
+    def is_broken(self) -> bool:
+        """Step after step fails. It goes on trying; one success makes it whole again."""
+        return self._num_failures >= MAX_FAILURES
+
+    def submit(self, request: Request, arrived_s: float) -> None:
+        self._ledger.arrive(request, arrived_s)
+        self._scheduler.add(request)
+
+    def end(self, request_id: str, sequence: int | None, reason: FinishReason) -> None:
+        """Ends a request, or one of its sequences, before its time. Once ended, it stays so."""
+        gone = self._ledger.open_sequences(request_id)
+        if sequence is not None:
+            gone = [each for each in gone if each == sequence]
+        if not gone:
+            return
+        self._copy(self._scheduler.remove(request_id, sequence))
+        if self._ledger.has_token(request_id):
+            for each in gone:
+                self._finish(request_id, each, reason)
+        elif reason == "deadline":
+            self._fail(request_id, DeadlineError("the deadline passed before the first token"))
+        else:
+            self._fail(request_id, CancelledError("cancelled before the first token"))
+
+    def abandon(self, error: RequestError) -> Batch:
+        """Ends everything. There are no steps afterwards."""
+        for request_id in self._ledger.request_ids():
+            self._fail(request_id, error)
+        return self._batch(None)
+
+    def step(self) -> Batch:
+        """A step for whoever is next, and all events since the step before."""
+        for request_id in self._ledger.expired(self._clock()):
+            self.end(request_id, None, "deadline")
+        plan = self._scheduler.plan(self._pace.max_chunk(self._scheduler.num_rows))
+        return self._batch(None if plan is None else self._run(plan))
+
+    def _run(self, plan: Plan) -> StepReport:
+        started_s = self._clock()
+        if isinstance(plan, PrefillPlan) and plan.is_first:
+            self._events.append(self._ledger.start(plan.request, plan.cached, started_s))
+        try:
+            result = self._stepper.run(plan)
+        except Exception:
+            logger.exception("a step failed; its requests: %s", _request_ids(plan))
+            self._num_failures += 1
+            self._fail_all(_request_ids(plan))
+        else:
+            self._num_failures = 0
+            self._commit(plan, result)
+        return self._report(plan, self._clock() - started_s)
+
+    def _commit(self, plan: Plan, result: StepResult) -> None:
+        outcome = self._scheduler.commit(plan, result.tokens)
+        self._copy(outcome.copies)
+        if result.broken:
+            broken = {plan.rows[i].request.request_id for i in result.broken}
+            logger.error("logits that aren't finite; requests: %s", sorted(broken))
+            self._fail_all(broken)
+        if result.prompt_logprobs and isinstance(plan, PrefillPlan):
+            event = PromptEvent(plan.request.request_id, tuple(result.prompt_logprobs))
+            self._events.append(event)
+        now_s = self._clock()
+        # No tokens if the chunk wasn't its prompt's last.
+        for row, token, logprobs in zip(plan.rows, result.tokens, result.logprobs, strict=False):
+            if row.request.request_id in self._ledger:
+                self._events.append(self._ledger.token(row, token, logprobs, now_s))
+        for row, reason in outcome.finished:
+            if row.request.request_id in self._ledger:
+                self._finish(row.request.request_id, row.sequence, reason)
+
+    def _finish(self, request_id: str, sequence: int, reason: FinishReason) -> None:
+        self._events.append(self._ledger.finish(request_id, sequence, reason, self._clock()))
+
+    def _fail(self, request_id: str, error: RequestError) -> None:
+        self._events.append(self._ledger.fail(request_id, error))
+
+    def _fail_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in sorted(request_ids):
+            self._copy(self._scheduler.remove(request_id))
+            reason = f"a step failed on the server; its log has more under request {request_id}"
+            self._fail(request_id, StepError(reason))
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self._session.copy(copy)
+
+    def _report(self, plan: Plan, duration_s: float) -> StepReport:
+        if isinstance(plan, DecodePlan):
+            num_tokens = len(plan.rows)
+            self._pace.note_decode(duration_s)
+        else:
+            num_tokens = plan.stop - plan.start
+            self._pace.note_prefill(num_tokens, duration_s)
+        return StepReport(
+            kind="decode" if isinstance(plan, DecodePlan) else "prefill",
+            duration_s=duration_s,
+            num_tokens=num_tokens,
+            num_rows=self._scheduler.num_rows,
+            num_waiting=self._scheduler.num_waiting,
+        )
+
+    def _batch(self, report: StepReport | None) -> Batch:
+        events, self._events = tuple(self._events), []
+        return Batch(events, report)
+
+
+def _request_ids(plan: Plan) -> set[str]:
+    return {row.request.request_id for row in plan.rows}

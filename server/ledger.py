@@ -1,0 +1,114 @@
+"""Keeps account of every request in the house: times, tokens, and that it ends once.
+
+Knows: requests, rows, times that it is told. Does not know: slots, steps, clocks.
+"""
+
+from dataclasses import dataclass
+
+from server.errors import RequestError
+from server.events import (
+    FailEvent,
+    FinishEvent,
+    FinishReason,
+    PositionLogprobs,
+    StartEvent,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from server.randomness import sequence_seed
+from server.request import Request
+from server.row import Row
+
+
+@dataclass
+class _Entry:
+    request: Request
+    arrived_s: float
+    generated: dict[int, int]  # tokens of each sequence that hasn't ended
+    started_s: float | None = None
+    first_token_s: float | None = None
+    cached: int = 0
+
+
+class Ledger:
+    """One entry for each request, from its arrival to its end."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def request_ids(self) -> list[str]:
+        return list(self._entries)
+
+    def expired(self, now_s: float) -> list[str]:
+        """Those whose deadline has passed."""
+        return [
+            request_id
+            for request_id, entry in self._entries.items()
+            if entry.request.deadline_s is not None and entry.request.deadline_s <= now_s
+        ]
+
+    def has_token(self, request_id: str) -> bool:
+        return self._entries[request_id].first_token_s is not None
+
+    def open_sequences(self, request_id: str) -> list[int]:
+        entry = self._entries.get(request_id)
+        return [] if entry is None else list(entry.generated)
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        assert request.request_id not in self._entries, "request ids are unique"
+        generated = dict.fromkeys(range(request.num_sequences), 0)
+        self._entries[request.request_id] = _Entry(request, now_s, generated)
+
+    def start(self, request: Request, cached: int, now_s: float) -> StartEvent:
+        entry = self._entries[request.request_id]
+        entry.started_s, entry.cached = now_s, cached
+        return StartEvent(request.request_id, cached)
+
+    def token(
+        self, row: Row, token: int, logprobs: PositionLogprobs | None, now_s: float
+    ) -> TokenEvent:
+        entry = self._entries[row.request.request_id]
+        entry.generated[row.sequence] += 1
+        if entry.first_token_s is None:
+            entry.first_token_s = now_s
+        return TokenEvent(row.request.request_id, row.sequence, token, logprobs)
+
+    def finish(
+        self, request_id: str, sequence: int, reason: FinishReason, now_s: float
+    ) -> FinishEvent:
+        """Ends a sequence, and with the last one the request."""
+        entry = self._entries[request_id]
+        generated = entry.generated.pop(sequence)
+        if not entry.generated:
+            del self._entries[request_id]
+        return FinishEvent(
+            request_id,
+            sequence,
+            reason,
+            seed=sequence_seed(entry.request.seed, sequence),
+            usage=Usage(len(entry.request.prompt_ids), entry.cached, generated),
+            timings=_timings(entry, now_s),
+        )
+
+    def fail(self, request_id: str, error: RequestError) -> FailEvent:
+        """Ends the request and all its sequences."""
+        del self._entries[request_id]
+        return FailEvent(request_id, error)
+
+
+def _timings(entry: _Entry, now_s: float) -> Timings:
+    def since_arrival_ms(moment_s: float | None) -> float:
+        return 0.0 if moment_s is None else 1000 * (moment_s - entry.arrived_s)
+
+    return Timings(
+        queue_ms=since_arrival_ms(entry.started_s),
+        first_token_ms=since_arrival_ms(entry.first_token_s),
+        total_ms=since_arrival_ms(now_s),
+    )

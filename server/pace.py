@@ -1,0 +1,39 @@
+"""How many tokens of a prompt may be read between two decode steps.
+
+Knows: how long steps took. Does not know: clocks, who is served.
+
+A chunk may take about as long as a decode step, so that a long prompt at most doubles the gap
+between a running row's tokens. Where decode steps are very short it may take MIN_STALL_S: with
+chunks of two or three tokens the prompt would take for ever. Since answers don't depend on where
+prompts are cut, the length may follow the clock.
+"""
+
+STALL = 0.9  # a chunk's time, in decode steps
+MIN_STALL_S = 0.025
+FIRST_CHUNK = 16
+MIN_CHUNK = 2
+
+
+class Pace:
+    """Learns the length of chunk that takes the time it may take."""
+
+    def __init__(self, max_chunk: int = 256) -> None:
+        self._max_chunk = max_chunk
+        self._chunk = float(min(FIRST_CHUNK, max_chunk))
+        self._decode_s = 0.0
+
+    def max_chunk(self, num_rows: int) -> int:
+        """With nobody running, nobody is kept waiting."""
+        return int(self._chunk) if num_rows else self._max_chunk
+
+    def note_decode(self, duration_s: float) -> None:
+        # Smoothed: one slow step is noise.
+        self._decode_s += 0.2 * (duration_s - self._decode_s) if self._decode_s else duration_s
+
+    def note_prefill(self, num_tokens: int, duration_s: float) -> None:
+        target_s = max(STALL * self._decode_s, MIN_STALL_S)
+        # A short prompt says nothing about longer chunks, unless it took too long already.
+        if num_tokens >= 0.9 * self._chunk or duration_s > target_s:
+            ratio = min(max(target_s / max(duration_s, 1e-6), 0.25), 4.0)
+            chunk = num_tokens * ratio**0.5  # half way, or noise would make it swing
+            self._chunk = min(max(chunk, MIN_CHUNK), self._max_chunk)

@@ -1,0 +1,88 @@
+"""Keeps what prompts' beginnings came to, so that the next prompt needn't compute it again.
+
+Knows: token ids, positions as opaque arrays, bytes. Does not know: slots, requests, the model.
+
+A prompt is cut into blocks of BLOCK tokens. A block is known by its tokens and the block before
+it, so prompts that begin alike share their blocks. Only positions that prefill wrote may be kept:
+what decode writes differs in the last bits, and a cache must not change an answer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from server.slots import CacheArray
+
+BLOCK = 16
+
+_Key = tuple[int, tuple[int, ...]]  # the number of the block before, this block's tokens
+
+
+class _Block(NamedTuple):
+    number: int
+    positions: CacheArray
+
+
+class PrefixCache:
+    """The least recently used blocks go first. `max_bytes` 0 turns it off."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # From the least to the most recently used. A block is always used after those that follow
+        # it (see _touch), so the oldest is never one that a kept block needs.
+        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
+        self._num_bytes = 0
+        self._num_made = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def match(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens are kept."""
+        return BLOCK * len(self._path(ids))
+
+    def load(self, ids: Sequence[int]) -> list[CacheArray]:
+        """The positions of the first tokens, block by block, as far as they are kept."""
+        path = self._path(ids)
+        self._touch(path)
+        return [self._blocks[key].positions for key in path]
+
+    def keep(self, ids: Sequence[int], read: Callable[[int, int], CacheArray]) -> None:
+        """Keeps the whole blocks of `ids`; `read(start, stop)` copies positions."""
+        if not self._max_bytes:
+            return
+        path = self._path(ids)
+        number = self._blocks[path[-1]].number if path else 0
+        for start in range(BLOCK * len(path), len(ids) - BLOCK + 1, BLOCK):
+            positions = read(start, start + BLOCK)
+            if positions.nbytes * (len(path) + 1) > self._max_bytes:
+                break
+            key = (number, tuple(ids[start : start + BLOCK]))
+            self._num_made += 1
+            number = self._num_made
+            self._blocks[key] = _Block(number, positions)
+            self._num_bytes += positions.nbytes
+            path.append(key)
+        self._touch(path)
+        self._shrink()
+
+    def _path(self, ids: Sequence[int]) -> list[_Key]:
+        path: list[_Key] = []
+        number = 0
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            key = (number, tuple(ids[start : start + BLOCK]))
+            if key not in self._blocks:
+                break
+            path.append(key)
+            number = self._blocks[key].number
+        return path
+
+    def _touch(self, path: Sequence[_Key]) -> None:
+        for key in reversed(path):
+            self._blocks.move_to_end(key)
+
+    def _shrink(self) -> None:
+        while self._num_bytes > self._max_bytes:
+            _, block = self._blocks.popitem(last=False)
+            self._num_bytes -= block.positions.nbytes

@@ -1,0 +1,171 @@
+"""Runs the decoder's graph over slots.
+
+Knows: ONNX Runtime, the graph's contract. Does not know: requests, sampling, why a row is where
+it is.
+
+Caches are bound to the slots' memory once for each number of rows; the graph extends them in
+place. Between two decode steps only a few small integers change: binding 60 caches anew from
+Python would cost almost as much as a small model's step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from export import contract
+from server.leaders import FloatArray as LogitsArray
+from server.plan import Copy
+from server.slots import CacheArray, Slots
+
+# R rows · T new tokens · L logits · V vocabulary
+
+
+class Session(Protocol):
+    """What the engine needs of a model. Slot i is row i of a decode step."""
+
+    def prefill(
+        self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]
+    ) -> LogitsArray:
+        """Reads tokens into a slot, from position `start`. Logits after ids[i] for wanted i."""
+
+    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
+        """Reads one token into each of the first slots, which hold `lengths` positions so far.
+
+        The logits are good until the next step; the caller may overwrite them.
+        """
+
+    def copy(self, copy: Copy) -> None:
+        """Copies the beginning of a slot into another."""
+
+    def read(self, slot: int, start: int, stop: int) -> CacheArray:
+        """A copy of some positions of a slot."""
+
+    def write(self, slot: int, start: int, positions: CacheArray) -> None:
+        """Puts back what was read before, into any slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    num_threads: int = 0  # 0: as many as there are cores
+    spinning: bool = True  # idle worker threads stay awake between steps: faster, but never idle
+    # A step has at least so many rows, and gathers so many logits: a lone row takes another
+    # kernel in int4, with another answer. 1 is faster for a lone row.
+    min_rows: int = 1
+
+
+def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
+    """Loads a graph for the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = settings.num_threads
+    spinning = "1" if settings.spinning else "0"
+    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    options.log_severity_level = 3  # errors only; they come as exceptions too
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+class OrtSession:
+    """A decoder on the CPU. `slots` has at least `min_rows` slots."""
+
+    def __init__(
+        self,
+        decoder: onnxruntime.InferenceSession,
+        slots: Slots,
+        vocab_size: int,
+        min_rows: int = 1,
+    ) -> None:
+        assert len(slots) >= min_rows
+        self._decoder = decoder
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._min_rows = min_rows
+        self._held = np.zeros(len(slots), np.int32)  # positions written in each slot
+        self._ids_R1 = np.zeros((len(slots), 1), np.int64)
+        self._seqlens_R = np.zeros(len(slots), np.int32)
+        self._total = np.zeros((), np.int32)
+        self._indices_R = np.arange(len(slots))
+        self._logits_RV = np.zeros((len(slots), vocab_size), np.float32)
+        self._decode_bindings: dict[int, Any] = {}
+        self._prefill_bindings: dict[int, Any] = {}
+
+    def prefill(
+        self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]
+    ) -> LogitsArray:
+        ids_1T = np.array([ids], np.int64)
+        stop = start + len(ids)
+        num_padding = max(0, self._min_rows - len(wanted))
+        indices_L = np.array([*wanted, *[len(ids) - 1] * num_padding], np.int64)
+        logits_LV = np.empty((len(indices_L), self._vocab_size), np.float32)
+        self._seqlens_R[slot] = stop - 1
+        self._total[...] = stop
+        binding = self._prefill_binding(slot)
+        _bind(binding.bind_input, contract.INPUT_IDS, ids_1T)
+        _bind(binding.bind_input, contract.LOGIT_INDICES, indices_L)
+        _bind(binding.bind_output, contract.LOGITS, logits_LV)
+        self._decoder.run_with_iobinding(binding)
+        self._held[slot] = stop
+        return logits_LV[: len(wanted)]
+
+    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
+        num_rows, padded = len(ids), max(len(ids), self._min_rows)
+        self._ids_R1[:num_rows, 0] = ids
+        self._seqlens_R[:num_rows] = lengths
+        # A padding row writes where it does no harm: behind what its slot holds. That slot may be
+        # free, or have a prompt that is read only in part; the next chunk overwrites it.
+        last = self._slots.shape.capacity - 1
+        self._seqlens_R[num_rows:padded] = np.minimum(self._held[num_rows:padded], last)
+        self._total[...] = self._seqlens_R[:padded].max() + 1
+        self._decoder.run_with_iobinding(self._decode_binding(padded))
+        self._held[:num_rows] = self._seqlens_R[:num_rows] + 1
+        return self._logits_RV[:num_rows]
+
+    def copy(self, copy: Copy) -> None:
+        self._slots.copy(copy)
+        self._held[copy.target] = copy.length
+
+    def read(self, slot: int, start: int, stop: int) -> CacheArray:
+        return self._slots.read(slot, start, stop)
+
+    def write(self, slot: int, start: int, positions: CacheArray) -> None:
+        self._slots.write(slot, start, positions)
+        self._held[slot] = start + positions.shape[2]
+
+    def _decode_binding(self, num_rows: int) -> Any:
+        if num_rows not in self._decode_bindings:
+            rows = slice(0, num_rows)
+            binding = self._bind_rows(rows)
+            _bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
+            _bind(binding.bind_input, contract.LOGIT_INDICES, self._indices_R[rows])
+            _bind(binding.bind_output, contract.LOGITS, self._logits_RV[rows])
+            self._decode_bindings[num_rows] = binding
+        return self._decode_bindings[num_rows]
+
+    def _prefill_binding(self, slot: int) -> Any:
+        if slot not in self._prefill_bindings:
+            self._prefill_bindings[slot] = self._bind_rows(slice(slot, slot + 1))
+        return self._prefill_bindings[slot]
+
+    def _bind_rows(self, rows: slice) -> Any:
+        """The caches of some slots, as past and as present: the graph extends them in place."""
+        binding = self._decoder.io_binding()
+        _bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
+        _bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
+        num_layers = self._slots.shape.num_layers
+        names = zip(
+            contract.cache_names("past", num_layers),
+            contract.cache_names("present", num_layers),
+            strict=True,
+        )
+        for (past, present), cache in zip(names, self._slots.caches(), strict=True):
+            _bind(binding.bind_input, past, cache[rows])
+            _bind(binding.bind_output, present, cache[rows])
+        return binding
+
+
+def _bind(bind: Callable[..., None], name: str, array: npt.NDArray[Any]) -> None:
+    assert array.flags.c_contiguous
+    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

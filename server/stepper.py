@@ -1,0 +1,100 @@
+"""Carries out a plan: runs the model, chooses tokens.
+
+Knows: the session, sampling, the prefix cache. Does not know: who is next, what ends a row, time.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from server.events import PositionLogprobs
+from server.leaders import FloatArray as LogitsArray
+from server.logprobs import position_logprobs
+from server.plan import DecodePlan, Plan, PrefillPlan
+from server.prefix_cache import PrefixCache
+from server.row import Row
+from server.sampling import choose
+from server.session import Session
+
+# R rows · L logits · V vocabulary
+
+
+class StepResult(NamedTuple):
+    """One entry for each of the plan's rows; none if the chunk wasn't its prompt's last."""
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs | None]
+    broken: set[int]  # rows whose logits weren't finite: their tokens mean nothing
+    prompt_logprobs: list[PositionLogprobs]
+
+
+class Stepper:
+    """Turns plans into tokens."""
+
+    def __init__(self, session: Session, prefix_cache: PrefixCache) -> None:
+        self._session = session
+        self._prefix_cache = prefix_cache
+
+    def run(self, plan: Plan) -> StepResult:
+        return self._decode(plan) if isinstance(plan, DecodePlan) else self._prefill(plan)
+
+    def _decode(self, plan: DecodePlan) -> StepResult:
+        ids = [row.token_ids[-1] for row in plan.rows]
+        lengths = [row.num_cached for row in plan.rows]
+        return _sample(self._session.decode(ids, lengths), plan.rows)
+
+    def _prefill(self, plan: PrefillPlan) -> StepResult:
+        if plan.is_first:
+            self._load_prefix(plan)
+        ids = plan.request.prompt_ids[plan.start : plan.stop]
+        every = plan.request.prompt_logprobs is not None
+        wanted = range(len(ids)) if every else range(len(ids) - 1, len(ids))
+        logits_LV = self._session.prefill(plan.slot, plan.start, ids, wanted)
+        self._keep_prefix(plan)
+        prompt_logprobs = _prompt_logprobs(logits_LV, plan) if every else []
+        result = StepResult([], [], set(), [])
+        if plan.is_last and plan.request.max_new_tokens:
+            result = _sample(np.repeat(logits_LV[-1:], len(plan.rows), axis=0), plan.rows)
+        return result._replace(prompt_logprobs=prompt_logprobs)
+
+    def _load_prefix(self, plan: PrefillPlan) -> None:
+        """Writes what the cache has into the slot, up to where the chunk starts."""
+        start = 0
+        if plan.cached:
+            for positions in self._prefix_cache.load(plan.request.prompt_ids):
+                self._session.write(plan.slot, start, positions[:, :, : plan.cached - start])
+                start += positions.shape[2]
+        assert start >= plan.cached
+
+    def _keep_prefix(self, plan: PrefillPlan) -> None:
+        if plan.request.source_ids is None:
+            ids = plan.request.prompt_ids[: plan.stop]
+            self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b))
+
+
+def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:
+    broken = set(np.flatnonzero(~np.isfinite(logits_RV.max(axis=1))).tolist())
+    if broken:
+        logits_RV[list(broken)] = 0.0  # so that the other rows are chosen in peace
+    reporting = [i for i, row in enumerate(rows) if row.request.logprobs is not None]
+    raw_LV = logits_RV[reporting]  # a copy: choosing overwrites penalised logits
+    tokens = choose(logits_RV, [row.draw() for row in rows])
+    logprobs: list[PositionLogprobs | None] = [None] * len(rows)
+    if reporting:
+        num_tops = [rows[i].request.logprobs or 0 for i in reporting]
+        reports = position_logprobs(raw_LV, [tokens[i] for i in reporting], num_tops)
+        for i, report in zip(reporting, reports, strict=True):
+            logprobs[i] = report
+    return StepResult(tokens, logprobs, broken, [])
+
+
+def _prompt_logprobs(logits_LV: LogitsArray, plan: PrefillPlan) -> list[PositionLogprobs]:
+    """Of the tokens that follow the chunk's; for the first chunk, of the prompt's first too."""
+    request = plan.request
+    following = request.prompt_ids[plan.start + 1 : plan.stop + 1]
+    num_tops = [request.prompt_logprobs or 0] * len(following)
+    first = [PositionLogprobs(request.prompt_ids[0], None, ())] if plan.start == 0 else []
+    if not following:
+        return first
+    return first + position_logprobs(logits_LV[: len(following)], following, num_tops)
