@@ -126,13 +126,21 @@ def _add_attend(subparsers: "Subparsers") -> None:
         "a seq2seq model, what the target looks at in the source.",
     )
     parser.add_argument("text", metavar="TEXT", help="what the network reads")
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     parser.add_argument(
-        "--target", metavar="TEXT", help="seq2seq: the translation (default greedy)"
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="trained or imported"
     )
-    parser.add_argument("--layers", metavar="0,5", help="numbers, or all (default four of them)")
-    parser.add_argument("--heads", default="all", metavar="0,5", help="numbers, or all (default)")
     parser.add_argument(
-        "--out", type=Path, default=Path("attention.png"), metavar="PNG", help="attention.png"
+        "--target", metavar="TEXT", help="seq2seq: the translation (default: the model's own)"
+    )
+    parser.add_argument(
+        "--layers", metavar="LIST", help="like 0,5, or all (default: four from first to last)"
+    )
+    parser.add_argument("--heads", default="all", metavar="LIST", help="like 0,5 (default: all)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("attention.png"),
+        metavar="PNG",
+        help="where the picture goes (default: attention.png)",
     )
     parser.set_defaults(run="model.attend:run", extra="train")
