@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model.checkpoint import Checkpoint
@@ -27,20 +29,23 @@ PROMPTS = (
 )
 
 
-def reference_of(path: Path, config: LlamaConfig) -> LlamaForCausalLM:
-    """transformers' own dequantised, un-permuted weights in transformers' own network."""
+def empty_reference(config: LlamaConfig) -> LlamaForCausalLM:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
 
 
+def filled(model: LlamaForCausalLM, tensors: dict[str, Tensor]) -> LlamaForCausalLM:
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    assert (set(missing) <= {"lm_head.weight"}, unexpected) == (True, [])
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
 def tiny_reference(path: Path, **changes: Any) -> LlamaForCausalLM:
+    """All done by transformers: reading, dequantising, un-permuting, naming."""
     settings = {
         "vocab_size": TINY.vocab_size,
         "hidden_size": TINY.d_model,
@@ -52,18 +57,24 @@ def tiny_reference(path: Path, **changes: Any) -> LlamaForCausalLM:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
-    return reference_of(path, LlamaConfig(**(settings | changes)))
+    model = empty_reference(LlamaConfig(**(settings | changes)))
+    return filled(model, load_gguf_checkpoint(path, True, model_to_load=model)["tensors"])
 
 
 def logits_difference(checkpoint: Checkpoint, reference: LlamaForCausalLM, ids: list[int]) -> float:
     ids_BT = torch.tensor([ids])
     with torch.inference_mode():
         ours, theirs = checkpoint.build()(ids_BT), reference(ids_BT).logits
+    assert theirs.abs().max() > 0.5
     return float((ours - theirs).abs().max())
 
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_gguf: Path) -> LlamaForCausalLM:
+    """Dequantised and named by gguf, un-permuted by transformers.
+
+    Its own loader does the same but spends 20 s on reading the header and on naming.
+    """
     config = LlamaConfig(
         vocab_size=49_152,
         hidden_size=576,
@@ -76,7 +87,18 @@ def smollm2_reference(smollm2_gguf: Path) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     )
-    return reference_of(smollm2_gguf, config)
+    model = empty_reference(config)
+    file, names = GgufFile(smollm2_gguf), gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    processor = LlamaTensorProcessor(config=heads)
+    tensors = {}
+    for name, empty in model.state_dict().items():
+        source = names.get_name(name, try_suffixes=(".weight",))
+        if source in file.tensors:
+            values = gguf.dequantize(file.rows(source), file.tensors[source].kind)
+            weights = processor.process(values, source).weights
+            tensors[name] = torch.from_numpy(weights.reshape(empty.shape).copy())
+    return filled(model, tensors)
 
 
 def test_smollm2_computes_the_logits_of_transformers(
