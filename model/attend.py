@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
     layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
     heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
     looks = find_looks(checkpoint, args.text, args.target)
+    # Refuses a picture that is too large before the weights are computed.
     picture_size(len(layers), len(heads), len(looks.rows), len(looks.columns))
     weights = record(looks)
     grid = AttentionGrid(
@@ -106,6 +107,8 @@ def find_looks(checkpoint: Checkpoint, text: str, target: str | None) -> Looks:
         return _find_cross_looks(checkpoint, tokenizer, model, ids, target)
     if target is not None:
         raise RequestError("a target was given, but only a seq2seq model has a source and a target")
+    if checkpoint.prepend_bos and checkpoint.special_tokens.bos is not None:
+        ids = [checkpoint.special_tokens.bos, *ids]
     _check_length("text", ids, model)
     return Looks(model, tokenizer, ids, ids, ids)
 

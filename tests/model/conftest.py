@@ -23,10 +23,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # one thread takes 0.1 s, and SmolLM2 ran 10 times slower.
 torch.set_num_threads(1)
 
-# On a busy machine torch's threads wait for one another: the tests of tiny networks take ten
-# times longer with two threads than with one.
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:

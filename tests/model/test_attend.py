@@ -68,6 +68,11 @@ def test_each_token_of_a_causal_model_looks_at_itself_and_its_past() -> None:
         assert np.nansum(weights, axis=2) == pytest.approx(np.ones((4, 4)), abs=1e-6)
 
 
+def test_a_text_begins_with_bos_where_the_model_was_trained_so() -> None:
+    checkpoint = dataclasses.replace(make_checkpoint(CAUSAL), prepend_bos=True)
+    assert find_looks(checkpoint, "a", None).rows == [checkpoint.special_tokens.bos, ord("a") + 3]
+
+
 def test_each_token_of_a_translation_looks_at_the_whole_source() -> None:
     checkpoint = make_checkpoint(SEQ2SEQ)
     looks = find_looks(checkpoint, "abcd", "xy")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import RequestError
@@ -183,6 +183,7 @@ PARAMETERS = st.builds(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(LOGITS, PARAMETERS, st.floats(0, 1, exclude_max=True), st.data())
 def test_any_parameters_choose_as_a_plain_loop_does(
     values: list[float], parameters: SamplingParameters, u: float, data: st.DataObject
