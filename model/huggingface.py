@@ -40,12 +40,16 @@ LLAMA_NAMES = LlamaNames(
 _TABLES = re.compile(r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))$")
 
 
-def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
-    """The whole checkpoint. Without a tokenizer.json it speaks token ids only."""
+def read_settings(directory: Path) -> TypedValues:
     values = read_json(directory / "config.json")
     if not values:
         raise CheckpointError(f"{directory} has no config.json: it isn't a Hugging Face model")
-    settings = TypedValues(values, str(directory / "config.json"))
+    return TypedValues(values, str(directory / "config.json"))
+
+
+def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
+    """The whole checkpoint. Without a tokenizer.json it speaks token ids only."""
+    settings = read_settings(directory)
     config = read_config(settings)
     text = read_text(directory, settings, config.vocab_size)
     with open_weights(directory) as files:

@@ -55,7 +55,7 @@ def _llama(settings: TypedValues) -> ModelConfig:
 def _mistral(settings: TypedValues) -> ModelConfig:
     # An absent setting and a null differ here: absent, the window is 4,096 tokens.
     window = settings.get("sliding_window") if "sliding_window" in settings.names else 4096
-    context = settings.integer("max_position_embeddings", 4096 * 32)
+    context = settings.integer("max_position_embeddings")
     if isinstance(window, int) and window < context:
         raise UnsupportedError(
             f"the model attends through a sliding window of {window} tokens in a context of "

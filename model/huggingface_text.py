@@ -47,13 +47,9 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
     tokenizer_json = read_json(directory / "tokenizer.json")
     ids = _added_tokens(tokenizer_json)
     _check_ids(ids, vocab_size)
-    special = SpecialTokens(
-        bos=_part(tokenizer_config, "bos_token", ids, settings),
-        eos=_part(tokenizer_config, "eos_token", ids, settings),
-        pad=_part(tokenizer_config, "pad_token", ids, settings),
-        unk=_part(tokenizer_config, "unk_token", ids, settings),
-    )
-    stop_ids = _ids(generation.get("eos_token_id")) or _ids(settings.get("eos_token_id"))
+    special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
+    stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
+    stop_ids = stop_ids or _ids(settings.get("eos_token_id"), vocab_size)
     if special.eos is None and stop_ids:
         special = replace(special, eos=min(stop_ids))
     tokenizer = Tokenizer.load(directory / "tokenizer.json", special) if tokenizer_json else None
@@ -61,7 +57,7 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
         tokenizer=tokenizer,
         special_tokens=special,
         prepend_bos=special.bos is not None and special.bos == _first_id(tokenizer_json, ids),
-        stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos)})),
+        stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
         chat_template=_chat_template(directory, tokenizer_config),
         generation=_defaults(generation),
     )
@@ -87,20 +83,24 @@ def _check_ids(ids: dict[str, int], vocab_size: int) -> None:
         )
 
 
-def _part(
-    tokenizer_config: dict[str, Any], name: str, ids: dict[str, int], settings: TypedValues
-) -> int | None:
-    """A special token's id: by its text in the tokenizer's config, else from the model's."""
-    token = tokenizer_config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(token, str) and token in ids:
-        return ids[token]
-    return next(iter(sorted(_ids(settings.get(f"{name}_id")))), None)
+def _special_tokens(
+    tokenizer_config: dict[str, Any], ids: dict[str, int], settings: TypedValues, vocab_size: int
+) -> SpecialTokens:
+    """Each by its text in the tokenizer's config, else by its id in the model's."""
+    found: dict[str, int | None] = {}
+    for part in ("bos", "eos", "pad", "unk"):
+        token = tokenizer_config.get(f"{part}_token")
+        token = str(token.get("content") if isinstance(token, dict) else token)
+        named = {ids[token]} if token in ids else set()
+        numbered = _ids(settings.get(f"{part}_token_id"), vocab_size)
+        found[part] = min(named or numbered, default=None)
+    return SpecialTokens(**found)
 
 
-def _ids(value: object) -> set[int]:
+def _ids(value: object, vocab_size: int) -> set[int]:
+    """The ids in a number or a list of them. One beyond the vocabulary can never be said."""
     listed = value if isinstance(value, list) else [value]
-    return {index for index in listed if type(index) is int}
+    return {index for index in listed if type(index) is int and 0 <= index < vocab_size}
 
 
 def _first_id(tokenizer_json: dict[str, Any], ids: dict[str, int]) -> int | None:
@@ -120,11 +120,12 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
     """A file of its own is the newest spelling and wins."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     template = read_json(directory / "chat_template.json").get("chat_template")
     template = template or tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         template = named.get("default")
     return template if isinstance(template, str) else None
 

