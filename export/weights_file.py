@@ -1,0 +1,66 @@
+"""One file of raw weights beside the graphs, each distinct tensor written once.
+
+Knows: ONNX external data. Does not know: which graphs share it, or why.
+
+An encoder and a decoder that share an embedding refer to the same bytes. The graphs themselves
+stay small, far from the 2 GB that a protobuf message can hold.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+INLINE_BYTES = 1024  # smaller tensors (shapes, scalars, norms of tiny models) stay in the graph
+ALIGNMENT = 64
+
+
+class WeightsFile:
+    """Takes tensors out of graphs and remembers where it put their bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("xb")
+        self._offsets: dict[bytes, int] = {}
+
+    def take(self, model: ir.Model) -> None:
+        """Moves the model's large tensors into the file; the model keeps references."""
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            assert tensor is not None
+            if tensor.nbytes >= INLINE_BYTES:
+                value.const_value = self._moved(tensor)
+
+    def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
+        data = tensor.tobytes()
+        return ir.ExternalTensor(
+            location=self._path.name,
+            offset=self._place(data),
+            length=len(data),
+            dtype=tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=tensor.name or "",
+            base_dir=self._path.parent,
+        )
+
+    def _place(self, data: bytes) -> int:
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._offsets:
+            self._file.write(bytes(-self._file.tell() % ALIGNMENT))
+            self._offsets[digest] = self._file.tell()
+            self._file.write(data)
+        return self._offsets[digest]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def weights_file(path: Path) -> Iterator[WeightsFile]:
+    file = WeightsFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
