@@ -1,0 +1,77 @@
+"""Makes the network ready to be traced in one precision.
+
+Knows: which modules hold weights, how to swap them for packed ones.
+Does not know: which integers stand for a weight (export/quantisation.py), files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from export.errors import UnsupportedModelError
+from export.graph import Graph, Project, decoder_graph, encoder_graph
+from export.packing import PackedEmbedding, PackedLinear
+from export.quantisation import Quantisation
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.quantised import QuantisedWeight
+from model.transformer import Transformer
+
+MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A network whose forward pass, when traced, is the graph."""
+
+    model: Transformer
+    project: Project
+    dtype: torch.dtype
+
+    def decoder(self) -> Graph:
+        return decoder_graph(self.model, self.project, self.dtype)
+
+    def encoder(self) -> Graph | None:
+        return encoder_graph(self.model) if self.model.config.family == "seq2seq" else None
+
+
+def check_exportable(config: ModelConfig) -> None:
+    """Refuses shapes that the attention operator can't compute."""
+    divisor = 16 if config.positions == "rotary" else 8
+    if config.head_size % divisor:
+        raise UnsupportedModelError(
+            f"the head size is {config.head_size}; the runtime's attention operator needs a "
+            f"multiple of {divisor} with {config.positions} positions. Train the model with such "
+            "a head size"
+        )
+    if config.context < MIN_CONTEXT:
+        raise UnsupportedModelError(
+            f"the context is {config.context} tokens; at least {MIN_CONTEXT} are needed"
+        )
+
+
+def prepare(checkpoint: Checkpoint, dtype: torch.dtype) -> Prepared:
+    """The network in full or half precision. The checkpoint's tensors are never changed."""
+    model = checkpoint.build().to(dtype)
+    return Prepared(model, model.project, dtype)
+
+
+def prepare_packed(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
+    """The network with integers for weights."""
+    model = checkpoint.build()
+    return Prepared(model, pack(model, quantisation.weights), torch.float32)
+
+
+def pack(model: Transformer, weights: Mapping[str, QuantisedWeight]) -> Project:
+    """Swaps every matrix for a packed one, in place. Answers the vocabulary projection."""
+    projection_name = "embedding" if model.projection is None else "projection"
+    model.projection = None
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                weight = weights[f"{parent_name}.{name}.weight"]
+                setattr(parent, name, PackedLinear(weight, child.bias))
+    model.embedding = PackedEmbedding(weights["embedding.weight"])  # type: ignore[assignment]
+    return PackedLinear(weights[f"{projection_name}.weight"])
