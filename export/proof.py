@@ -1,0 +1,86 @@
+"""The proof that goes into the manifest: verification, perplexity and invariance of each precision.
+
+Knows: what must hold for each precision before a bundle may exist.
+Does not know: how graphs are made or written.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from export.errors import VerificationError
+from export.held_out import held_out
+from export.invariance import NUM_SLOTS, measure_invariance
+from export.manifest import Graphs, Precision, Sizes, Verification
+from export.oracle import Answer, Oracle, Surprise, joined
+from export.quantisation import Quantisation, dequantised
+from export.replay import replay, step_ms
+from export.runner import Runner
+from export.verify import check_graphs, probes
+from model.checkpoint import Checkpoint
+
+# Half precision has no fast kernel on a CPU: a few passages must do.
+MAX_PASSAGES: dict[Precision, int] = {"fp16": 2}
+# How much perplexity may rise over PyTorch's. int4 that was made here has no limit: it is reported.
+MAX_RISE: dict[Precision, float] = {"fp32": 1e-4, "fp16": 5e-3, "int8": 5e-3}
+MAX_RISE_FROM_SOURCE = 5e-3
+
+
+class Proof:
+    """PyTorch's side, computed once; each precision is then held against it."""
+
+    def __init__(self, checkpoint: Checkpoint, text: Path | None) -> None:
+        self._checkpoint = checkpoint
+        self._held_out = held_out(checkpoint, text)
+        self._oracle = Oracle(checkpoint)
+        self._answers = probes(self._oracle, self._held_out, checkpoint.config.context)
+        self._surprises = [self._oracle.surprise([passage]) for passage in self._held_out.passages]
+
+    def prove(
+        self, directory: Path, graphs: Graphs, sizes: Sizes, quantisation: Quantisation | None
+    ) -> Graphs:
+        """The same graphs with what was measured. Refuses those that aren't good enough."""
+        runner = Runner(directory, graphs, sizes, NUM_SLOTS, self._capacity())
+        worst = check_graphs(runner, self._answers_for(quantisation), graphs.precision)
+        passages = self._held_out.passages[: MAX_PASSAGES.get(graphs.precision)]
+        found = replay(runner, passages, NUM_SLOTS)
+        expected = joined(self._surprises[: len(passages)])
+        _check_rise(graphs.precision, found, expected, quantisation)
+        verification = Verification(
+            worst_difference=worst,
+            greedy_agreement=float(np.mean(found.favourites == expected.favourites)),
+            perplexity=found.perplexity,
+            reference_perplexity=expected.perplexity,
+            text=self._held_out.name,
+            num_tokens=len(found.nll),
+            step_ms=step_ms(runner, passages[0]),
+        )
+        invariance = measure_invariance(runner, passages) if graphs.device == "cpu" else None
+        return replace(graphs, verification=verification, invariance=invariance)
+
+    def _answers_for(self, quantisation: Quantisation | None) -> list[Answer]:
+        """PyTorch's answers with the very weights of the graphs."""
+        if quantisation is None or quantisation.is_source:
+            return self._answers
+        oracle = Oracle(dequantised(self._checkpoint, quantisation))
+        return [oracle.answer(answer.passage) for answer in self._answers]
+
+    def _capacity(self) -> int:
+        passages = [*self._held_out.passages, *(answer.passage for answer in self._answers)]
+        return max(max(len(passage.ids), len(passage.source)) for passage in passages)
+
+
+def _check_rise(
+    precision: Precision, found: Surprise, expected: Surprise, quantisation: Quantisation | None
+) -> None:
+    allowed = MAX_RISE.get(precision)
+    if quantisation is not None and quantisation.is_source:
+        allowed = MAX_RISE_FROM_SOURCE
+    rise = found.perplexity / expected.perplexity - 1
+    if allowed is not None and not rise <= allowed:
+        raise VerificationError(
+            f"the {precision} graph's perplexity is {found.perplexity:.4f}, {rise:.2%} above "
+            f"PyTorch's {expected.perplexity:.4f}; {allowed:.2%} is allowed. Nothing was written. "
+            "Leave this precision out, or export with --no-verify to look into it"
+        )
