@@ -5,6 +5,7 @@ Each subcommand names the function that does the work as `module:function`.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,3 +14,54 @@ if TYPE_CHECKING:
 
 def register(subparsers: "Subparsers") -> None:
     """Adds export's subcommands to the front door."""
+    _add_export(subparsers)
+    _add_inspect(subparsers)
+
+
+def _add_export(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="turn a checkpoint into a bundle of ONNX graphs",
+        description="Turns a checkpoint into a bundle of ONNX graphs with a key/value cache, and "
+        "proves that they compute what PyTorch computes.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a directory made by train or import")
+    parser.add_argument("--out", type=Path, required=True, help="the bundle's directory")
+    parser.add_argument(
+        "--precision",
+        default=None,
+        metavar="LIST",
+        help="which graphs to write, from fp32, int4, int8 (for the CPU) and fp16 (for CUDA), "
+        "separated by commas (default: fp32,int4,fp16; int4 only if the model's shape allows it)",
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the graphs with PyTorch before the bundle is written (default: yes)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=None,
+        help="held-out text for perplexity: a text file, or for seq2seq a TSV of pairs (default: "
+        "a corpus that the model wasn't trained on)",
+    )
+    parser.add_argument(
+        "--quantiser",
+        choices=("rtn", "hqq", "k-quant"),
+        default="hqq",
+        help="how int4 finds its integers for weights that come in full precision (default: hqq)",
+    )
+    parser.set_defaults(run="export.exporting:run", extra="export")
+
+
+def _add_inspect(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what is in a bundle, and check it",
+        description="Shows a bundle's family, sizes, graphs, operators and provenance, and checks "
+        "the hash of every file.",
+    )
+    parser.add_argument("bundle", type=Path, help="a directory made by export")
+    parser.set_defaults(run="export.inspecting:run", extra="export")

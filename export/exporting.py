@@ -1,0 +1,108 @@
+"""`quill export`: from a checkpoint's directory to a bundle's, with progress and a closing table.
+
+Knows: the command's arguments, what a person sees. Does not know: how any of it is done.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from export.bundle import Wishes, write_bundle
+from export.errors import ExportError, UnsupportedModelError
+from export.manifest import Graphs, Manifest, Precision
+from export.quantisation import check_quantisable
+from model.checkpoint import load_checkpoint
+from model.config import ModelConfig
+
+ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "fp16")
+
+
+def run(args: argparse.Namespace) -> None:
+    console = Console(stderr=True)
+    checkpoint = load_checkpoint(args.checkpoint)
+    wishes = Wishes(
+        precisions=_precisions(args.precision, checkpoint.config, console),
+        quantiser=args.quantiser,
+        verify=args.verify,
+        text=args.text,
+    )
+    manifest = write_bundle(args.out, checkpoint, wishes, Stages(console))
+    _warn(console, manifest)
+    Console().print(summary(args.out, manifest))
+
+
+def _precisions(wanted: str | None, config: ModelConfig, console: Console) -> tuple[Precision, ...]:
+    if wanted is not None:
+        return parse_precisions(wanted)
+    try:
+        check_quantisable(config)
+    except UnsupportedModelError as error:
+        console.print(f"Leaving int4 out: {error}")
+        return tuple(name for name in DEFAULT_PRECISIONS if name != "int4")
+    return DEFAULT_PRECISIONS
+
+
+def parse_precisions(wanted: str) -> tuple[Precision, ...]:
+    names = [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in ALL_PRECISIONS:
+            raise ExportError(f"unknown precision {name!r}; there are {', '.join(ALL_PRECISIONS)}")
+    return tuple(precision for precision in ALL_PRECISIONS if precision in names)
+
+
+class Stages:
+    """Shows each stage while it lasts, and leaves a line with its time behind."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def __call__(self, title: str) -> Iterator[None]:
+        start = time.monotonic()
+        with self._console.status(f"{title} …"):
+            yield
+        self._console.print(f"{title}: {time.monotonic() - start:.0f} s")
+
+
+def _warn(console: Console, manifest: Manifest) -> None:
+    for graphs in manifest.graphs:
+        if graphs.invariance is not None and not graphs.invariance.holds:
+            console.print(
+                f"[bold]Warning:[/] with ONNX Runtime {manifest.onnxruntime} the {graphs.precision}"
+                " graph's answers to a request depend on what else runs beside it. The server "
+                "can't promise the same tokens for the same seed with it.",
+                highlight=False,
+            )
+
+
+def summary(out: Path, manifest: Manifest) -> Table:
+    table = Table(title=f"{manifest.name} in {out}", title_justify="left")
+    for column in ("file", "precision"):
+        table.add_column(column)
+    for column in ("MB", "worst difference", "perplexity", "PyTorch's", "ms a step"):
+        table.add_column(column, justify="right")
+    sizes = {file.name: file.size for file in manifest.files}
+    for graphs in manifest.graphs:
+        names = [name for name in (graphs.decoder, graphs.encoder, graphs.weights) if name]
+        megabytes = sum(sizes[name] for name in names) / 1e6
+        table.add_row("\n".join(names), graphs.precision, f"{megabytes:.1f}", *_measured(graphs))
+    return table
+
+
+def _measured(graphs: Graphs) -> tuple[str, str, str, str]:
+    found = graphs.verification
+    if found is None:
+        return "not verified", "", "", ""
+    return (
+        f"{found.worst_difference:.2g}",
+        f"{found.perplexity:.4f}",
+        f"{found.reference_perplexity:.4f}",
+        f"{found.step_ms:.1f}",
+    )
