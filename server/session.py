@@ -31,7 +31,10 @@ class Session(Protocol):
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]
     ) -> LogitsArray:
-        """Reads tokens into a slot, from position `start`. Logits after ids[i] for wanted i."""
+        """Reads tokens into a slot, from position `start`. Logits after ids[i] for wanted i.
+
+        None may be wanted: the vocabulary projection is a fifth of a small model's work.
+        """
 
     def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
         """Reads one token into each of the first slots, which hold `lengths` positions so far.
@@ -97,7 +100,7 @@ class OrtSession:
     ) -> LogitsArray:
         ids_1T = np.array([ids], np.int64)
         stop = start + len(ids)
-        num_padding = max(0, self._min_rows - len(wanted))
+        num_padding = max(0, self._min_rows - len(wanted)) if wanted else 0
         indices_L = np.array([*wanted, *[len(ids) - 1] * num_padding], np.int64)
         logits_LV = np.empty((len(indices_L), self._vocab_size), np.float32)
         self._seqlens_R[slot] = stop - 1

@@ -48,15 +48,14 @@ class Stepper:
         if plan.is_first:
             self._load_prefix(plan)
         ids = plan.request.prompt_ids[plan.start : plan.stop]
-        every = plan.request.prompt_logprobs is not None
-        wanted = range(len(ids)) if every else range(len(ids) - 1, len(ids))
-        logits_LV = self._session.prefill(plan.slot, plan.start, ids, wanted)
+        logits_LV = self._session.prefill(plan.slot, plan.start, ids, _wanted(plan))
         self._keep_prefix(plan)
-        prompt_logprobs = _prompt_logprobs(logits_LV, plan) if every else []
         result = StepResult([], [], set(), [])
         if plan.is_last and plan.request.max_new_tokens:
             result = _sample(np.repeat(logits_LV[-1:], len(plan.rows), axis=0), plan.rows)
-        return result._replace(prompt_logprobs=prompt_logprobs)
+        if plan.request.prompt_logprobs is not None:
+            result.prompt_logprobs.extend(_prompt_logprobs(logits_LV, plan))
+        return result
 
     def _load_prefix(self, plan: PrefillPlan) -> None:
         """Writes what the cache has into the slot, up to where the chunk starts."""
@@ -71,6 +70,14 @@ class Stepper:
         if plan.request.source_ids is None:
             ids = plan.request.prompt_ids[: plan.stop]
             self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b))
+
+
+def _wanted(plan: PrefillPlan) -> range:
+    """The chunk's tokens after which logits are needed."""
+    length = plan.stop - plan.start
+    if plan.request.prompt_logprobs is not None:
+        return range(length)
+    return range(length - 1, length) if plan.is_last else range(0)
 
 
 def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:

@@ -44,7 +44,7 @@ class FakeSession:
         self._ids_SC[slot, start : start + len(ids)] = ids
         self.chunks.append((slot, start, start + len(ids)))
         after = [logits_after(self._ids_SC[slot, : start + i + 1].tolist()) for i in wanted]
-        return np.stack(after)
+        return np.array(after, np.float32).reshape(len(after), VOCAB_SIZE)
 
     def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
         self._maybe_fail()
