@@ -10,8 +10,9 @@ beside them), where weights come from.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -25,6 +26,7 @@ from model.errors import CheckpointError, ConfigError
 from model.quantised import Kind, QuantisedWeight
 from model.tokenizer import SpecialTokens, Tokenizer
 from model.transformer import Transformer
+from model.typed_values import TypedValues
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
@@ -121,26 +123,38 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
             "damaged; import or train it again"
         ) from error
-    try:
-        config = ModelConfig.from_dict(description["model"])
-        special_tokens = SpecialTokens(**description["special_tokens"])
-    except (ConfigError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / CONFIG_FILE} isn't a checkpoint's: {error}") from error
+    values = TypedValues(description, str(path / CONFIG_FILE))
+    special_tokens = _special_tokens(values)
     tokenizer_file, tokenizer = path / TOKENIZER_FILE, None
     if tokenizer_file.exists():
         tokenizer = Tokenizer.load(tokenizer_file, special_tokens)
     return Checkpoint(
-        config=config,
+        config=_config(values, path),
         weights=weights,
         tokenizer=tokenizer,
         special_tokens=special_tokens,
-        prepend_bos=description.get("prepend_bos", False),
-        stop_ids=tuple(description.get("stop_ids", ())),
-        chat_template=description.get("chat_template"),
-        generation=description.get("generation", {}),
-        provenance=description.get("provenance", {}),
+        prepend_bos=values.flag("prepend_bos", False),
+        stop_ids=tuple(values.integers("stop_ids")),
+        chat_template=values.text("chat_template", "") or None,
+        generation=values.numbers("generation"),
+        provenance=values.mapping("provenance"),
         quantised=quantised,
     )
+
+
+def _config(values: TypedValues, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(values.mapping("model"))
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG_FILE} describes no network: {error}") from error
+
+
+def _special_tokens(values: TypedValues) -> SpecialTokens:
+    parts = values.mapping("special_tokens")
+    names = {field.name for field in fields(SpecialTokens)}
+    if not set(parts) <= names or not all(type(v) in (int, NoneType) for v in parts.values()):
+        raise CheckpointError(f"special_tokens is {parts}; it must give ids for {sorted(names)}")
+    return SpecialTokens(**parts)
 
 
 def read_description(path: Path) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from model.splits import PairCorpus, TextCorpus
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
-NUM_SAMPLE_TOKENS = 60
+NUM_PROMPT_TOKENS = 24
+NUM_SAMPLE_TOKENS = 80
 NUM_SAMPLE_PAIRS = 3
 NUM_QUICK_WINDOWS = 64  # of held-out text, while training goes on
 
@@ -124,13 +125,16 @@ class TextMaterial:
         return score_text(model, ids, self._data.num_held_out_bytes, device, stride)
 
     def sample(self, model: Transformer, seed: int) -> str:
-        bos = self.tokenizer.special.bos
-        assert bos is not None, "a tokenizer trained here has a token that begins a text"
+        """Continues the beginning of the held-out text."""
+        prompt = self._data.held_out_ids[: min(NUM_PROMPT_TOKENS, self._context // 2)].tolist()
         parameters = SamplingParameters(
-            temperature=0.8, top_p=0.95, max_new_tokens=NUM_SAMPLE_TOKENS
+            temperature=0.7, top_p=0.95, max_new_tokens=NUM_SAMPLE_TOKENS
         )
-        answer = generate(model, [bos], parameters, seed, cached=True)
-        return self.tokenizer.decode(answer.token_ids, skip_special=True)
+        answer = generate(model, prompt, parameters, seed, cached=True)
+        texts = (
+            self.tokenizer.decode(ids, skip_special=True) for ids in (prompt, answer.token_ids)
+        )
+        return " ▸".join(texts)
 
 
 class PairMaterial:

@@ -73,7 +73,7 @@ def llama_smollm2_135m() -> ModelConfig:
 def seq2seq_tiny() -> ModelConfig:
     """The paper's Transformer, small enough to learn short sentences on two cores."""
     return _paper_shape(
-        vocab_size=8000, context=128, d_model=256, num_heads=4, d_ff=1024, num_layers=3, dropout=0.1
+        vocab_size=4096, context=128, d_model=256, num_heads=4, d_ff=1024, num_layers=3, dropout=0.1
     )
 
 

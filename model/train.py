@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import Checkpoint, check_weights, load_checkpoint
 from model.config import ModelConfig
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
@@ -121,7 +121,20 @@ def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
     _check_data(material, description)
     if peers.leads:
         clean_leftovers(path, state.step)
-    return _train(path, order, checkpoint.build(), material, peers, state)
+    return _train(path, order, _copy_into_model(checkpoint), material, peers, state)
+
+
+def _copy_into_model(checkpoint: Checkpoint) -> Transformer:
+    """Fills a new network with the weights.
+
+    Sharing memory with what the file's reader made would be quicker, but there tensors begin at
+    any address, and the matrix library promises the same rounding only where they are aligned
+    alike: the resumed run must end at exactly the same weights.
+    """
+    model = Transformer(checkpoint.config)
+    check_weights(model, checkpoint.weights)
+    model.load_state_dict(checkpoint.weights)
+    return model
 
 
 def _resume_from_nothing(

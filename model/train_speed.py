@@ -28,7 +28,7 @@ NUM_TOKENS = 200_000
 
 def run(args: argparse.Namespace) -> None:
     contenders = make_contenders()
-    rates = {name: 0.0 for name in contenders}
+    rates = dict.fromkeys(contenders, 0.0)
     with Display("train-speed", args.rounds * len(contenders)) as display:
         for turn in range(args.rounds * len(contenders)):
             name = list(contenders)[turn % len(contenders)]

@@ -142,7 +142,7 @@ def unpack_optimiser(
     description["state"] = {}
     for index, name in enumerate(names):
         entries = {
-            key.rpartition("/")[2]: value
+            key.rpartition("/")[2]: value.clone()  # at an address as aligned as PyTorch's own
             for key, value in packed.items()
             if key.rpartition("/")[0] == name
         }

@@ -56,6 +56,19 @@ class TypedValues:
     def integers(self, name: str) -> list[int]:
         return self._list(name, int, "a list of whole numbers")
 
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self._value(name, None)
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def numbers(self, name: str) -> dict[str, float | int]:
+        """An object whose every value is a number."""
+        value = self.mapping(name)
+        if not all(type(number) in (int, float) for number in value.values()):
+            raise self._wrong(name, value, "an object of numbers")
+        return value
+
     def _list(self, name: str, kind: type[T], expected: str) -> list[T]:
         value = self._value(name, None)
         if not isinstance(value, list) or not all(type(item) is kind for item in value):

@@ -233,21 +233,34 @@ def test_a_description_that_is_no_json_object_is_an_error(
         load_checkpoint(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"model": {"family": "causal"}}, {"special_tokens": {"start": 3}}, {"special_tokens": None}],
-)
-def test_a_description_with_wrong_parts_is_an_error(
-    tmp_path: Path, checkpoint: Checkpoint, changes: dict[str, Any]
-) -> None:
-    save_checkpoint(tmp_path / "out", checkpoint)
-    change_description(tmp_path / "out", **changes)
-    with pytest.raises(CheckpointError, match=r"config\.json isn't a checkpoint's: "):
-        load_checkpoint(tmp_path / "out")
-
-
 def test_a_damaged_tokenizer_is_an_error(tmp_path: Path, checkpoint: Checkpoint) -> None:
     save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, tokenizer=byte_tokenizer()))
     (tmp_path / "out" / TOKENIZER_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json can't be read"):
         load_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "abc"),
+        ("model", {"family": "causal"}),
+        ("stop_ids", None),
+        ("stop_ids", ["x"]),
+        ("special_tokens", {"bos": "x"}),
+        ("special_tokens", {"start": 1}),
+        ("special_tokens", None),
+        ("generation", 5),
+        ("generation", {"temperature": "warm"}),
+        ("chat_template", 3),
+        ("provenance", []),
+    ],
+)
+def test_a_damaged_description_is_refused_by_name(
+    name: str, value: object, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, checkpoint)
+    change_description(path, **{name: value})
+    with pytest.raises(CheckpointError, match=r"config\.json|special_tokens"):
+        load_checkpoint(path)

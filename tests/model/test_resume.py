@@ -1,0 +1,188 @@
+"""A run that is killed, interrupted or out of disk goes on to exactly the same weights."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+import quill
+from model.training import StepResult, Trainer
+from tests.model.runs import (
+    last_checkpoint,
+    log_lines,
+    run_script,
+    text_arguments,
+    train,
+    weight_bytes,
+    write_text,
+)
+
+# Each kills the process at an exact moment, as the power going off would.
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+MOMENTS = {
+    "before the first checkpoint": f"""
+old = training.Trainer.run_step
+def run_step(self):
+    if self.step == 2: {KILL}
+    return old(self)
+training.Trainer.run_step = run_step
+""",
+    "between two checkpoints": f"""
+old = training.Trainer.run_step
+def run_step(self):
+    if self.step == 5: {KILL}
+    return old(self)
+training.Trainer.run_step = run_step
+""",
+    "while the second checkpoint is written": f"""
+old = state.save_file
+def save_file(tensors, path):
+    if "step-00000006" in str(path):
+        open(path, "wb").write(b"half")
+        {KILL}
+    old(tensors, path)
+state.save_file = save_file
+""",
+    "before the second checkpoint gets its name": f"""
+old = atomic._rename_over
+def rename(source, target):
+    if target.name == "step-00000006": {KILL}
+    old(source, target)
+atomic._rename_over = rename
+""",
+    "before the first checkpoint is let go": f"""
+def rmtree(path): {KILL}
+state.shutil.rmtree = rmtree
+""",
+    "in the middle of a line of the log": f"""
+old = run.append_measurement
+def append(path, measurement):
+    if measurement.step == 8:
+        path.open("a").write('{{"step": 8, "lo')
+        {KILL}
+    old(path, measurement)
+run.append_measurement = append
+""",
+}
+PREAMBLE = """
+import os, signal, sys
+import model.atomic as atomic, model.run as run, model.training as training
+import model.training_state as state
+import quill
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(text_arguments(text, out))
+    return out
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_point_it_resumes_to_the_same_weights(
+    moment: str, text: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    script = PREAMBLE + MOMENTS[moment] + "quill.main(sys.argv[1:])"
+    result = run_script(script, *text_arguments(text, out))
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    train(["train", "--resume", str(out)])
+    assert weight_bytes(out) == weight_bytes(uninterrupted)
+    assert [line["step"] for line in log_lines(out)] == [4, 8, 9]
+    assert not list(out.glob(".*"))
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
+    text: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run_step = Trainer.run_step
+
+    def interrupted(self: Trainer) -> StepResult:
+        if self.step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return run_step(self)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run_step", interrupted)
+        assert quill.main(text_arguments(text, out)) == 130
+    assert last_checkpoint(out).name == "step-00000005"
+    assert f"quill train --resume {out}" in capfd.readouterr().err
+    train(["train", "--resume", str(out)])
+    assert weight_bytes(out) == weight_bytes(uninterrupted)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    text: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    # The limit on a file's size is the system's own way to say that there is no more room.
+    script = PREAMBLE + (
+        "import resource\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "old = training.Trainer.run_step\n"
+        "def run_step(self):\n"
+        "    if self.step == 5: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "    return old(self)\n"
+        "training.Trainer.run_step = run_step\n"
+        "sys.exit(quill.main(sys.argv[1:]))\n"
+    )
+    out = tmp_path / "run"
+    result = run_script(script, *text_arguments(text, out))
+    assert result.returncode == 1, result.stderr
+    assert "can't write the checkpoint" in result.stderr
+    assert f"quill train --resume {out}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert last_checkpoint(out).name == "step-00000003"
+    assert not list(out.glob(".*.part"))
+    train(["train", "--resume", str(out)])
+    assert weight_bytes(out) == weight_bytes(uninterrupted)
+
+
+def test_a_run_is_not_written_over(
+    text: Path, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = weight_bytes(uninterrupted)
+    assert quill.main(text_arguments(text, uninterrupted)) == 1
+    assert "--resume" in capfd.readouterr().err
+    assert weight_bytes(uninterrupted) == before
+
+
+def test_a_run_is_not_resumed_on_other_data(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = shutil.copy(text, tmp_path / "text.txt")
+    out = tmp_path / "run"
+    train(text_arguments(data, out))
+    with data.open("a") as file:
+        file.write("One line more.")
+    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert "isn't what the run was begun with" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_refused_by_name(
+    file: str, uninterrupted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    damaged = last_checkpoint(out) / file
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert str(last_checkpoint(out)) in capfd.readouterr().err
+
+
+def test_resuming_what_is_no_run_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert quill.main(["train", "--resume", str(tmp_path / "nothing")]) == 1
+    assert "can't be resumed" in capfd.readouterr().err
