@@ -25,10 +25,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)
-        for file in temporary.rglob("*"):
-            _fsync(file)
-        _fsync(temporary)
+        for path_inside in (*temporary.rglob("*"), temporary):
+            # Some writers keep files to themselves; a server may run as somebody else.
+            path_inside.chmod(0o755 if path_inside.is_dir() else 0o644)
+            _fsync(path_inside)
         _rename_over(temporary, path)
         _fsync(path.parent)
     except BaseException:

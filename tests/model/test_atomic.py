@@ -39,8 +39,12 @@ def test_a_directory_has_no_final_name_while_it_is_written(tmp_path: Path) -> No
 
 
 def test_others_may_read_the_directory(tmp_path: Path) -> None:
-    write_directory(tmp_path / "out", "new")
+    with atomic_directory(tmp_path / "out") as directory:
+        private = directory / "private"
+        private.write_text("new")
+        private.chmod(0o600)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "out" / "private").stat().st_mode) == 0o644
 
 
 def test_a_directory_replaces_the_old_one_and_all_its_files(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_run_is_not_written_over(
 def test_a_run_is_not_resumed_on_other_data(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data = shutil.copy(text, tmp_path / "text.txt")
+    data = Path(shutil.copy(text, tmp_path / "text.txt"))
     out = tmp_path / "run"
     train(text_arguments(data, out))
     with data.open("a") as file:

@@ -122,7 +122,7 @@ def test_a_saved_tokenizer_is_the_same_and_others_can_read_it(tmp_path: Path) ->
     loaded = Tokenizer.load(path)
     assert loaded.encode_all(TEXTS) == TRAINED.encode_all(TEXTS)
     assert loaded.special == TRAINED.special
-    other = PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+    other = PreTrainedTokenizerFast(tokenizer_file=str(path))
     assert other(TEXTS[0])["input_ids"] == TRAINED.encode(TEXTS[0])
 
 
