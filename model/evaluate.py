@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
 def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     source = choose_source("causal", args.corpus, args.text, args.pairs)
     texts = source.load_text().held_out
-    stride = args.stride or max(checkpoint.config.context // 2, 1)
+    half = max(checkpoint.config.context // 2, 1)
+    stride = half if args.stride is None else args.stride
     if not 1 <= stride <= checkpoint.config.context:
         raise ConfigError(
             f"--stride is {stride}; it must be from 1 to the context, {checkpoint.config.context}"
