@@ -31,7 +31,7 @@ class Leaders(NamedTuple):
 def leaders(logits_RV: FloatArray, k: int) -> Leaders:
     """At least the k greatest of each row, with all that equal the least of them.
 
-    -inf never leads. Where the vocabulary is small, everything else does.
+    -inf never leads. With no more than k tokens in the vocabulary, everything else does.
     """
     vocab_size = logits_RV.shape[1]
     thresholds_R = _thresholds(logits_RV, k)
@@ -43,12 +43,18 @@ def leaders(logits_RV: FloatArray, k: int) -> Leaders:
 
 def _thresholds(logits_RV: FloatArray, k: int) -> FloatArray:
     num_rows, vocab_size = logits_RV.shape
+    if k >= vocab_size:
+        return np.full(num_rows, -np.inf, np.float32)
     num_groups = k * _GROUPS_PER_LEADER
     size = vocab_size // num_groups
     if size < 2:
-        return np.full(num_rows, -np.inf, np.float32)
+        return _kth_greatest(logits_RV, k)
     # Any cut into groups will do. This one makes each pass run along the memory.
     whole_RV = logits_RV[:, : size * num_groups]
-    maxima_RG = whole_RV.reshape(num_rows, size, num_groups).max(axis=1)
-    thresholds_R: FloatArray = np.partition(maxima_RG, num_groups - k, axis=1)[:, num_groups - k]
-    return thresholds_R
+    return _kth_greatest(whole_RV.reshape(num_rows, size, num_groups).max(axis=1), k)
+
+
+def _kth_greatest(values_RG: FloatArray, k: int) -> FloatArray:
+    place = values_RG.shape[1] - k
+    kth_R: FloatArray = np.partition(values_RG, place, axis=1)[:, place]
+    return kth_R

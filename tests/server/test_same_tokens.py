@@ -1,6 +1,7 @@
 """Same seed, same tokens: alone, in a crowd, at any chunk boundary, with cache hits.
 
-On a real graph in ONNX Runtime, against plain loops that run one request at a time.
+On a real graph in ONNX Runtime, against plain loops that run one request at a time. Logprobs are
+compared with `==`, too: a single bit of a logit that differs would show.
 """
 
 import random
@@ -13,7 +14,8 @@ from model.randomness import sequence_seed, uniform
 from model.reference import generate
 from model.sampling import SamplingParameters, choose
 from server.engine import Engine
-from server.events import FailEvent, StartEvent, TokenEvent
+from server.events import FailEvent, PositionLogprobs, StartEvent, TokenEvent
+from server.logprobs import position_logprobs
 from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
@@ -21,7 +23,7 @@ from server.session import OrtSession
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
 VOCAB_SIZE = 512
-Answers = dict[tuple[str, int], list[int]]
+Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequence
 
 
 def _alone(session: OrtSession, request: Request) -> Answers:
@@ -30,16 +32,17 @@ def _alone(session: OrtSession, request: Request) -> Answers:
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(**vars(request.sampling))
-        prompt, answer = list(request.prompt_ids), list[int]()
+        prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        logits_V = session.prefill(0, 0, prompt, [last])[0].copy()
+        logits_1V = session.prefill(0, 0, prompt, [last])
         for position in range(request.max_new_tokens):
             u = uniform(seed, position)
-            answer.append(choose(logits_V, parameters, prompt, answer, u))
+            answer.append(choose(logits_1V[0], parameters, prompt, answer, u))
+            reports += position_logprobs(logits_1V, answer[-1:], [request.logprobs or 0])
             if answer[-1] in request.eos_ids:
                 break
-            logits_V = session.decode(answer[-1:], [last + len(answer)])[0].copy()
-        answers[request.request_id, sequence] = answer
+            logits_1V = session.decode(answer[-1:], [last + len(answer)])
+        answers[request.request_id, sequence] = reports
     return answers
 
 
@@ -53,7 +56,8 @@ def _together(engine: Engine, requests: list[Request], rng: random.Random) -> An
         for event in engine.step().events:
             assert not isinstance(event, FailEvent), event
             if isinstance(event, TokenEvent):
-                answers[event.request_id, event.sequence].append(event.token_id)
+                assert event.logprobs is not None
+                answers[event.request_id, event.sequence].append(event.logprobs)
     return answers
 
 
@@ -90,6 +94,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
                 max_new_tokens=rng.randint(1, 20),
                 num_sequences=rng.choice([1, 1, 1, 2, 3]),
                 eos_ids=frozenset(rng.sample(range(VOCAB_SIZE), 30)),
+                logprobs=rng.choice([0, 3]),
                 priority=rng.randint(-1, 1),
             )
         )
@@ -124,24 +129,24 @@ def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundl
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(100))
     limits = Limits(max_rows=2, context=CONTEXT)
     engine = Engine(tiny_bundle.session("fp32", 2), limits, PrefixCache(2**22))
-    answers, cached = [], []
+    answers, cached = list[list[PositionLogprobs | None]](), []
     for name, length in (("first", 100), ("again", 100), ("shorter", 70)):
         request = Request(
             request_id=name, prompt_ids=prompt[:length], seed=3, max_new_tokens=20, logprobs=2
         )
         engine.submit(request, 0.0)
-        answer = []
+        answer: list[PositionLogprobs | None] = []
         while not engine.is_idle:
             for event in engine.step().events:
                 if isinstance(event, StartEvent):
                     cached.append(event.cached)
                 if isinstance(event, TokenEvent):
-                    answer.append((event.token_id, event.logprobs))
+                    answer.append(event.logprobs)
         answers.append(answer)
         alone = _alone(tiny_bundle.session("fp32", 1), request)
-        assert [token for token, _ in answer] == alone[name, 0]
+        assert answer == alone[name, 0]
     assert cached == [0, 96, 64]
-    assert answers[0] == answers[1], "logprobs too, to the last bit"
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -158,6 +163,7 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
             seed=rng.getrandbits(64),
             max_new_tokens=12,
             stop_ids=frozenset({1, 2}),
+            logprobs=0,
         )
         for number in range(12)
     ]
@@ -169,4 +175,7 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
             **vars(request.sampling), max_new_tokens=12, stop_ids=request.stop_ids
         )
         expected = generate(tiny_bundle.model, request.prompt_ids, parameters, request.seed)
-        assert tuple(served[request.request_id, 0]) == expected.token_ids
+        reports = served[request.request_id, 0]
+        assert tuple(report.token_id for report in reports) == expected.token_ids
+        logprobs = [report.logprob for report in reports]
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
