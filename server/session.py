@@ -55,10 +55,7 @@ class Session(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
     num_threads: int = 0  # 0: as many as there are cores
-    spinning: bool = True  # idle worker threads stay awake between steps: faster, but never idle
-    # A step has at least so many rows, and gathers so many logits: a lone row takes another
-    # kernel in int4, with another answer. 1 is faster for a lone row.
-    min_rows: int = 1
+    spinning: bool = True  # worker threads stay awake for a while after a step: faster, but busy
 
 
 def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
@@ -72,7 +69,11 @@ def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.Inference
 
 
 class OrtSession:
-    """A decoder on the CPU. `slots` has at least `min_rows` slots."""
+    """A decoder on the CPU.
+
+    Every step has at least `min_rows` rows, and gathers as many logits: in int4 a lone row takes
+    another kernel, with another answer. 1 is faster for a lone row.
+    """
 
     def __init__(
         self,

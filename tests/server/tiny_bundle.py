@@ -11,12 +11,11 @@ from export.manifest import Manifest
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.transformer import Transformer
+from server.loading import Bundle
 from server.session import OrtSession, SessionSettings, open_decoder
 from server.slots import Slots, SlotShape
 
 CONTEXT = 128
-# int4 takes another kernel for a lone row.
-MIN_ROWS = {"fp32": 1, "int4": 2}
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class TinyBundle:
             self.directory / graphs.decoder, SessionSettings(num_threads=1, spinning=False)
         )
         shape = SlotShape.of(self.manifest.sizes, CONTEXT, graphs.cache_type)
-        min_rows = MIN_ROWS[precision]
+        min_rows = Bundle(self.directory, self.manifest, graphs).min_rows
         slots = Slots(max(num_slots, min_rows), shape)
         return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, min_rows)
 

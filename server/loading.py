@@ -1,0 +1,88 @@
+"""From a bundle on disk to an engine that is ready to serve.
+
+Knows: the manifest, what the engine is made of. Does not know: gRPC, text, the command line.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime
+
+from export.manifest import Graphs, Manifest, check_files, read_manifest
+from server.engine import Engine
+from server.errors import StartError
+from server.prefix_cache import PrefixCache
+from server.scheduler import Limits
+from server.session import OrtSession, SessionSettings, open_decoder
+from server.slots import Slots, SlotShape
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose files were checked, and the graphs to serve."""
+
+    directory: Path
+    manifest: Manifest
+    graphs: Graphs
+
+    @property
+    def min_rows(self) -> int:
+        """How many rows a step needs for a row's answer not to depend on its company."""
+        if self.graphs.invariance is not None:
+            return self.graphs.invariance.min_rows
+        return 1 if self.graphs.precision == "fp32" else 2
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether that was measured, and held."""
+        return self.graphs.invariance is not None and self.graphs.invariance.holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    max_rows: int
+    context: int  # tokens of prompt and answer together; at most the model's
+    cache_bytes: int = 0  # for the prefix cache; 0 turns it off
+    num_threads: int = 0  # 0: as many as there are cores
+    spinning: bool = True
+    exact: bool = True  # the same seed gives the same tokens, where a lone row costs more for it
+
+
+def open_bundle(directory: Path, precision: str) -> Bundle:
+    """Refuses a bundle that is damaged, or that was made for another runtime."""
+    manifest = read_manifest(directory)
+    graphs = manifest.graphs_in(precision)
+    if manifest.onnxruntime != onnxruntime.__version__:
+        raise StartError(
+            f"{directory} was verified with ONNX Runtime {manifest.onnxruntime}, and this is "
+            f"{onnxruntime.__version__}. Export it again, or install the version that it names"
+        )
+    check_files(directory, manifest, manifest.files_for(graphs))
+    return Bundle(directory, manifest, graphs)
+
+
+def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
+    """Loads the weights and makes the slots."""
+    manifest, graphs = bundle.manifest, bundle.graphs
+    _check(bundle, settings)
+    min_rows = bundle.min_rows if settings.exact else 1
+    shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
+    slots = Slots(max(settings.max_rows, min_rows), shape)
+    session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
+    decoder = open_decoder(bundle.directory / graphs.decoder, session_settings)
+    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, min_rows)
+    limits = Limits(max_rows=settings.max_rows, context=settings.context)
+    return Engine(session, limits, PrefixCache(settings.cache_bytes))
+
+
+def _check(bundle: Bundle, settings: EngineSettings) -> None:
+    if bundle.manifest.family != "causal":
+        raise StartError(f"{bundle.directory} holds a translation model; these aren't served yet")
+    if bundle.graphs.device != "cpu":
+        precision, device = bundle.graphs.precision, bundle.graphs.device
+        raise StartError(f"the {precision} graphs are meant for {device}, which isn't served yet")
+    most = bundle.manifest.sizes.context
+    if not 2 <= settings.context <= most:
+        raise StartError(f"the context is {settings.context}; it must be from 2 to {most}")
+    if settings.max_rows < 1:
+        raise StartError(f"--max-slots is {settings.max_rows}; it must be at least 1")
