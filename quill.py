@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-ROOMS = ("model", "export")
+ROOMS = ("model", "export", "server")
 
 
 def build_parser() -> argparse.ArgumentParser:

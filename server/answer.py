@@ -1,0 +1,144 @@
+"""Puts a request's events together to what the client is told.
+
+Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event loop.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from server.decoding import StopStrings
+from server.events import (
+    Event,
+    FailEvent,
+    FinishEvent,
+    PositionLogprobs,
+    PromptEvent,
+    StartEvent,
+    TokenEvent,
+)
+from server.text import Text
+from server.validation import Asked
+
+
+@dataclass
+class Chunk:
+    """What came to one sequence since the chunk before."""
+
+    sequence: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish: FinishEvent | None = None
+
+
+class Answer:
+    """All sequences of one request. `stopped` names those whose stop string has appeared."""
+
+    def __init__(self, asked: Asked, text: Text | None) -> None:
+        self._asked = asked
+        self._text = text
+        self._sequences = [_Sequence(asked, text) for _ in range(asked.request.num_sequences)]
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        self._num_open = len(self._sequences)
+        self._has_begun = False
+        self.stopped: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return not self._num_open
+
+    def take(self, events: Iterable[Event]) -> list[Chunk]:
+        """One chunk for each sequence that has something new. Raises what ended the request."""
+        chunks: dict[int, Chunk] = {}
+        for event in events:
+            if isinstance(event, FailEvent):
+                raise event.error
+            if isinstance(event, PromptEvent):
+                self._prompt_logprobs += event.logprobs
+            elif not isinstance(event, StartEvent):
+                self._begin(chunks)
+                chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
+                self._add(chunk, event)
+        return [chunks[sequence] for sequence in sorted(chunks)]
+
+    def _add(self, chunk: Chunk, event: TokenEvent | FinishEvent) -> None:
+        sequence = self._sequences[event.sequence]
+        if isinstance(event, FinishEvent):
+            sequence.finish(chunk, event)
+            self._num_open -= 1
+        elif sequence.add(chunk, event):
+            self.stopped.append(event.sequence)
+
+    def _begin(self, chunks: dict[int, Chunk]) -> None:
+        """Before the first token: the prompt, if it was asked for."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        asked = self._asked
+        if asked.prompt_logprobs is not None:
+            logprobs = _shortened(self._prompt_logprobs, asked.prompt_logprobs)
+            chunks.setdefault(0, Chunk(0)).prompt_logprobs = logprobs
+        if asked.echo:
+            for index in range(len(self._sequences)):
+                self._echo(chunks.setdefault(index, Chunk(index)))
+
+    def _echo(self, chunk: Chunk) -> None:
+        prompt_ids = self._asked.request.prompt_ids
+        chunk.token_ids += prompt_ids
+        if self._text is not None:
+            chunk.text += self._text.decode(prompt_ids)
+        if self._asked.logprobs is not None:
+            chunk.logprobs += _shortened(self._prompt_logprobs, self._asked.logprobs)
+
+
+class _Sequence:
+    def __init__(self, asked: Asked, text: Text | None) -> None:
+        self._ends = asked.request.stop_ids | asked.request.eos_ids
+        self._decoder = None if text is None else text.decoder()
+        self._stops = StopStrings(asked.stop)
+        self._num_tokens = 0
+        self._is_stopped = False
+
+    def add(self, chunk: Chunk, event: TokenEvent) -> bool:
+        """Whether a stop string ends here. What the engine made after that is dropped."""
+        if self._is_stopped:
+            return False
+        self._num_tokens += 1
+        chunk.token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            chunk.logprobs.append(event.logprobs)
+        if self._decoder is not None and event.token_id not in self._ends:
+            self._show(chunk, self._decoder.add(event.token_id))
+        return self._is_stopped
+
+    def finish(self, chunk: Chunk, event: FinishEvent) -> None:
+        if self._decoder is not None and not self._is_stopped:
+            self._show(chunk, self._decoder.end())
+            if not self._is_stopped:
+                chunk.text += self._stops.end()
+        usage = replace(event.usage, generated=self._num_tokens)
+        reason = "stop" if self._is_stopped else event.reason
+        chunk.finish = replace(event, reason=reason, usage=usage)
+
+    def _show(self, chunk: Chunk, text: str) -> None:
+        released = self._stops.add(text)
+        chunk.text += released.text
+        self._is_stopped = released.found
+
+
+def _shortened(logprobs: Sequence[PositionLogprobs], num_top: int) -> list[PositionLogprobs]:
+    return [replace(each, top=each.top[:num_top]) for each in logprobs]
+
+
+def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
+    """All chunks of an answer, as one for each sequence."""
+    whole = [Chunk(sequence) for sequence in range(num_sequences)]
+    for chunk in chunks:
+        into = whole[chunk.sequence]
+        into.text += chunk.text
+        into.token_ids += chunk.token_ids
+        into.logprobs += chunk.logprobs
+        into.prompt_logprobs += chunk.prompt_logprobs
+        into.finish = chunk.finish or into.finish
+    return whole

@@ -1,0 +1,138 @@
+"""What both clients share: making requests, reading errors, deciding when to try again.
+
+Knows: generation.proto, gRPC's errors and their rich details. Does not know: channels, waiting.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from protos import generation_pb2 as pb
+from server.errors import ServerError
+
+# Answers with many logprobs are larger than gRPC's default limit of 4 MB.
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
+
+# A text, token ids, or a conversation of {"role": …, "content": …}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Options(TypedDict, total=False):
+    """As in GenerateRequest, which says what each means and what it is when it isn't given."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    num_sequences: int
+    logprobs: int
+    prompt_logprobs: int
+    echo: bool
+    priority: int
+
+
+class CallError(ServerError):
+    """A call that failed. `code` names a gRPC status; `field` is set if the request is wrong."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(f"{message} ({code.name})")
+        self.code = code
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    try:
+        return pb.GenerateRequest(**_input(prompt), **options)
+    except (ValueError, TypeError, OverflowError) as error:
+        reason = f"the request can't be written: {error}"
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason) from error
+
+
+def _input(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    ids = [each for each in prompt if isinstance(each, int)]
+    if len(ids) == len(prompt):
+        return {"prompt_ids": pb.TokenIds(ids=ids)}
+    messages = [pb.Message(**each) for each in prompt if isinstance(each, Mapping)]
+    return {"messages": pb.Conversation(messages=messages)}
+
+
+def read_error(error: grpc.RpcError) -> CallError:
+    """What the server said, with the details that it gave."""
+    call: Any = error  # every RpcError that a call raises is a Call too, which no type says
+    field, retry_after_s = None, None
+    status = rpc_status.from_call(_Ended(call.code(), call.details(), call.trailing_metadata()))
+    for detail in status.details if status is not None else ():
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return CallError(call.code(), call.details() or "no reason was given", field, retry_after_s)
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The part of a call that rpc_status reads; AioRpcError isn't a Call."""
+
+    _code: grpc.StatusCode
+    _details: str
+    _metadata: Any
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """When to try again, and after how long. Only calls that have no answer yet are repeated."""
+
+    max_retries: int = 5
+    first_s: float = 0.2
+    max_s: float = 30.0
+
+    def delay_s(self, error: CallError, num_tried: int, left_s: float | None) -> float | None:
+        """None: give up. The server's own wish goes first; the deadline is never overrun."""
+        if num_tried >= self.max_retries or not _is_passing(error):
+            return None
+        delay_s = error.retry_after_s
+        if delay_s is None:
+            # Spread out, so that clients that failed together don't come back together.
+            delay_s = min(self.first_s * 2**num_tried, self.max_s) * random.uniform(0.5, 1)
+        return None if left_s is not None and delay_s >= left_s else delay_s
+
+
+def _is_passing(error: CallError) -> bool:
+    overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Without a delay it isn't overload, but a message that is too large.
+    if overloaded and error.retry_after_s is not None:
+        return True
+    return error.code is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,116 @@
+"""The client of server/client.py, for asyncio.
+
+Knows: asyncio, channels. Does not know: terminals.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar, Unpack
+
+import grpc
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
+from server.asking import CHANNEL_OPTIONS, Options, Prompt, Retries, make_request, read_error
+from server.client import left, score_request
+
+_Result = TypeVar("_Result")
+
+
+class AsyncClient:
+    """Belongs to one event loop. Errors are CallErrors."""
+
+    def __init__(
+        self,
+        address: str,
+        retries: Retries | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.TextGenerationStub(self._channel)
+        self._retries = retries or Retries()
+        self._sleep = sleep
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> pb.GenerateResponse:
+        """The whole answer, at once."""
+        request = make_request(prompt, options)
+
+        async def call(left_s: float | None) -> pb.GenerateResponse:
+            return await self._stub.Generate(request, timeout=left_s)
+
+        return await self._try(call, timeout_s)
+
+    async def stream(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncIterator[pb.GenerateChunk]:
+        """The answer as it is made. Closing the iterator ends the request on the server."""
+        request = make_request(prompt, options)
+
+        async def begin(left_s: float | None) -> "_Begun":
+            chunks = self._stub.GenerateStream(request, timeout=left_s)
+            return chunks, await _next(chunks)
+
+        call, chunk = await self._try(begin, timeout_s)
+        try:
+            while chunk is not None:
+                yield chunk
+                chunk = await _next(call)
+        except grpc.aio.AioRpcError as error:
+            raise read_error(error) from error
+        finally:
+            call.cancel()
+
+    async def score(
+        self, text: str | Sequence[int], *, timeout_s: float | None = None
+    ) -> pb.ScoreResponse:
+        """How likely the model finds a text."""
+
+        async def call(left_s: float | None) -> pb.ScoreResponse:
+            return await self._stub.Score(score_request(text), timeout=left_s)
+
+        return await self._try(call, timeout_s)
+
+    async def model(self, *, timeout_s: float | None = None) -> pb.Model:
+        async def call(left_s: float | None) -> pb.Model:
+            return await self._stub.GetModel(pb.GetModelRequest(), timeout=left_s)
+
+        return await self._try(call, timeout_s)
+
+    async def _try(
+        self, call: Callable[[float | None], Awaitable[_Result]], timeout_s: float | None
+    ) -> _Result:
+        """Until it succeeds, or there is no use in trying again."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        num_tried = 0
+        while True:
+            try:
+                return await call(left(end_s))
+            except grpc.aio.AioRpcError as raised:
+                error = read_error(raised)
+                delay_s = self._retries.delay_s(error, num_tried, left(end_s))
+                if delay_s is None:
+                    raise error from raised
+            num_tried += 1
+            await self._sleep(delay_s)
+
+
+_Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
+_Begun = tuple[_Call, pb.GenerateChunk | None]
+
+
+async def _next(call: _Call) -> pb.GenerateChunk | None:
+    """None: there are no more."""
+    chunk = await call.read()
+    return chunk if isinstance(chunk, pb.GenerateChunk) else None

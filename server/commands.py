@@ -1,0 +1,171 @@
+"""The subcommands of this room and their arguments.
+
+Imports nothing heavy: `--help` must answer at once.
+Each subcommand names the function that does the work as `module:function`.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+ADDRESS = "127.0.0.1:50051"
+
+
+def register(subparsers: "Subparsers") -> None:
+    """Adds this room's subcommands to the front door."""
+    _add_serve(subparsers)
+    _add_generate(subparsers)
+    _add_chat(subparsers)
+
+
+def _add_serve(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a bundle over gRPC",
+        description="Serves a bundle over gRPC. What isn't given is chosen from the machine's "
+        "memory and the bundle, and printed.",
+    )
+    parser.add_argument(
+        "bundle",
+        nargs="?",
+        type=Path,
+        metavar="BUNDLE",
+        help="a directory made by export (default: smollm2-135m, made on the first start)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
+    parser.add_argument(
+        "--port", type=_port, default=50051, help="0 takes a free one and prints it"
+    )
+    parser.add_argument(
+        "--metrics-port",
+        default="auto",
+        metavar="PORT",
+        type=_metrics_port,
+        help="for Prometheus; 'off' for none (default: the next port, or a free one)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--precision", help="which of the bundle's graphs (default: the fastest)")
+    _add_sizes(parser)
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the same seed gives the same tokens in any company; --no-exact is faster for a lone "
+        "request in int4 (default: exact)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM (default 30)",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.set_defaults(run="server.serving:run", extra="serve")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-slots", type=_positive, metavar="N", help="sequences that run at the same time"
+    )
+    parser.add_argument(
+        "--context", type=_positive, metavar="TOKENS", help="prompt and answer together"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--queue",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="requests that may wait; one more is refused (default 256)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        type=_natural,
+        metavar="MB",
+        help="memory for prompts that begin alike; 0 turns it off",
+    )
+
+
+def _add_generate(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue a text on a running server",
+        description="Continues a text, and shows it as it is made.",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads stdin")
+    _add_asking(parser)
+    parser.add_argument(
+        "--chat", action="store_true", help="take the prompt for a user's message, and answer it"
+    )
+    parser.add_argument("--json", action="store_true", help="the whole answer as JSON, at the end")
+    parser.set_defaults(run="server.terminal:generate", extra="serve")
+
+
+def _add_chat(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk with a model on a running server",
+        description="Talks with a model. Ctrl-C stops an answer; Ctrl-D, or /quit, ends the chat.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    _add_asking(parser)
+    parser.set_defaults(run="server.terminal:chat", extra="serve")
+
+
+def _add_asking(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
+    for name, kind in (
+        *(("max-new-tokens", int), ("temperature", float), ("top-k", int), ("top-p", float)),
+        *(("min-p", float), ("repetition-penalty", float), ("frequency-penalty", float)),
+        *(("presence-penalty", float), ("seed", int), ("num-sequences", int), ("logprobs", int)),
+        *(("prompt-logprobs", int), ("priority", int)),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help="as in generation.proto")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="may be given several times"
+    )
+    parser.add_argument(
+        "--stop-token-id", action="append", type=int, metavar="ID", help="the same, for tokens"
+    )
+    parser.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID:BIAS", help="the same"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of a text")
+    parser.add_argument("--echo", action="store_true", help="put the prompt before the answer")
+
+
+def _port(text: str) -> int:
+    return _number(text, 0, 65535)
+
+
+def _metrics_port(text: str) -> str | int:
+    return text if text in ("auto", "off") else _port(text)
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1, 2**31 - 1)
+
+
+def _natural(text: str) -> int:
+    return _number(text, 0, 2**31 - 1)
+
+
+def _number(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from {least} to {most}")
+    return int(text)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't ID:BIAS, such as 42:-100") from None

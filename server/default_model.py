@@ -1,0 +1,43 @@
+"""The bundle that is served when none is named: SmolLM2-135M, made on the first start.
+
+Knows: the front door's commands, where the cache is. Does not know: how they work.
+They run as processes of their own: importing and exporting need torch, which a server never loads.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from export.manifest import MANIFEST_FILE
+from server.errors import StartError
+
+NAME = "smollm2-135m"
+
+
+def cache_directory() -> Path:
+    """As model/fetch.py, which the server may not import."""
+    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
+
+
+def default_bundle() -> Path:
+    """The bundle's directory; it is made first if it isn't there. Shows progress."""
+    bundle = cache_directory() / "bundles" / NAME
+    if (bundle / MANIFEST_FILE).exists():
+        return bundle
+    print(f"The first start makes the default model, {NAME}. It takes a few minutes.", flush=True)
+    bundle.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = cache_directory() / "checkpoints" / NAME
+    _run("[1/2] fetching and importing", "import", NAME)
+    _run("[2/2] exporting", "export", str(checkpoint), "--out", str(bundle))
+    return bundle
+
+
+def _run(title: str, *arguments: str) -> None:
+    print(title, flush=True)
+    code = subprocess.run([sys.executable, "-m", "quill", *arguments], check=False).returncode
+    if code != 0:
+        raise StartError(
+            f"`quill {' '.join(arguments)}` failed with code {code}; see above. Set right what it "
+            "names and start again, or serve a bundle of your own: quill serve BUNDLE"
+        )

@@ -1,0 +1,92 @@
+"""One call, from its arrival to its end, in numbers: what the log and the metrics are told.
+
+Knows: tokens, times, how it ended. Does not know: what was said: a prompt is never logged.
+"""
+
+import json
+import logging
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+
+from server.events import FinishEvent
+
+logger = logging.getLogger(__name__)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass
+class Record:
+    method: str
+    request_id: str = field(default_factory=new_request_id)
+    arrived_s: float = field(default_factory=time.monotonic)
+    outcome: str = "OK"  # the name of a gRPC status
+    finish_reasons: list[str] = field(default_factory=list)
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+    queue_ms: float | None = None
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+
+    def note(self, finish: FinishEvent) -> None:
+        """One of its sequences has ended."""
+        self.finish_reasons.append(finish.reason)
+        self.num_prompt = finish.usage.prompt
+        self.num_cached = finish.usage.cached
+        self.num_generated += finish.usage.generated
+        self.queue_ms = finish.timings.queue_ms
+        if finish.timings.first_token_ms:
+            self.first_token_ms = finish.timings.first_token_ms
+
+    def close(self) -> None:
+        self.total_ms = 1000 * (time.monotonic() - self.arrived_s)
+
+    def log(self) -> None:
+        """One line, whatever happened."""
+        logger.info("request", extra={"fields": self._fields()})
+
+    def _fields(self) -> dict[str, object]:
+        fields = asdict(self)
+        del fields["arrived_s"]
+        fields["finish_reasons"] = ",".join(self.finish_reasons)
+        for name in ("queue_ms", "first_token_ms", "total_ms"):
+            fields[name] = None if fields[name] is None else round(fields[name], 1)
+        return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level, message, then name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        fields = getattr(record, "fields", {})
+        return line + "".join(f" {name}={value}" for name, value in fields.items())
+
+
+class JsonFormatter(logging.Formatter):
+    """For machines: one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logging(log_format: str) -> None:
+    """To stderr: stdout is for what a person asked for."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

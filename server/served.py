@@ -1,0 +1,60 @@
+"""What is served, and within which limits: all that a client may rely upon.
+
+Knows: the manifest, the limits that the server was started with.
+Does not know: who is being served, protobuf.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from export.manifest import Device, Graphs, Manifest
+from server.chat import ChatTemplate
+from server.errors import InvalidFieldError, StartError
+from server.request import Sampling
+from server.text import Text
+
+MAX_SEQUENCES = 16
+DEFAULT_MAX_NEW_TOKENS = 256
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One bundle, as it is served."""
+
+    manifest: Manifest
+    graphs: Graphs
+    device: Device
+    runtime_version: str
+    deterministic: bool
+    context: int  # tokens of prompt and answer together
+    max_rows: int
+    max_waiting: int
+    max_message_bytes: int
+    text: Text | None  # None: the model speaks token ids only
+    template: ChatTemplate | None
+
+    def __post_init__(self) -> None:
+        try:
+            Sampling(**self.sampling_defaults)
+        except InvalidFieldError as error:
+            raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.sizes.vocab_size
+
+    @property
+    def max_num_sequences(self) -> int:
+        return min(self.max_rows, MAX_SEQUENCES)
+
+    @property
+    def default_max_new_tokens(self) -> int:
+        wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        return max(1, min(int(wanted), self.context))
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The author's, by field name; what isn't here is off."""
+        generation = self.manifest.generation
+        return {name: generation[name] for name in SAMPLING_DEFAULTS if name in generation}

@@ -1,0 +1,110 @@
+"""`quill generate` and `quill chat`: a model in the terminal.
+
+Knows: terminals, the client. Does not know: gRPC.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from google.protobuf.json_format import MessageToJson
+
+from protos import generation_pb2 as pb
+from server.asking import CallError, Options, Prompt
+from server.client import Client
+
+_OPTIONS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "seed", "num_sequences", "logprobs"),
+    *("prompt_logprobs", "priority", "stop", "ignore_eos", "echo"),
+)
+
+
+def generate(args: argparse.Namespace) -> None:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
+    options = _options(args)
+    with Client(args.address) as client:
+        if args.json or options.get("num_sequences", 1) > 1:
+            answer = client.generate(prompt, timeout_s=args.timeout, **options)
+            _show_whole(answer, args.json)
+        else:
+            _show(client.stream(prompt, timeout_s=args.timeout, **options))
+
+
+def _options(args: argparse.Namespace) -> Options:
+    given = {name: getattr(args, name) for name in _OPTIONS}
+    given["stop_token_ids"] = args.stop_token_id
+    given["logit_bias"] = dict(args.logit_bias or ())
+    # What wasn't given is left out: then the model's own default applies.
+    said = {name: value for name, value in given.items() if value not in (None, {})}
+    return cast("Options", said)
+
+
+def _show(chunks: Iterable[pb.GenerateChunk]) -> str:
+    """Prints an answer as it comes; returns its text."""
+    pieces = []
+    for chunk in chunks:
+        pieces.append(chunk.text)
+        print(chunk.text, end="", flush=True)
+    print(flush=True)
+    return "".join(pieces)
+
+
+def _show_whole(answer: pb.GenerateResponse, as_json: bool) -> None:
+    if as_json:
+        print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
+        return
+    for number, sequence in enumerate(answer.sequences):
+        print(f"[{number}] {sequence.text}")
+
+
+def chat(args: argparse.Namespace) -> None:
+    history: list[Mapping[str, str]] = []
+    if args.system:
+        history.append({"role": "system", "content": args.system})
+    options = _options(args)
+    with Client(args.address) as client:
+        print(f"Talking with {client.model().name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        while (words := _listen()) is not None:
+            if words:
+                asked = {"role": "user", "content": words}
+                answer = _answer(client, [*history, asked], args.timeout, options)
+                if answer:
+                    history += [asked, {"role": "assistant", "content": answer}]
+
+
+def _listen() -> str | None:
+    """What the person types; None at the end of the chat."""
+    try:
+        words = input("\n> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print("\n(Ctrl-D, or /quit, ends the chat)")
+        return ""
+    return None if words == "/quit" else words
+
+
+def _answer(
+    client: Client,
+    messages: Sequence[Mapping[str, str]],
+    timeout_s: float | None,
+    options: Options,
+) -> str:
+    """What was said until the end, or until Ctrl-C; nothing if the server refused."""
+    pieces: list[str] = []
+    chunks = client.stream(messages, timeout_s=timeout_s, **options)
+    try:
+        for chunk in chunks:
+            pieces.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        chunks.close()
+        print(" [stopped]", end="")
+    except CallError as error:
+        print(f"[{error}]", end="")
+    print(flush=True)
+    return "".join(pieces)
