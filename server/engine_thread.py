@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.engine import Engine
-from server.errors import RequestError, StepError, UnavailableError
+from server.errors import StepError, UnavailableError
 from server.events import Batch, FailEvent, FinishReason
 from server.request import Request
 
@@ -119,7 +119,8 @@ class EngineThread:
 
     def _refuse(self) -> None:
         """Answers everybody that the server is broken, until it is stopped."""
-        error: RequestError = UnavailableError("the server is broken; it needs a restart")
-        while not isinstance(message := self._mailbox.get(), _Stop):
+        error = UnavailableError("the server is broken; it needs a restart")
+        while not self._stopped:
+            message = self._mailbox.get()
             if isinstance(message, _Submit):
                 self._publish(Batch((FailEvent(message.request.request_id, error),), None))

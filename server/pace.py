@@ -32,8 +32,9 @@ class Pace:
 
     def note_prefill(self, num_tokens: int, duration_s: float) -> None:
         target_s = max(STALL * self._decode_s, MIN_STALL_S)
-        # A short prompt says nothing about longer chunks, unless it took too long already.
-        if num_tokens >= 0.9 * self._chunk or duration_s > target_s:
-            ratio = min(max(target_s / max(duration_s, 1e-6), 0.25), 4.0)
-            chunk = num_tokens * ratio**0.5  # half way, or noise would make it swing
-            self._chunk = min(max(chunk, MIN_CHUNK), self._max_chunk)
+        is_full = num_tokens >= int(self._chunk)
+        if not is_full and duration_s <= target_s:
+            return  # a short prompt says nothing about longer chunks
+        ratio = min(max(target_s / max(duration_s, 1e-6), 0.25), 4.0)
+        chunk = (self._chunk if is_full else num_tokens) * ratio**0.5  # half way: times are noisy
+        self._chunk = min(max(chunk, MIN_CHUNK), self._max_chunk)

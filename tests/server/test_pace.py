@@ -30,6 +30,13 @@ def test_chunk_never_gets_shorter_than_two_tokens() -> None:
     assert _settle(Pace(), 0.001, lambda tokens: 10.0) == 2
 
 
+def test_shortest_chunk_grows_again() -> None:
+    pace = Pace()
+    _settle(pace, 0.001, lambda tokens: 10.0)
+    chunk = _settle(pace, 0.080, lambda tokens: 0.030 + 0.0018 * tokens)
+    assert 0.030 + 0.0018 * chunk == pytest.approx(STALL * 0.080, rel=0.15)
+
+
 def test_chunk_is_as_long_as_allowed_when_nobody_runs() -> None:
     pace = Pace(max_chunk=100)
     _settle(pace, 0.001, lambda tokens: 10.0)
