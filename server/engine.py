@@ -143,7 +143,7 @@ class Engine:
             self._pace.note_decode(duration_s)
         else:
             num_tokens = plan.stop - plan.start
-            self._pace.note_prefill(num_tokens, duration_s)
+            self._pace.note_prefill(num_tokens, duration_s, self._scheduler.num_waiting)
         return StepReport(
             kind="decode" if isinstance(plan, DecodePlan) else "prefill",
             duration_s=duration_s,

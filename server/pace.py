@@ -3,15 +3,16 @@
 Knows: how long steps took. Does not know: clocks, who is served.
 
 A chunk may take about as long as a decode step, so that a long prompt at most doubles the gap
-between a running row's tokens. Where decode steps are very short it may take MIN_STALL_S: with
-chunks of two or three tokens the prompt would take for ever. Since answers don't depend on where
-prompts are cut, the length may follow the clock.
+between a running row's tokens. Short chunks are inefficient, though: a chunk of two tokens costs
+most of a chunk of ten. So where decode steps are short a chunk may take MIN_STALL_S, and
+QUEUE_STALL_S while more requests wait, or a few rows would keep the whole queue out.
+Since answers don't depend on where prompts are cut, the length may follow the clock.
 """
 
 STALL = 0.9  # a chunk's time, in decode steps
 MIN_STALL_S = 0.025
-FIRST_CHUNK = 16
-MIN_CHUNK = 2
+QUEUE_STALL_S = 0.1  # still faster than people read
+MIN_CHUNK = 8
 
 
 class Pace:
@@ -19,7 +20,7 @@ class Pace:
 
     def __init__(self, max_chunk: int = 256) -> None:
         self._max_chunk = max_chunk
-        self._chunk = float(min(FIRST_CHUNK, max_chunk))
+        self._chunk = float(MIN_CHUNK)
         self._decode_s = 0.0
 
     def max_chunk(self, num_rows: int) -> int:
@@ -30,8 +31,9 @@ class Pace:
         # Smoothed: one slow step is noise.
         self._decode_s += 0.2 * (duration_s - self._decode_s) if self._decode_s else duration_s
 
-    def note_prefill(self, num_tokens: int, duration_s: float) -> None:
-        target_s = max(STALL * self._decode_s, MIN_STALL_S)
+    def note_prefill(self, num_tokens: int, duration_s: float, num_waiting: int) -> None:
+        least_s = QUEUE_STALL_S if num_waiting else MIN_STALL_S
+        target_s = max(STALL * self._decode_s, least_s)
         is_full = num_tokens >= int(self._chunk)
         if not is_full and duration_s <= target_s:
             return  # a short prompt says nothing about longer chunks
