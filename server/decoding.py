@@ -78,9 +78,10 @@ class StopStrings:
         if not self._stops:
             return Released(text, False)
         text, self._held = self._held + text, ""
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
-            return Released(text[: min(starts)], True)
+        # The one that ends first, so that it doesn't matter in which pieces the text came.
+        places = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
+            return Released(text[: min(places)[1]], True)
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return Released(text[: len(text) - num_held], False)

@@ -44,7 +44,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Tell = Callable[[Chunk], Awaitable[None]]
 _Result = TypeVar("_Result")
 
-WRITE_TIMEOUT_S = 60.0
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
 
@@ -56,7 +55,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         self,
         desk: Desk,
         report: Callable[[Record], None],
-        write_timeout_s: float = WRITE_TIMEOUT_S,
+        write_timeout_s: float,
     ) -> None:
         self._desk = desk
         self._report = report

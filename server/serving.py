@@ -34,6 +34,7 @@ from server.served import Served
 from server.servicer import TextGeneration
 from server.sizing import Sizing, available_bytes, choose_sizes, gigabytes, num_cores
 from server.text import Text
+from server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Settings:
     max_waiting: int = 256
     max_message_bytes: int = MAX_MESSAGE_BYTES
     grace_s: float = 30.0
+    write_timeout_s: float = 60.0  # a reader that takes longer is ended
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,12 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self.metrics = Metrics()
         self.desk = Desk(self._loop, Admission(settings.max_waiting), self.metrics.observe)
-        self.servicer = TextGeneration(self.desk, self._report)
+        self.servicer = TextGeneration(self.desk, self._report, settings.write_timeout_s)
         self.port = 0
         self.metrics_port: int | None = None
+        self.listening = asyncio.Event()
         self.ready = asyncio.Event()
+        self.closing = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._health = health.aio.HealthServicer()
@@ -228,7 +232,7 @@ class Server:
             ("grpc.max_receive_message_length", self._settings.max_message_bytes),
             ("grpc.so_reuseport", 0),  # a second server on the same port is an error
         ]
-        server = grpc.aio.server(options=options)
+        server = grpc.aio.server(interceptors=[RefuseUnreadable(SERVICE)], options=options)
         pb_grpc.add_TextGenerationServicer_to_server(self.servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -237,6 +241,7 @@ class Server:
         await self._set_health(False)
         self.port = _bind(server, self._settings.host, self._settings.port)
         await server.start()
+        self.listening.set()
         return server
 
     async def _open(self) -> bool:
@@ -289,6 +294,7 @@ class Server:
 
     async def _close(self, server: grpc.aio.Server) -> None:
         """What is still running ends with UNAVAILABLE."""
+        self.closing.set()
         if self._thread is not None:
             self._thread.stop()
             await asyncio.to_thread(self._thread.join, 30.0)

@@ -1,0 +1,68 @@
+"""Messages that can't be read are the client's fault, and are told so.
+
+Knows: how gRPC hands messages to a servicer. Does not know: what they mean.
+
+Left to itself grpc.aio logs a traceback for bytes that are no message, and answers UNKNOWN.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from server.errors import InvalidFieldError
+from server.record import new_request_id
+from server.status import grpc_status
+
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    reason: str
+
+
+class RefuseUnreadable(grpc.aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT for one service; the others are left as they are."""
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        make = grpc.unary_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+        return make(
+            _refusing(handler.unary_stream or handler.unary_unary),
+            request_deserializer=_forgiving(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(message: bytes) -> Any:
+        try:
+            return deserialize(message)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read
+
+
+def _refusing(behaviour: _Behaviour) -> _Behaviour:
+    async def answer(request: Any, context: Any) -> Any:
+        if isinstance(request, _Unreadable):
+            error = InvalidFieldError("message", f"can't be read: {request.reason}")
+            await context.abort_with_status(grpc_status(error, new_request_id()))
+        return await behaviour(request, context)
+
+    return answer

@@ -1,0 +1,216 @@
+"""A server in this process, on a free port of its own, and a manifest to go with it."""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from export.manifest import Graphs, Manifest, Sizes, SpecialTokens
+from model.tokenizer import byte_tokenizer
+from server.chat import ChatTemplate
+from server.engine import Engine
+from server.prefix_cache import PrefixCache
+from server.record import Record
+from server.scheduler import Limits
+from server.served import Served
+from server.serving import Loaded, Server, Settings
+from server.text import Text
+from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
+
+CONTEXT = 200
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<|endoftext|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'k' }}{% endif %}"
+)
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    graphs = Graphs(
+        precision="fp32",
+        device="cpu",
+        decoder="decoder",
+        encoder=None,
+        weights="weights",
+        cache_type="float32",
+        quantisation=None,
+        verification=None,
+        invariance=None,
+    )
+    manifest = Manifest(
+        format_version=1,
+        name="reciter",
+        family="causal",
+        onnxruntime="1.31.1",
+        sizes=_sizes(),
+        special_tokens=SpecialTokens(bos=END, eos=END, pad=None, unk=None),
+        prepend_bos=False,
+        stop_ids=(END,),
+        chat_template=TEMPLATE,
+        generation={"temperature": 0.0},
+        provenance={},
+        tokenizer="tokenizer.json",
+        graphs=(graphs,),
+        files=(),
+    )
+    return dataclasses.replace(manifest, **changes)
+
+
+def _sizes() -> Sizes:
+    return Sizes(
+        vocab_size=VOCAB_SIZE,
+        context=CONTEXT,
+        d_model=1,
+        num_layers=1,
+        num_encoder_layers=0,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=1,
+        d_ff=1,
+        num_parameters=1,
+    )
+
+
+def make_text() -> Text:
+    return Text(byte_tokenizer()._json)
+
+
+def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Served:
+    manifest = make_manifest()
+    return dataclasses.replace(
+        Served(
+            manifest=manifest,
+            graphs=manifest.graphs[0],
+            device="cpu",
+            runtime_version="1.31.1",
+            deterministic=True,
+            context=CONTEXT,
+            max_rows=max_rows,
+            max_waiting=max_waiting,
+            max_message_bytes=2**20,
+            text=make_text(),
+            template=ChatTemplate(TEMPLATE, {}),
+        ),
+        **changes,
+    )
+
+
+class Running:
+    """A server on a loop of its own, in a thread of its own."""
+
+    def __init__(self, session: Reciter, settings: Settings, served: Served) -> None:
+        self.session = session
+        self._settings = settings
+        self._served = served
+        self._started: Future[Server] = Future()
+        self._thread = threading.Thread(target=self._run)
+        self.records: queue.Queue[Record] = queue.Queue()
+        self.loading = threading.Event()
+        self.loading.set()
+
+    def _load(self) -> Loaded:
+        assert self.loading.wait(TIMEOUT_S)
+        limits = Limits(max_rows=self._served.max_rows, context=self._served.context)
+        return Loaded(self._served, Engine(self.session, limits, PrefixCache(10**6)))
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = Server(self._load, self._settings)
+        report = server.servicer._report
+
+        def note(record: Record) -> None:
+            report(record)
+            self.records.put(record)
+
+        server.servicer._report = note
+        running = asyncio.ensure_future(server.run())
+        await asyncio.wait({running, asyncio.ensure_future(server.listening.wait())},
+                           return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        self._started.set_result(server)
+        await running
+
+    def start(self, wait: bool = True) -> None:
+        self._thread.start()
+        self.server = self._started.result(TIMEOUT_S)
+        if wait:
+            self.call(self.server.ready.wait())
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def call(self, coroutine: Any) -> Any:
+        """Runs something on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
+
+    def next_record(self, outcome: str) -> Record:
+        """Waits for a call to end so."""
+        while (record := self.records.get(timeout=TIMEOUT_S)).outcome != outcome:
+            pass
+        return record
+
+    def wait_for_waiting(self, number: int) -> None:
+        self._wait(lambda: self.server.desk.num_waiting == number)
+
+    def wait_for_requests(self, number: int) -> None:
+        self._wait(lambda: len(self.server.desk) == number)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Lets the server's loop turn until it is so."""
+
+        async def turn() -> None:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        self.call(turn())
+
+    def stop(self) -> None:
+        """What a signal does."""
+        self._loop.call_soon_threadsafe(self.server.stop)
+
+    def join(self) -> None:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "the server doesn't end"
+
+
+@contextmanager
+def running_server(
+    max_rows: int = 4, max_waiting: int = 4, wait: bool = True, **changes: Any
+) -> Iterator[Running]:
+    """`changes`: of the settings."""
+    settings = Settings(port=0, max_waiting=max_waiting, max_message_bytes=2**20, **changes)
+    running = Running(Reciter(), settings, make_served(max_rows, max_waiting))
+    if not wait:
+        running.loading.clear()
+    running.start(wait)
+    try:
+        yield running
+    finally:
+        running.session.let_go()
+        running.loading.set()
+        if running._thread.is_alive():
+            running.stop()
+            running.stop()
+        running.join()
+
+
+SERVICE = "quill.v1.TextGeneration"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def health_of(running: Running, service: str = SERVICE) -> int:
+    with grpc.insecure_channel(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+        return int(reply.status)

@@ -1,0 +1,127 @@
+"""Events on their way from the engine's thread to their readers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from server.admission import Admission
+from server.answer import Answer
+from server.desk import Desk
+from server.errors import SlowReaderError, UnavailableError
+from server.events import Batch, Event, FinishEvent, FinishReason, Timings, TokenEvent, Usage
+from server.request import Request
+from server.validation import Asked
+from tests.server.reciter import token_of
+from tests.server.running import make_text
+
+REQUEST = Request(request_id="r", prompt_ids=(1,))
+
+
+class Engine:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.ended: list[tuple[str, int | None, str]] = []
+
+    def submit(self, request: Request) -> None:
+        self.submitted.append(request.request_id)
+
+    def end(
+        self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"
+    ) -> None:
+        self.ended.append((request_id, sequence, reason))
+
+
+def open_desk(engine: Engine, **settings: Any) -> Desk:
+    desk = Desk(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
+    desk.open(engine)
+    return desk
+
+
+def token(letter: str) -> TokenEvent:
+    return TokenEvent("r", 0, token_of(ord(letter)), None)
+
+
+FINISH = FinishEvent("r", 0, "length", 7, Usage(1, 0, 3), Timings(1.0, 2.0, 3.0))
+
+
+def test_reader_that_was_away_gets_one_larger_chunk() -> None:
+    async def main() -> list[Event]:
+        desk = open_desk(Engine())
+        with desk.serve(REQUEST) as inbox:
+            for letter in "abc":
+                desk.publish(Batch((token(letter),), None))
+            desk.publish(Batch((FINISH,), None))
+            await asyncio.sleep(0)  # the loop delivers
+            return await inbox.take()
+
+    events = asyncio.run(main())
+    (chunk,) = Answer(Asked(request=REQUEST), make_text()).take(events)
+    assert (chunk.text, len(chunk.token_ids)) == ("abc", 3)
+    assert chunk.finish is not None
+
+
+def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
+    async def main(engine: Engine) -> list[Event]:
+        desk = open_desk(engine, max_held=2)
+        with desk.serve(REQUEST) as inbox:
+            desk.publish(Batch(tuple(token(letter) for letter in "abcd"), None))
+            await asyncio.sleep(0)
+            return await inbox.take()
+
+    engine = Engine()
+    events = asyncio.run(main(engine))
+    assert engine.ended == [("r", None, "cancelled")]
+    with pytest.raises(SlowReaderError):
+        Answer(Asked(request=REQUEST), make_text()).take(events)
+
+
+def test_reader_that_leaves_early_ends_its_request() -> None:
+    async def main(engine: Engine) -> None:
+        with open_desk(engine).serve(REQUEST):
+            pass
+
+    engine = Engine()
+    asyncio.run(main(engine))
+    assert engine.submitted == ["r"]
+    assert engine.ended == [("r", None, "cancelled")]
+
+
+def test_request_that_ended_is_not_ended_again() -> None:
+    async def main(engine: Engine) -> None:
+        desk = open_desk(engine)
+        with desk.serve(REQUEST) as inbox:
+            desk.publish(Batch((token("a"), FINISH), None))
+            await inbox.take()
+
+    engine = Engine()
+    asyncio.run(main(engine))
+    assert not engine.ended
+
+
+def test_closed_desk_refuses_and_waits_for_the_last_one() -> None:
+    async def main() -> None:
+        desk = open_desk(Engine())
+        with desk.serve(REQUEST):
+            desk.close()
+            empty = asyncio.ensure_future(desk.wait_until_empty())
+            await asyncio.sleep(0)
+            assert not empty.done()
+            with pytest.raises(UnavailableError), desk.serve(REQUEST):
+                pass
+        await asyncio.wait_for(empty, 10)
+
+    asyncio.run(main())
+
+
+def test_tokens_made_after_a_stop_string_are_dropped() -> None:
+    asked = Asked(request=REQUEST, stop=("bc",))
+    answer = Answer(asked, make_text())
+    (chunk,) = answer.take([token(letter) for letter in "abcde"])
+    assert (chunk.text, len(chunk.token_ids), answer.stopped) == ("a", 3, [0])
+    (last,) = answer.take([token("f"), FINISH])
+    assert last.finish is not None
+    assert (last.finish.reason, last.finish.usage.generated) == ("stop", 3)
+    assert answer.is_over

@@ -1,0 +1,72 @@
+"""What a server tells of itself: metrics and logs, and never a prompt."""
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from server.client import Client
+from server.record import JsonFormatter, TextFormatter
+from tests.server.reciter import TIMEOUT_S
+from tests.server.running import Running, running_server
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with running_server(metrics_port=0) as server:
+        yield server
+
+
+def scrape(running: Running) -> dict[str, float]:
+    url = f"http://127.0.0.1:{running.server.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+    }
+
+
+def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
+    before = scrape(running)
+    with Client(running.address) as client:
+        for _ in range(2):
+            client.generate("x" * 40, max_new_tokens=3, timeout_s=TIMEOUT_S)
+    running.next_record("OK")
+    running.next_record("OK")
+    after = scrape(running)
+
+    def growth(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert growth('quill_requests_total{method="Generate",outcome="OK"}') == 2
+    assert growth('quill_tokens_total{kind="prompt"}') == 80
+    assert growth('quill_tokens_total{kind="cached"}') == 32
+    assert growth('quill_tokens_total{kind="generated"}') == 6
+    assert growth("quill_prefix_cache_hits_total") == 1
+    assert growth("quill_prefix_cache_misses_total") == 1
+    assert growth("quill_time_to_first_token_seconds_count") == 2
+    assert growth("quill_time_between_tokens_seconds_count") == 4
+    assert growth("quill_queue_time_seconds_count") == 2
+    assert growth('quill_step_time_seconds_count{kind="decode"}') == 4
+    assert after["quill_slots"] == 4
+    assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
+
+
+def test_finished_request_is_one_line_without_its_prompt(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), Client(running.address) as client:
+        client.generate("qqsecretqq", max_new_tokens=3, timeout_s=TIMEOUT_S)
+        running.next_record("OK")
+    (record,) = [each for each in caplog.records if each.message == "request"]
+    fields = json.loads(JsonFormatter().format(record))
+    assert (fields["method"], fields["outcome"]) == ("Generate", "OK")
+    assert (fields["num_prompt"], fields["num_generated"]) == (10, 3)
+    assert fields["finish_reasons"] == "length"
+    text = TextFormatter().format(record)
+    assert f"request_id={fields['request_id']}" in text
+    assert "\n" not in text
+    assert not any("secret" in each.getMessage() + str(vars(each)) for each in caplog.records)

@@ -1,0 +1,89 @@
+"""How much is served at once, and on what."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from export.manifest import File, Graphs, Manifest, Verification
+from server.device import choose_graphs
+from server.errors import StartError
+from server.sizing import MAX_ROWS, Sizing, available_bytes, choose_sizes
+from tests.server.running import make_manifest
+
+# One token takes 8 bytes, a slot of 200 tokens 1,600.
+MANIFEST = make_manifest(files=(File(name="weights", size=1000, sha256=""),))
+
+
+def sizes(available: int, **wishes: Any) -> Sizing:
+    wishes = {"max_rows": None, "context": None, "cache_bytes": None, **wishes}
+    return choose_sizes(MANIFEST, MANIFEST.graphs[0], available, **wishes)
+
+
+def test_slots_take_half_of_what_the_model_leaves() -> None:
+    chosen = sizes(1000 + 2 * 5 * 1600)
+    assert (chosen.max_rows, chosen.context) == (5, 200)
+    assert chosen.cache_bytes == 5 * 1600 // 4
+    assert sizes(10**9).max_rows == MAX_ROWS
+
+
+def test_wishes_are_kept_where_they_fit() -> None:
+    chosen = sizes(1000 + 1600, max_rows=2, context=100, cache_bytes=0)
+    assert (chosen.max_rows, chosen.context, chosen.cache_bytes) == (2, 100, 0)
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"max_rows": 1000}, {"context": 201}, {"context": 1}], ids=lambda wishes: str(wishes)
+)
+def test_what_does_not_fit_says_what_to_lower(wishes: dict[str, int]) -> None:
+    with pytest.raises(StartError, match=r"--max-slots|--context"):
+        sizes(100_000, **wishes)
+
+
+def test_too_little_memory_for_one_slot_is_an_error() -> None:
+    with pytest.raises(StartError, match="Lower --max-slots or --context"):
+        sizes(1000)
+
+
+def test_this_machine_has_memory() -> None:
+    assert 2**20 < available_bytes() < 2**50
+
+
+def graphs_in(precision: Any, **changes: Any) -> Graphs:
+    return dataclasses.replace(MANIFEST.graphs[0], precision=precision, **changes)
+
+
+def proof(perplexity: float) -> Verification:
+    return Verification(
+        worst_difference=0.0,
+        greedy_agreement=1.0,
+        perplexity=perplexity,
+        reference_perplexity=20.0,
+        text="",
+        num_tokens=1,
+        step_ms=1.0,
+    )
+
+
+def manifest_with(*graphs: Graphs) -> Manifest:
+    return make_manifest(graphs=graphs)
+
+
+@pytest.mark.parametrize(
+    ("verification", "chosen"), [(proof(20.1), "int4"), (proof(25.0), "fp32"), (None, "fp32")]
+)
+def test_int4_is_chosen_where_it_is_proven_good(
+    verification: Verification | None, chosen: str
+) -> None:
+    manifest = manifest_with(graphs_in("fp32"), graphs_in("int4", verification=verification))
+    assert choose_graphs(manifest, "auto", None).graphs.precision == chosen
+    assert choose_graphs(manifest, "cpu", "int4").graphs.precision == "int4"
+
+
+def test_what_cannot_be_had_is_an_error() -> None:
+    with pytest.raises(StartError, match="--device cpu"):
+        choose_graphs(MANIFEST, "cuda", None)
+    with pytest.raises(StartError, match=r"int8 isn't among .* \(fp32\)"):
+        choose_graphs(MANIFEST, "cpu", "int8")
+    with pytest.raises(StartError, match="no graphs for the CPU"):
+        choose_graphs(manifest_with(graphs_in("fp16", device="cuda")), "auto", None)
