@@ -94,7 +94,9 @@ def _total(
     heads: _Heads,
 ) -> _Totals:
     total_R = _sum_of_first(heads.num_R, heads.sums_RC)
-    open_rows = np.flatnonzero(~heads.closed_R)
+    # With min-p alone, the candidates that it leaves are all that matters.
+    matters_R = (settings.top_p_R < 1) | (settings.min_p_R == 0)
+    open_rows = np.flatnonzero(~heads.closed_R & matters_R)
     if len(open_rows):
         open_adjusted = [adjusted[row] for row in open_rows.tolist()]
         total_R[open_rows] = _estimate(
