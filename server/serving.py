@@ -304,7 +304,10 @@ class Server:
 
     def _on_health(self, healthy: bool) -> None:
         """Called from the engine's thread."""
-        logger.error("step after step fails" if not healthy else "steps succeed again")
+        if healthy:
+            logger.info("steps succeed again")
+        else:
+            logger.error("step after step fails; health says NOT_SERVING until one succeeds")
         asyncio.run_coroutine_threadsafe(self._set_health(healthy), self._loop)
 
     async def _set_health(self, healthy: bool) -> None:

@@ -1,5 +1,6 @@
 """Starting, stopping, overload, clients that leave: each leaves the server serving others."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from protos import generation_pb2_grpc as pb_grpc
 from server.asking import CallError, Retries
 from server.client import Client
 from server.engine import MAX_FAILURES
+from server.errors import StartError
+from server.metrics import Metrics, serve_metrics
+from server.serving import Server, Settings
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import (
     NOT_SERVING,
@@ -93,6 +97,17 @@ def test_while_loading_health_says_so_and_calls_are_refused() -> None:
         running.call(running.server.ready.wait())
         assert health_of(running) == SERVING
         assert ask(running) == "de"
+
+
+def test_port_that_is_taken_is_an_error_that_says_what_to_do() -> None:
+    async def second(settings: Settings) -> None:
+        await Server(lambda: pytest.fail("nothing is loaded"), settings).run()
+
+    with running_server(metrics_port=0) as running:
+        with pytest.raises(StartError, match="--port"):
+            asyncio.run(second(Settings(port=running.server.port)))
+        with pytest.raises(StartError, match="--metrics-port"):
+            serve_metrics(Metrics(), "127.0.0.1", running.server.metrics_port or 0)
 
 
 def test_server_can_be_stopped_while_it_is_loading() -> None:

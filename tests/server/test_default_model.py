@@ -1,0 +1,60 @@
+"""The bundle that is served when none is named."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.default_model import default_bundle
+from server.errors import StartError
+
+
+class Commands:
+    """Stands for the importer and the exporter, which take minutes."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self.ran: list[list[str]] = []
+
+    def run(self, command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        self.ran.append(command)
+        return subprocess.CompletedProcess(command, self.exit_code)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUILL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_bundle_in_the_cache_is_used_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = cache / "bundles" / "smollm2-135m"
+    bundle.mkdir(parents=True)
+    (bundle / "manifest.json").touch()
+    commands = Commands(0)
+    monkeypatch.setattr(subprocess, "run", commands.run)
+    assert default_bundle() == bundle
+    assert not commands.ran
+
+
+def test_first_start_imports_and_exports_in_processes_of_their_own(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Commands(0)
+    monkeypatch.setattr(subprocess, "run", commands.run)
+    bundle, checkpoint = default_bundle(), cache / "checkpoints" / "smollm2-135m"
+    quill = [sys.executable, "-m", "quill"]
+    assert commands.ran == [
+        [*quill, "import", "smollm2-135m"],
+        [*quill, "export", str(checkpoint), "--out", str(bundle)],
+    ]
+
+
+def test_import_that_fails_ends_the_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Commands(1)
+    monkeypatch.setattr(subprocess, "run", commands.run)
+    with pytest.raises(StartError, match="import smollm2-135m` failed with code 1"):
+        default_bundle()
+    assert len(commands.ran) == 1

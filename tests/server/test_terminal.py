@@ -1,0 +1,125 @@
+"""`quill generate` and `quill chat`, through the front door."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import quill
+from server import terminal
+from tests.server.running import Running, running_server
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def run(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, what was printed, and what was said about errors."""
+
+    def call(command: str, *arguments: str) -> tuple[int, str, str]:
+        code = quill.main([command, "--address", running.address, "--timeout", "30", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_text_is_continued(run: Run) -> None:
+    assert run("generate", "abc", "--max-new-tokens", "4") == (0, "defg\n", "")
+
+
+def test_prompt_may_come_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab"))
+    assert run("generate", "-", "--stop", "f", "--echo")[1] == "abcde\n"
+
+
+def test_json_has_everything(run: Run) -> None:
+    _, printed, _ = run("generate", "abc", "--max-new-tokens", "2", "--seed", "4", "--json")
+    answer = json.loads(printed)
+    assert answer["sequences"][0]["text"] == "de"
+    assert answer["seed"] == "4"
+
+
+def test_several_sequences_are_numbered(run: Run) -> None:
+    _, printed, _ = run("generate", "abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    assert printed == "[0] de\n[1] de\n"
+
+
+def test_refusal_is_one_line(run: Run) -> None:
+    code, _, errors = run("generate", "abc", "--top-p", "2")
+    assert code == 1
+    assert errors.startswith("quill: top_p is 2.0; it must be")
+    assert errors.count("\n") == 1
+
+
+def test_logit_bias_is_read(run: Run) -> None:
+    token = ord("q") + 1
+    options = ("--max-new-tokens", "1", "--logit-bias", f"{token}:100")
+    assert run("generate", "abc", *options)[1] == "q\n"
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    remaining = iter(lines)
+
+    def answer(_: str) -> str:
+        line = next(remaining, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+
+
+def test_chat_remembers_what_was_said(
+    run: Run, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "hi", "", "so", "/quit", "never")
+    while not running.records.empty():
+        running.records.get()
+    _, printed, _ = run("chat", "--max-new-tokens", "3")
+    assert printed.count("lmn") == 2
+    running.next_record("OK")  # GetModel
+    first, second = running.next_record("OK"), running.next_record("OK")
+    # The template writes "u:hi" + end, then for the second turn "a:lmn" + end and "u:so" + end.
+    assert (first.num_prompt, second.num_prompt) == (6, 6 + 6 + 5)
+
+
+def test_chat_survives_a_refusal_and_ctrl_c_at_the_prompt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "x" * 300, KeyboardInterrupt, "hi")
+    code, printed, _ = run("chat", "--max-new-tokens", "3")
+    assert code == 0
+    assert "messages has" in printed
+    assert "lmn" in printed
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    run: Run, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "hi")
+    interrupted = iter([KeyboardInterrupt])
+
+    def show(*pieces: str, **options: object) -> None:
+        printed.append(" ".join(pieces))
+        if pieces and pieces[0].startswith("l"):
+            raise next(interrupted)
+
+    printed: list[str] = []
+    monkeypatch.setattr(terminal, "print", show, raising=False)
+    running.session.hold()
+    running.session.let_go(1)
+    code, *_ = run("chat")
+    running.session.let_go()
+    assert code == 0
+    assert " [stopped]" in printed
+    running.next_record("CANCELLED")
