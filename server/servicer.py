@@ -25,11 +25,12 @@ from server.errors import (
     UnsupportedError,
     status_name,
 )
+from server.prompts import check_ids
 from server.record import Record
 from server.served import Served
 from server.status import grpc_status
 from server.text import Text
-from server.validation import Arrival, Asked, check_ids, read_generate, read_score
+from server.validation import Arrival, Asked, read_generate, read_score
 from server.wire import (
     chunk_message,
     logprobs_messages,

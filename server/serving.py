@@ -1,4 +1,4 @@
-"""`quill serve`: from the command line to a server that answers, and to its end in good order.
+"""`quill serve`: a server from the opening of its port to its end in good order.
 
 Knows: the order of starting and stopping, signals, ports. Does not know: what calls do.
 """
@@ -8,175 +8,36 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
-import onnxruntime
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from export.manifest import read_manifest
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.admission import Admission
-from server.chat import ChatTemplate
 from server.default_model import default_bundle
 from server.desk import Desk
-from server.device import Choice, choose_graphs
-from server.engine import Engine
 from server.engine_thread import EngineThread
 from server.errors import StartError
-from server.loading import Bundle, EngineSettings, open_bundle, open_engine
 from server.metrics import Metrics, serve_metrics
 from server.record import Record, set_up_logging
-from server.served import Served
 from server.servicer import TextGeneration
-from server.sizing import Sizing, available_bytes, choose_sizes, gigabytes, num_cores
-from server.text import Text
+from server.settings import Settings, read_settings
+from server.starting import Load, prepare
 from server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
-MAX_MESSAGE_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a person may choose. None: the server chooses, and says what."""
-
-    host: str = "127.0.0.1"
-    port: int = 50051  # 0: any free one
-    metrics_port: int | None = None  # None: no metrics
-    device: str = "auto"
-    precision: str | None = None
-    max_rows: int | None = None
-    context: int | None = None
-    cache_bytes: int | None = None
-    threads: int | None = None
-    exact: bool = True
-    max_waiting: int = 256
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    grace_s: float = 30.0
-    write_timeout_s: float = 60.0  # a reader that takes longer is ended
-
-
-@dataclass(frozen=True)
-class Loaded:
-    served: Served
-    engine: Engine
-
-
-Load = Callable[[], Loaded]
 
 
 def run(args: argparse.Namespace) -> None:
     set_up_logging(args.log_format)
-    settings = _settings(args)
+    settings = read_settings(args)
     directory = args.bundle or default_bundle()
     load = prepare(directory, settings)
     asyncio.run(serve(load, settings))
-
-
-def _settings(args: argparse.Namespace) -> Settings:
-    metrics_port = args.metrics_port
-    if metrics_port == "auto":
-        metrics_port = args.port + 1 if args.port else 0
-    return Settings(
-        host=args.host,
-        port=args.port,
-        metrics_port=None if metrics_port == "off" else int(metrics_port),
-        device=args.device,
-        precision=args.precision,
-        max_rows=args.max_slots,
-        context=args.context,
-        cache_bytes=None if args.prefix_cache is None else args.prefix_cache * 2**20,
-        threads=args.threads,
-        exact=args.exact,
-        max_waiting=args.queue,
-        grace_s=args.grace,
-    )
-
-
-def prepare(directory: Path, settings: Settings) -> Load:
-    """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
-    manifest = read_manifest(directory)
-    choice = choose_graphs(manifest, settings.device, settings.precision)
-    sizing = choose_sizes(
-        manifest,
-        choice.graphs,
-        available_bytes(),
-        max_rows=settings.max_rows,
-        context=settings.context,
-        cache_bytes=settings.cache_bytes,
-    )
-    threads = settings.threads or num_cores()
-    _say_choice(manifest.name, choice, sizing, threads)
-    engine_settings = EngineSettings(
-        max_rows=sizing.max_rows,
-        context=sizing.context,
-        cache_bytes=sizing.cache_bytes,
-        num_threads=threads,
-        exact=settings.exact,
-    )
-    return lambda: _load(directory, choice, engine_settings, settings)
-
-
-def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
-    logger.info("bundle %s: %s on the cpu (%s)", name, choice.graphs.precision, choice.why)
-    logger.info(
-        "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
-        sizing.max_rows,
-        sizing.context,
-        gigabytes(sizing.max_rows * sizing.slot_bytes),
-        gigabytes(sizing.cache_bytes),
-        gigabytes(sizing.weight_bytes),
-        threads,
-    )
-
-
-def _load(
-    directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
-) -> Loaded:
-    bundle = open_bundle(directory, choice.graphs.precision)
-    engine = open_engine(bundle, engine_settings)
-    return Loaded(describe(bundle, engine_settings, settings), engine)
-
-
-def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> Served:
-    text = _open_text(bundle)
-    return Served(
-        manifest=bundle.manifest,
-        graphs=bundle.graphs,
-        device="cpu",
-        runtime_version=onnxruntime.__version__,
-        deterministic=bundle.is_invariant and engine_settings.exact,
-        context=engine_settings.context,
-        max_rows=engine_settings.max_rows,
-        max_waiting=settings.max_waiting,
-        max_message_bytes=settings.max_message_bytes,
-        text=text,
-        template=_open_template(bundle, text),
-    )
-
-
-def _open_text(bundle: Bundle) -> Text | None:
-    manifest = bundle.manifest
-    if manifest.tokenizer is None:
-        return None
-    bos = manifest.special_tokens.bos if manifest.prepend_bos else None
-    return Text.load(bundle.directory / manifest.tokenizer, bos)
-
-
-def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:
-    manifest = bundle.manifest
-    if manifest.chat_template is None or text is None:
-        return None
-    special = manifest.special_tokens
-    parts = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
-    names = {f"{part}_token": text.piece(id) for part, id in parts.items() if id is not None}
-    return ChatTemplate(manifest.chat_template, names)
 
 
 async def serve(load: Load, settings: Settings) -> None:

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError, UnsupportedError
+from server.errors import InvalidFieldError
+from server.prompts import check_ids, encode, read_prompt
 from server.request import MAX_SEED, Request, Sampling
 from server.served import SAMPLING_DEFAULTS, Served
-from server.text import Text
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
-MAX_MESSAGES = 1024
-ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival)
     wanted = [prompt_logprobs, logprobs if message.echo else None]
     request = Request(
         request_id=arrival.request_id,
-        prompt_ids=tuple(_read_prompt(message, served)),
+        prompt_ids=tuple(read_prompt(message, served)),
         sampling=sampling,
         logprobs=logprobs,
         # An echoed prompt's tokens have their logprobs too.
@@ -75,7 +73,7 @@ def read_score(message: pb.ScoreRequest, served: Served, arrival: Arrival) -> As
     if kind is None:
         raise InvalidFieldError("input", "is missing: give text or token_ids")
     if kind == "text":
-        ids = _encode(message.text, "text", served)
+        ids = encode(message.text, "text", served)
     else:
         ids = list(message.token_ids.ids)
         check_ids("token_ids", ids, served)
@@ -152,64 +150,3 @@ def _check_stops(stops: Sequence[str]) -> None:
         if not 1 <= len(stop.encode()) <= MAX_STOP_BYTES:
             given = f"has an entry of {len(stop.encode())} bytes"
             raise InvalidFieldError("stop", f"{given}; each must have from 1 to {MAX_STOP_BYTES}")
-
-
-def check_ids(field: str, ids: Any, served: Served) -> None:
-    """`ids`: a repeated field, or a map by token."""
-    for token in ids:
-        if not 0 <= token < served.vocab_size:
-            rule = f"this model's are from 0 to {served.vocab_size - 1}"
-            raise InvalidFieldError(field, f"has the token id {token}; {rule}")
-
-
-def _read_prompt(message: pb.GenerateRequest, served: Served) -> list[int]:
-    kind = message.WhichOneof("input")
-    if kind is None:
-        raise InvalidFieldError("input", "is missing: give prompt, prompt_ids or messages")
-    if kind == "prompt":
-        ids = _encode(message.prompt, "prompt", served)
-    elif kind == "messages":
-        ids = _read_messages(message.messages.messages, served)
-    else:
-        ids = list(message.prompt_ids.ids)
-        check_ids("prompt_ids", ids, served)
-    if not ids:
-        raise InvalidFieldError(kind, "is empty; it must have at least one token")
-    if len(ids) >= served.context:
-        rule = f"at most {served.context - 1} fit, so that one can be generated"
-        raise InvalidFieldError(kind, f"has {len(ids)} tokens; {rule}")
-    return ids
-
-
-def _read_messages(messages: Sequence[pb.Message], served: Served) -> list[int]:
-    if served.template is None:
-        raise UnsupportedError(
-            "this model has no chat template, so it can't take messages. Give a prompt instead"
-        )
-    text = _text(served, "messages")
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        rule = f"it must have from 1 to {MAX_MESSAGES}"
-        raise InvalidFieldError("messages", f"has {len(messages)} messages; {rule}")
-    for message in messages:
-        if message.role not in ROLES:
-            given = f"has a message of the role {message.role[:40]!r}"
-            raise InvalidFieldError("messages", f"{given}; known are {', '.join(ROLES)}")
-    spoken = [{"role": each.role, "content": text.mark(each.content)} for each in messages]
-    return text.encode_rendered(served.template.render(spoken))
-
-
-def _text(served: Served, field: str) -> Text:
-    if served.text is None:
-        raise UnsupportedError(
-            f"this model has no tokenizer, so it can't take {field}. Give token ids instead"
-        )
-    return served.text
-
-
-def _encode(text: str, field: str, served: Served) -> list[int]:
-    tokenizer = _text(served, field)
-    most = served.context * tokenizer.max_characters_per_token
-    if len(text) > most:  # refused before time is spent on it
-        rule = f"{served.context} tokens have at most {most}"
-        raise InvalidFieldError(field, f"has {len(text)} characters; {rule}")
-    return tokenizer.encode(text)

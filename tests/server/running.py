@@ -20,7 +20,9 @@ from server.prefix_cache import PrefixCache
 from server.record import Record
 from server.scheduler import Limits
 from server.served import Served
-from server.serving import Loaded, Server, Settings
+from server.serving import Server
+from server.settings import Settings
+from server.starting import Loaded
 from server.text import Text
 from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 

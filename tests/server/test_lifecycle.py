@@ -16,7 +16,8 @@ from server.client import Client
 from server.engine import MAX_FAILURES
 from server.errors import StartError
 from server.metrics import Metrics, serve_metrics
-from server.serving import Server, Settings
+from server.serving import Server
+from server.settings import Settings
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import (
     NOT_SERVING,

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from export.errors import BundleError
-from export.manifest import MANIFEST_FILE
+from export.manifest import MANIFEST_FILE, describe_file
+from model.tokenizer import byte_tokenizer
 from server.client import Client
 from server.errors import StartError
-from server.serving import Settings, prepare
+from server.settings import Settings
+from server.starting import prepare
 from tests.server.tiny_bundle import TinyBundle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +91,25 @@ def change_manifest(bundle: Path, **changes: Any) -> None:
 def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
     served = prepare(bundle, SMALL)().served
     assert (served.max_rows, served.text) == (2, None)
+
+
+def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None:
+    byte_tokenizer().save(bundle / "tokenizer.json")
+    files = json.loads((bundle / MANIFEST_FILE).read_text())["files"]
+    change_manifest(
+        bundle,
+        tokenizer="tokenizer.json",
+        files=[*files, vars(describe_file(bundle, "tokenizer.json"))],
+        special_tokens={"bos": 0, "eos": 0, "pad": None, "unk": None},
+        prepend_bos=True,
+        chat_template="{{ bos_token + messages[0].content }}",
+    )
+    served = prepare(bundle, SMALL)().served
+    assert served.text is not None
+    assert served.text.encode("a") == [0, ord("a") + 1]
+    assert served.template is not None
+    rendered = served.template.render([{"role": "user", "content": "a"}])
+    assert served.text.encode_rendered(rendered) == [0, ord("a") + 1]
 
 
 def test_bundle_with_a_flipped_byte_is_refused(bundle: Path) -> None:

@@ -1,0 +1,76 @@
+"""What a client wants continued, as token ids.
+
+Knows: text, token ids and conversations on the wire, and how long they may be.
+Does not know: how answers are drawn, gRPC.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from protos import generation_pb2 as pb
+from server.errors import InvalidFieldError, UnsupportedError
+from server.served import Served
+from server.text import Text
+
+MAX_MESSAGES = 1024
+ROLES = ("system", "user", "assistant")
+
+
+def check_ids(field: str, ids: Iterable[int], served: Served) -> None:
+    """`ids`: a repeated field, or a map by token."""
+    for token in ids:
+        if not 0 <= token < served.vocab_size:
+            rule = f"this model's are from 0 to {served.vocab_size - 1}"
+            raise InvalidFieldError(field, f"has the token id {token}; {rule}")
+
+
+def read_prompt(message: pb.GenerateRequest, served: Served) -> list[int]:
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise InvalidFieldError("input", "is missing: give prompt, prompt_ids or messages")
+    if kind == "prompt":
+        ids = encode(message.prompt, "prompt", served)
+    elif kind == "messages":
+        ids = _read_messages(message.messages.messages, served)
+    else:
+        ids = list(message.prompt_ids.ids)
+        check_ids("prompt_ids", ids, served)
+    if not ids:
+        raise InvalidFieldError(kind, "is empty; it must have at least one token")
+    if len(ids) >= served.context:
+        rule = f"at most {served.context - 1} fit, so that one can be generated"
+        raise InvalidFieldError(kind, f"has {len(ids)} tokens; {rule}")
+    return ids
+
+
+def _read_messages(messages: Sequence[pb.Message], served: Served) -> list[int]:
+    if served.template is None:
+        raise UnsupportedError(
+            "this model has no chat template, so it can't take messages. Give a prompt instead"
+        )
+    text = _text(served, "messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        rule = f"it must have from 1 to {MAX_MESSAGES}"
+        raise InvalidFieldError("messages", f"has {len(messages)} messages; {rule}")
+    for message in messages:
+        if message.role not in ROLES:
+            given = f"has a message of the role {message.role[:40]!r}"
+            raise InvalidFieldError("messages", f"{given}; known are {', '.join(ROLES)}")
+    spoken = [{"role": each.role, "content": text.mark(each.content)} for each in messages]
+    return text.encode_rendered(served.template.render(spoken))
+
+
+def _text(served: Served, field: str) -> Text:
+    if served.text is None:
+        raise UnsupportedError(
+            f"this model has no tokenizer, so it can't take {field}. Give token ids instead"
+        )
+    return served.text
+
+
+def encode(text: str, field: str, served: Served) -> list[int]:
+    tokenizer = _text(served, field)
+    most = served.context * tokenizer.max_characters_per_token
+    if len(text) > most:  # refused before time is spent on it
+        rule = f"{served.context} tokens have at most {most}"
+        raise InvalidFieldError(field, f"has {len(text)} characters; {rule}")
+    return tokenizer.encode(text)

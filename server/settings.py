@@ -1,0 +1,47 @@
+"""What a person may choose when a server starts.
+
+Knows: the command line's names. Does not know: what the choices do.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a person may choose. None: the server chooses, and says what."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: any free one
+    metrics_port: int | None = None  # None: no metrics
+    device: str = "auto"
+    precision: str | None = None
+    max_rows: int | None = None
+    context: int | None = None
+    cache_bytes: int | None = None
+    threads: int | None = None
+    exact: bool = True
+    max_waiting: int = 256
+    max_message_bytes: int = 4 * 2**20
+    grace_s: float = 30.0
+    write_timeout_s: float = 60.0  # a reader that takes longer is ended
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    metrics_port = args.metrics_port
+    if metrics_port == "auto":
+        metrics_port = args.port + 1 if args.port else 0
+    return Settings(
+        host=args.host,
+        port=args.port,
+        metrics_port=None if metrics_port == "off" else int(metrics_port),
+        device=args.device,
+        precision=args.precision,
+        max_rows=args.max_slots,
+        context=args.context,
+        cache_bytes=None if args.prefix_cache is None else args.prefix_cache * 2**20,
+        threads=args.threads,
+        exact=args.exact,
+        max_waiting=args.queue,
+        grace_s=args.grace,
+    )

@@ -1,0 +1,112 @@
+"""From a bundle to all that a server needs: the engine, and what clients may rely upon.
+
+Knows: bundles, what wasn't chosen and must be. Does not know: ports, signals, calls.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime
+
+from export.manifest import read_manifest
+from server.chat import ChatTemplate
+from server.device import Choice, choose_graphs
+from server.engine import Engine
+from server.loading import Bundle, EngineSettings, open_bundle, open_engine
+from server.served import Served
+from server.settings import Settings
+from server.sizing import Sizing, available_bytes, choose_sizes, gigabytes, num_cores
+from server.text import Text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    served: Served
+    engine: Engine
+
+
+Load = Callable[[], Loaded]
+
+
+def prepare(directory: Path, settings: Settings) -> Load:
+    """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
+    manifest = read_manifest(directory)
+    choice = choose_graphs(manifest, settings.device, settings.precision)
+    sizing = choose_sizes(
+        manifest,
+        choice.graphs,
+        available_bytes(),
+        max_rows=settings.max_rows,
+        context=settings.context,
+        cache_bytes=settings.cache_bytes,
+    )
+    threads = settings.threads or num_cores()
+    _say_choice(manifest.name, choice, sizing, threads)
+    engine_settings = EngineSettings(
+        max_rows=sizing.max_rows,
+        context=sizing.context,
+        cache_bytes=sizing.cache_bytes,
+        num_threads=threads,
+        exact=settings.exact,
+    )
+    return lambda: _load(directory, choice, engine_settings, settings)
+
+
+def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
+    logger.info("bundle %s: %s on the cpu (%s)", name, choice.graphs.precision, choice.why)
+    logger.info(
+        "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
+        sizing.max_rows,
+        sizing.context,
+        gigabytes(sizing.max_rows * sizing.slot_bytes),
+        gigabytes(sizing.cache_bytes),
+        gigabytes(sizing.weight_bytes),
+        threads,
+    )
+
+
+def _load(
+    directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
+) -> Loaded:
+    bundle = open_bundle(directory, choice.graphs.precision)
+    engine = open_engine(bundle, engine_settings)
+    return Loaded(describe(bundle, engine_settings, settings), engine)
+
+
+def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> Served:
+    text = _open_text(bundle)
+    return Served(
+        manifest=bundle.manifest,
+        graphs=bundle.graphs,
+        device="cpu",
+        runtime_version=onnxruntime.__version__,
+        deterministic=bundle.is_invariant and engine_settings.exact,
+        context=engine_settings.context,
+        max_rows=engine_settings.max_rows,
+        max_waiting=settings.max_waiting,
+        max_message_bytes=settings.max_message_bytes,
+        text=text,
+        template=_open_template(bundle, text),
+    )
+
+
+def _open_text(bundle: Bundle) -> Text | None:
+    manifest = bundle.manifest
+    if manifest.tokenizer is None:
+        return None
+    bos = manifest.special_tokens.bos if manifest.prepend_bos else None
+    return Text.load(bundle.directory / manifest.tokenizer, bos)
+
+
+def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:
+    manifest = bundle.manifest
+    if manifest.chat_template is None or text is None:
+        return None
+    special = manifest.special_tokens
+    parts = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
+    names = {f"{part}_token": text.piece(id) for part, id in parts.items() if id is not None}
+    return ChatTemplate(manifest.chat_template, names)
