@@ -44,6 +44,7 @@ KERNELS: dict[tuple[str, str], dict[str, str]] = {
     ("", "Range"): {"T": "float int32 int64"},
     ("", "Relu"): {"T": _FLOATS},
     ("", "Reshape"): {"T": _ANY},
+    ("", "ScatterND"): {"T": _ANY},
     ("", "Shape"): {"T": _ANY, "T1": "int64"},
     ("", "Sigmoid"): {"T": _FLOATS},
     ("", "Slice"): {"T": _ANY, "Tind": "int32 int64"},

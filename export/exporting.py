@@ -7,9 +7,9 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> None:
     )
     manifest = write_bundle(args.out, checkpoint, wishes, Stages(console))
     _warn(console, manifest)
-    Console().print(summary(args.out, manifest))
+    console = Console(highlight=False)
+    console.print(summary(manifest))
+    console.print(f"{manifest.name} is in {args.out}")
 
 
 def _precisions(wanted: str | None, config: ModelConfig, console: Console) -> tuple[Precision, ...]:
@@ -82,27 +84,27 @@ def _warn(console: Console, manifest: Manifest) -> None:
             )
 
 
-def summary(out: Path, manifest: Manifest) -> Table:
-    table = Table(title=f"{manifest.name} in {out}", title_justify="left")
+def summary(manifest: Manifest) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("file", "precision"):
-        table.add_column(column)
-    for column in ("MB", "worst difference", "perplexity", "PyTorch's", "ms a step"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("MB", "worst diff.", "perplexity", "ms a step"):
+        table.add_column(column, justify="right", no_wrap=True)
     sizes = {file.name: file.size for file in manifest.files}
     for graphs in manifest.graphs:
         names = [name for name in (graphs.decoder, graphs.encoder, graphs.weights) if name]
-        megabytes = sum(sizes[name] for name in names) / 1e6
-        table.add_row("\n".join(names), graphs.precision, f"{megabytes:.1f}", *_measured(graphs))
+        megabytes = "\n".join(f"{sizes[name] / 1e6:.2f}" for name in names)
+        table.add_row("\n".join(names), graphs.precision, megabytes, *_measured(graphs))
     return table
 
 
-def _measured(graphs: Graphs) -> tuple[str, str, str, str]:
+def _measured(graphs: Graphs) -> tuple[str, str, str]:
     found = graphs.verification
     if found is None:
-        return "not verified", "", "", ""
+        return "not verified", "", ""
+    rise = found.perplexity / found.reference_perplexity - 1
     return (
-        f"{found.worst_difference:.2g}",
-        f"{found.perplexity:.4f}",
-        f"{found.reference_perplexity:.4f}",
+        f"{found.worst_difference:.1e}",
+        f"{found.perplexity:.4f} ({rise:+.2%})",
         f"{found.step_ms:.1f}",
     )

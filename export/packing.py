@@ -1,103 +1,72 @@
 """Quantised weights in the layout of the runtime's operators, without changing a single value.
 
-Knows: com.microsoft::MatMulNBits and GatherBlockQuantized, how integer blocks are laid out.
-Does not know: how weights became integers (model/quantised.py, export/quantisers.py), layers.
+Knows: how com.microsoft::MatMulNBits lays out integers, and what its fast kernel can't hold.
+Does not know: how weights became integers (export/quantisation.py), graphs.
 
-The fast kernel multiplies with scale * (q - zero point), where the zero point is a small integer.
-A block with a minimum, weight = scale * q + minimum, is that too when the minimum is a multiple of
-its scale. When it isn't, the rest goes through a narrow matrix of its own:
+The fast kernel rounds x to 8 bits and multiplies with scale * (q - zero point): a small integer.
+What doesn't fit goes through a narrow product in float32 beside it:
 
-    x·wᵀ = x·(scale * (q - 8))ᵀ + x̄·(minimum + 8 * scale)ᵀ     with x̄ the sums of x over each block
+    x·wᵀ = kernel(x without outliers) + (x·select)·exact
 
-Float zero points would say the same, but have no fast kernel (9 tokens/s against 144).
+- A block with a minimum, weight = scale * q + minimum, has an integer zero point if its minimum is
+  a multiple of its scale. If not, `select` sums x over each block, and `exact` holds what a zero
+  point of 8 leaves out: minimum + 8 * scale. (Float zero points would say the same, but have no
+  fast kernel: 9 tokens/s against 144.)
+- Inputs that are far larger than their neighbours (export/outliers.py) would spoil the rounding of
+  their whole block. `select` picks them, and `exact` holds their columns of the matrix.
 """
 
+from typing import NamedTuple
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from model.quantised import BLOCK_SIZE, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B bytes of a block
+# O outliers · C columns beside the kernel
 
-# The level at which the runtime rounds activations to 8 bits: the only fast one on a CPU.
-ACCURACY_LEVEL = 4
 MIDDLE_4BIT = 8  # the operator's zero points, when it is given none
 MIDDLE_8BIT = 128
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weights are small integers."""
+class Packed(NamedTuple):
+    """What the operator takes."""
 
-    q_NGB: Tensor
+    q_NGB: Tensor  # uint8
     scale_NG: Tensor
     zero_points: Tensor | None
-    rest_GN: Tensor | None
-    sum_IG: Tensor | None
-    bias_N: Tensor | None
-
-    def __init__(self, weight: QuantisedWeight, bias_N: Tensor | None = None) -> None:
-        super().__init__()
-        self.num_outputs, self.num_inputs = weight.shape
-        self.bits = 8 if weight.kind == "q8_0" else 4
-        num_blocks = weight.scale_NG.shape[1]
-        q_NGB = unsigned(weight).reshape(self.num_outputs, num_blocks, -1)
-        self.register_buffer("q_NGB", q_NGB)
-        self.register_buffer("scale_NG", weight.scale_NG)
-        self.register_buffer("bias_N", bias_N)
-        zero_points_NG = integer_zero_points(weight)
-        rest = weight.kind == "q4_1" and zero_points_NG is None
-        packed = None if zero_points_NG is None else pack_zero_points(zero_points_NG)
-        self.register_buffer("zero_points", packed)
-        self.register_buffer("rest_GN", minimum_rest(weight).T.contiguous() if rest else None)
-        self.register_buffer("sum_IG", block_indicator(self.num_inputs) if rest else None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = [x, self.q_NGB, self.scale_NG]
-        if self.zero_points is not None:
-            inputs.append(self.zero_points)
-        y: Tensor = torch.onnx.ops.symbolic(
-            "com.microsoft::MatMulNBits",
-            inputs,
-            attrs={
-                "K": self.num_inputs,
-                "N": self.num_outputs,
-                "bits": self.bits,
-                "block_size": BLOCK_SIZE,
-                "accuracy_level": ACCURACY_LEVEL,
-            },
-            dtype=x.dtype,
-            shape=[*x.shape[:-1], self.num_outputs],
-            version=1,
-        )
-        if self.rest_GN is not None:
-            assert self.sum_IG is not None
-            y = y + (x @ self.sum_IG) @ self.rest_GN
-        return y if self.bias_N is None else y + self.bias_N
 
 
-class PackedEmbedding(nn.Module):
-    """An embedding of 8-bit integers: the very bytes of the vocabulary projection, if tied."""
+class Beside(NamedTuple):
+    """What is multiplied in float32 beside the kernel."""
 
-    q_VI: Tensor
-    scale_VG: Tensor
+    select_IC: Tensor  # ones and zeros, in halves: they hold them exactly
+    exact_CN: Tensor
 
-    def __init__(self, weight: QuantisedWeight) -> None:
-        super().__init__()
-        assert weight.kind == "q8_0"
-        self.num_columns = weight.shape[1]
-        self.register_buffer("q_VI", unsigned(weight))
-        self.register_buffer("scale_VG", weight.scale_NG)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = torch.onnx.ops.symbolic(
-            "com.microsoft::GatherBlockQuantized",
-            [self.q_VI, ids, self.scale_VG],
-            attrs={"bits": 8, "block_size": BLOCK_SIZE, "gather_axis": 0, "quantize_axis": 1},
-            dtype=self.scale_VG.dtype,
-            shape=[*ids.shape, self.num_columns],
-            version=1,
-        )
-        return x
+def pack(weight: QuantisedWeight) -> Packed:
+    zero_NG = integer_zero_points(weight)
+    return Packed(
+        q_NGB=unsigned(weight).reshape(*weight.scale_NG.shape, -1),
+        scale_NG=in_halves(weight.scale_NG),
+        zero_points=None if zero_NG is None else pack_zero_points(zero_NG),
+    )
+
+
+def beside(weight: QuantisedWeight, outliers_O: Tensor | None) -> Beside | None:
+    """None if the kernel computes everything."""
+    num_inputs, zero_NG = weight.shape[1], integer_zero_points(weight)
+    select: list[Tensor] = []
+    exact: list[Tensor] = []
+    if weight.kind == "q4_1" and zero_NG is None:
+        select.append(one_hot(torch.arange(num_inputs) // BLOCK_SIZE))
+        exact.append(minimum_rest(weight).T)
+    if outliers_O is not None:
+        select.append(one_hot(outliers_O, num_inputs).T)
+        exact.append(kernel_weights(weight)[:, outliers_O].T)
+    return Beside(torch.cat(select, dim=1).half(), torch.cat(exact)) if select else None
 
 
 def unsigned(weight: QuantisedWeight) -> Tensor:
@@ -119,17 +88,29 @@ def integer_zero_points(weight: QuantisedWeight) -> Tensor | None:
 def pack_zero_points(zero_NG: Tensor) -> Tensor:
     """Two a byte along the blocks, the first in the low half."""
     if zero_NG.shape[1] % 2:
-        zero_NG = nn.functional.pad(zero_NG, (0, 1))
+        zero_NG = pad(zero_NG, (0, 1))
     return zero_NG[:, 0::2] | (zero_NG[:, 1::2] << 4)
 
 
 def minimum_rest(weight: QuantisedWeight) -> Tensor:
-    """What a symmetric operator leaves out: minimum + 8 * scale, in (N, G)."""
+    """What a zero point of 8 leaves out of each block: minimum + 8 * scale, in (N, G)."""
     assert weight.minimum_NG is not None
     return weight.minimum_NG + MIDDLE_4BIT * weight.scale_NG
 
 
-def block_indicator(num_inputs: int) -> Tensor:
-    """(I, G): one where an input belongs to a block. A product with it sums over blocks."""
-    blocks_I = torch.arange(num_inputs) // BLOCK_SIZE
-    return nn.functional.one_hot(blocks_I).to(torch.float32)
+def kernel_weights(weight: QuantisedWeight) -> Tensor:
+    """The matrix that the kernel multiplies with: scale * (q - zero point)."""
+    q_NGB = weight.values_NI().reshape(*weight.scale_NG.shape, BLOCK_SIZE).to(torch.float32)
+    zero_NG = integer_zero_points(weight)
+    if zero_NG is not None:
+        q_NGB = q_NGB - zero_NG.unsqueeze(-1)
+    elif weight.kind != "q8_0":
+        q_NGB = q_NGB - MIDDLE_4BIT
+    return (q_NGB * weight.scale_NG.unsqueeze(-1)).flatten(1)
+
+
+def in_halves(scale_NG: Tensor) -> Tensor:
+    """Half the bytes if nothing is lost: GGUF's scales are halves. The runtime widens them once,
+    when it loads the graph."""
+    halves_NG = scale_NG.half()
+    return halves_NG if torch.equal(halves_NG.to(scale_NG.dtype), scale_NG) else scale_NG

@@ -4,7 +4,6 @@ Knows: which modules hold weights, how to swap them for packed ones.
 Does not know: which integers stand for a weight (export/quantisation.py), files.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +11,10 @@ from torch import nn
 
 from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
-from export.packing import PackedEmbedding, PackedLinear
+from export.packed import PackedEmbedding, PackedLinear
 from export.quantisation import Quantisation
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.quantised import QuantisedWeight
 from model.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
@@ -61,17 +59,19 @@ def prepare(checkpoint: Checkpoint, dtype: torch.dtype) -> Prepared:
 def prepare_packed(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
     """The network with integers for weights."""
     model = checkpoint.build()
-    return Prepared(model, pack(model, quantisation.weights), torch.float32)
+    return Prepared(model, pack(model, quantisation), torch.float32)
 
 
-def pack(model: Transformer, weights: Mapping[str, QuantisedWeight]) -> Project:
+def pack(model: Transformer, quantisation: Quantisation) -> Project:
     """Swaps every matrix for a packed one, in place. Answers the vocabulary projection."""
-    projection_name = "embedding" if model.projection is None else "projection"
+    weights, outliers = quantisation.weights, quantisation.outliers
+    projection = "embedding.weight" if model.projection is None else "projection.weight"
     model.projection = None
     for parent_name, parent in list(model.named_modules()):
-        for name, child in parent.named_children():
+        for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                weight = weights[f"{parent_name}.{name}.weight"]
-                setattr(parent, name, PackedLinear(weight, child.bias))
+                name = f"{parent_name}.{child_name}.weight"
+                packed = PackedLinear(weights[name], child.bias, outliers.get(name))
+                setattr(parent, child_name, packed)
     model.embedding = PackedEmbedding(weights["embedding.weight"])  # type: ignore[assignment]
-    return PackedLinear(weights[f"{projection_name}.weight"])
+    return PackedLinear(weights[projection], outliers_O=outliers.get(projection))

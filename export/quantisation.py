@@ -12,6 +12,7 @@ from torch import Tensor
 
 from export.errors import UnsupportedModelError
 from export.manifest import Precision
+from export.outliers import find_outliers
 from export.quantisers import QUANTISERS, Quantiser, eight_bits
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -29,6 +30,7 @@ class Quantisation:
     """The integers of every matrix, and in words where they come from."""
 
     weights: Mapping[str, QuantisedWeight]
+    outliers: Mapping[str, Tensor]  # inputs to be kept out of the rounding
     description: str
     is_source: bool  # all are the source's own: PyTorch computes with the same values
 
@@ -58,7 +60,12 @@ def quantise(checkpoint: Checkpoint, precision: Precision, quantiser: str) -> Qu
             source = _source(checkpoint, name)
             num_found += source is None
             weights[name] = source or _find(name, tensor, find)
-    return Quantisation(weights, _description(weights, num_found, quantiser), num_found == 0)
+    return Quantisation(
+        weights=weights,
+        outliers=find_outliers(checkpoint),
+        description=_description(weights, num_found, quantiser),
+        is_source=num_found == 0,
+    )
 
 
 def _source(checkpoint: Checkpoint, name: str) -> QuantisedWeight | None:

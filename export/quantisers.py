@@ -65,7 +65,8 @@ def half_quadratic(weight_NI: Tensor) -> QuantisedWeight:
 
 def k_quant(weight_NI: Tensor) -> QuantisedWeight:
     """llama.cpp's search for the scale with the smallest weighted error."""
-    q, scale, zero = weight_only.quant_tensor_k_quant_cpu(weight_NI.numpy(), 4, BLOCK_SIZE)
+    with np.errstate(divide="ignore", invalid="ignore"):  # blocks of equal weights
+        q, scale, zero = weight_only.quant_tensor_k_quant_cpu(weight_NI.numpy(), 4, BLOCK_SIZE)
     scale_NG = torch.from_numpy(scale.astype(np.float32)).reshape(weight_NI.shape[0], -1)
     zero_NG = torch.from_numpy(zero.astype(np.float32)).reshape_as(scale_NG)
     q_NI = torch.from_numpy(q.astype(np.uint8)).reshape_as(weight_NI)

@@ -1,0 +1,152 @@
+"""Writing a bundle: whole or absent, and only where it may be."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import onnxruntime
+import pytest
+import torch
+
+from export.bundle import Wishes, check_replaceable, write_bundle
+from export.errors import BundleError, UnsupportedModelError, VerificationError
+from export.manifest import check_files, read_manifest
+from export.schema import manifest_schema
+from tests.export.tiny import LLAMA, Exported, make_checkpoint, silently
+
+FP32 = Wishes(precisions=("fp32",), quantiser="rtn")
+
+
+def test_a_bundle_is_read_back_and_its_hashes_hold(exported: Exported) -> None:
+    manifest = read_manifest(exported.directory)
+    assert manifest == exported.manifest
+    check_files(exported.directory, manifest)
+
+
+def test_a_real_manifest_fits_its_json_schema(exported: Exported) -> None:
+    text = (exported.directory / "manifest.json").read_text(encoding="utf-8")
+    jsonschema.validate(json.loads(text), manifest_schema())
+
+
+def test_a_bundle_holds_its_files_and_no_others(llama: Exported) -> None:
+    names = {path.name for path in llama.directory.iterdir()}
+    graphs = {f"decoder.{p}.onnx" for p in ("fp32", "int4", "fp16")}
+    weights = {f"weights.{p}.bin" for p in ("fp32", "int4", "fp16")}
+    assert names == {"manifest.json", "tokenizer.json"} | graphs | weights
+
+
+def test_the_manifest_says_what_the_checkpoint_says(llama: Exported) -> None:
+    manifest, checkpoint = llama.manifest, llama.checkpoint
+    assert manifest.name == "tiny-llama"
+    assert manifest.family == "causal"
+    assert manifest.onnxruntime == onnxruntime.__version__
+    assert manifest.stop_ids == (0,)
+    assert manifest.special_tokens.eos == 0
+    assert manifest.chat_template == checkpoint.chat_template
+    assert manifest.generation == checkpoint.generation
+    assert manifest.provenance == checkpoint.provenance
+    assert manifest.sizes.num_parameters == checkpoint.build().num_parameters()
+
+
+def test_a_model_without_a_tokenizer_has_none_in_its_bundle(gpt: Exported) -> None:
+    assert gpt.manifest.tokenizer is None
+    assert not (gpt.directory / "tokenizer.json").exists()
+
+
+def test_the_measurements_are_in_the_manifest(exported: Exported) -> None:
+    for graphs in exported.manifest.graphs:
+        found = graphs.verification
+        assert found is not None
+        assert found.num_tokens > 100
+        assert found.step_ms > 0
+        assert found.perplexity == pytest.approx(found.reference_perplexity, rel=0.1)
+    fp32 = exported.manifest.graphs_in("fp32").verification
+    assert fp32 is not None
+    assert fp32.worst_difference < 1e-4
+    assert fp32.greedy_agreement == 1
+    assert fp32.perplexity == pytest.approx(fp32.reference_perplexity, rel=1e-6)
+
+
+def test_the_sources_integers_are_named_as_such(llama: Exported) -> None:
+    assert llama.manifest.graphs_in("int4").quantisation == "the source's own values (q4_1, q8_0)"
+    assert llama.manifest.graphs_in("fp32").quantisation is None
+
+
+def test_exporting_twice_gives_the_same_bytes(llama: Exported, tmp_path: Path) -> None:
+    wishes = Wishes(precisions=("int4",), quantiser="rtn", verify=False)
+    again = write_bundle(tmp_path / "again", llama.checkpoint, wishes, silently)
+    hashes = {file.name: file.sha256 for file in llama.manifest.files}
+    for file in again.files:
+        assert file.sha256 == hashes[file.name], file.name
+    assert again.graphs[0].verification is None
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(LLAMA)
+
+    @contextlib.contextmanager
+    def fail_when_verifying(title: str) -> Iterator[None]:
+        yield
+        if "tracing" in title:
+            raise VerificationError("as if it had been found wrong")
+
+    with pytest.raises(VerificationError):
+        write_bundle(tmp_path / "bundle", checkpoint, FP32, fail_when_verifying)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_the_old_bundle_in_place(llama: Exported, tmp_path: Path) -> None:
+    import shutil
+
+    out = tmp_path / "bundle"
+    shutil.copytree(llama.directory, out)
+
+    def interrupt(title: str) -> contextlib.AbstractContextManager[None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(out, llama.checkpoint, FP32, interrupt)
+    assert list(tmp_path.iterdir()) == [out]
+    check_files(out, read_manifest(out))
+
+
+def test_only_a_bundle_or_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+    check_replaceable(tmp_path / "new")
+    check_replaceable(tmp_path)
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(BundleError, match="isn't a bundle, so it isn't replaced"):
+        check_replaceable(tmp_path)
+    with pytest.raises(BundleError, match="isn't a bundle"):
+        check_replaceable(tmp_path / "thesis.txt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_size": 8}, "head size is 8; .* multiple of 16 with rotary"),
+        ({"head_size": 12, "positions": "learned"}, "head size is 12; .* multiple of 8 with lear"),
+        ({"context": 8}, "context is 8 tokens; at least 16"),
+    ],
+)
+def test_shapes_that_the_operator_lacks_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(LLAMA, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=message):
+        write_bundle(tmp_path / "bundle", make_checkpoint(config), FP32, silently)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(BundleError, match="can't write the bundle"):
+        write_bundle(tmp_path / "file" / "bundle", make_checkpoint(LLAMA), FP32, silently)
+
+
+def test_exporting_leaves_the_checkpoint_as_it_was(llama: Exported) -> None:
+    fresh = make_checkpoint(LLAMA)
+    norm = "decoder_norm.weight"
+    assert torch.equal(llama.checkpoint.weights[norm], fresh.weights[norm])
+    assert {tensor.dtype for tensor in llama.checkpoint.weights.values()} == {torch.float32}

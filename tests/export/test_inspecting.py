@@ -1,0 +1,57 @@
+"""`quill inspect`, as a person runs it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import quill
+from tests.export.tiny import Exported
+
+
+def inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert quill.main(["inspect", str(directory)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_inspect_shows_what_is_in_a_bundle(
+    llama: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    printed = inspect(llama.directory, capsys)
+    sizes = llama.manifest.sizes
+    for text in (
+        "causal",
+        f"{sizes.num_parameters:,}",
+        "96 tokens",
+        "2 GroupQueryAttention",
+        "the source's own values (q4_1, q8_0)",
+        "licence: MIT",
+        "bit-identical for 1, 2, 3, 8, 32 rows",
+        "not measured: it needs the device",
+        "0.0 MB (0.5 KB a token)",
+        llama.manifest.files[0].sha256,
+    ):
+        assert text in printed, text
+
+
+def test_inspect_shows_both_stacks_of_a_seq2seq_model(
+    seq2seq: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    printed = inspect(seq2seq.directory, capsys)
+    assert "1 encoder, 2 decoder" in printed
+    assert "encoder's operators" in printed
+    assert "none: token ids only" in printed
+
+
+def test_a_damaged_bundle_is_refused_and_the_file_named(
+    llama: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / llama.manifest.graphs[0].weights
+    data = bytearray(weights.read_bytes())
+    data[1000] ^= 0x40
+    weights.write_bytes(data)
+    assert quill.main(["inspect", str(tmp_path)]) == 1
+    assert f"{weights.name} has the SHA-256" in capsys.readouterr().err

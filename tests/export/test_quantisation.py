@@ -1,0 +1,72 @@
+"""Which integers stand for which matrix."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from export.errors import UnsupportedModelError
+from export.quantisation import check_quantisable, dequantised, quantise
+from model.quantised import QuantisedWeight
+from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantised_at_source
+
+
+def test_the_sources_own_integers_are_taken_as_they_are() -> None:
+    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    found = quantise(checkpoint, "int4", "rtn")
+    assert found.is_source
+    assert found.description == "the source's own values (q4_1, q8_0)"
+    assert found.weights == checkpoint.quantised
+
+
+def test_what_the_source_kept_in_full_precision_is_quantised_here() -> None:
+    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    name = "decoder.1.feed_forward.up.weight"
+    del checkpoint.quantised[name]
+    found = quantise(checkpoint, "int4", "rtn")
+    assert not found.is_source
+    assert found.description == "the source's own values, and rtn for 1 matrices (q4_1, q8_0)"
+    assert found.weights[name].kind == "q4_1"
+
+
+def test_every_matrix_is_quantised_and_those_of_the_vocabulary_to_eight_bits() -> None:
+    checkpoint = make_checkpoint(GPT)
+    found = quantise(checkpoint, "int4", "rtn")
+    matrices = {name for name, tensor in checkpoint.weights.items() if tensor.ndim == 2}
+    assert set(found.weights) == matrices - {"position_embedding.weight"}
+    kinds = {name: weight.kind for name, weight in found.weights.items()}
+    assert kinds["embedding.weight"] == kinds["projection.weight"] == "q8_0"
+    assert kinds["decoder.0.attention.qkv.weight"] == "q4_1"
+
+
+def test_int8_has_eight_bits_everywhere() -> None:
+    found = quantise(make_checkpoint(GPT), "int8", "rtn")
+    assert {weight.kind for weight in found.weights.values()} == {"q8_0"}
+
+
+def test_a_four_bit_embedding_becomes_eight_bits_without_loss() -> None:
+    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    before = checkpoint.quantised["embedding.weight"]
+    q = torch.randint(0, 256, (LLAMA.vocab_size, LLAMA.d_model // 2)).to(torch.uint8)
+    four_bits = QuantisedWeight("q4_0", q, before.scale_NG)
+    checkpoint.quantised["embedding.weight"] = four_bits
+    found = quantise(checkpoint, "int4", "rtn").weights["embedding.weight"]
+    assert found.kind == "q8_0"
+    assert torch.equal(found.dequantise(), four_bits.dequantise())
+
+
+def test_the_dequantised_checkpoint_has_the_values_of_the_integers() -> None:
+    checkpoint = make_checkpoint(LLAMA)
+    quantisation = quantise(checkpoint, "int4", "rtn")
+    values = dequantised(checkpoint, quantisation).weights
+    name = "decoder.0.attention.out.weight"
+    assert torch.equal(values[name], quantisation.weights[name].dequantise())
+    assert not torch.equal(values[name], checkpoint.weights[name])
+    norm = "decoder_norm.weight"
+    assert torch.equal(values[norm], checkpoint.weights[norm])
+
+
+def test_widths_that_blocks_of_32_do_not_fit_are_refused_by_name() -> None:
+    config = dataclasses.replace(LLAMA, d_ff=100)
+    with pytest.raises(UnsupportedModelError, match=r"d_ff is 100; int4 and int8 need multiples"):
+        check_quantisable(config)

@@ -1,0 +1,134 @@
+"""Tiny networks with random weights, and how a test exports one."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from export.bundle import Wishes, write_bundle
+from export.manifest import Manifest, Precision
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.quantised import QuantisedWeight
+from model.tokenizer import SpecialTokens, byte_tokenizer
+from model.transformer import Transformer
+
+LLAMA = ModelConfig(
+    family="causal",
+    vocab_size=272,
+    context=96,
+    d_model=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    d_ff=96,
+    positions="rotary",
+    norm="rms",
+    activation="swiglu",
+)
+GPT = ModelConfig(
+    family="causal",
+    vocab_size=272,
+    context=96,
+    d_model=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=16,
+    d_ff=96,
+    positions="learned",
+    norm="layer",
+    activation="gelu_tanh",
+    qkv_bias=True,
+    attention_out_bias=True,
+    ff_bias=True,
+    tied_embeddings=False,
+)
+SEQ2SEQ = ModelConfig(
+    family="seq2seq",
+    vocab_size=272,
+    context=64,
+    d_model=64,
+    num_layers=2,
+    num_encoder_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=16,
+    d_ff=96,
+    positions="sinusoidal",
+    norm="layer",
+    norm_placement="post",
+    activation="relu",
+    ff_bias=True,
+    scale_embeddings=True,
+)
+
+
+def make_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
+    """Random weights, large enough that every part of the network matters to its logits."""
+    torch.manual_seed(seed)
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.15)
+        if "norm.weight" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Checkpoint(config=config, weights=weights)
+
+
+def quantised_at_source(checkpoint: Checkpoint) -> Checkpoint:
+    """As if it came from a GGUF file: Q4_1 matrices, a Q8_0 embedding, scales in halves."""
+    quantised = {
+        name: _in_gguf(tensor, name == "embedding.weight")
+        for name, tensor in checkpoint.weights.items()
+        if tensor.ndim == 2
+    }
+    values = {name: weight.dequantise() for name, weight in quantised.items()}
+    return Checkpoint(
+        config=checkpoint.config,
+        weights=checkpoint.weights | values,
+        tokenizer=byte_tokenizer(),
+        special_tokens=SpecialTokens(bos=0, eos=0),
+        stop_ids=(0,),
+        chat_template="{{ messages[0].content }}",
+        generation={"temperature": 0.7, "top_k": 40},
+        provenance={"name": "tiny-llama", "licence": "MIT"},
+        quantised=quantised,
+    )
+
+
+def _in_gguf(weight_NI: torch.Tensor, eight_bits: bool) -> QuantisedWeight:
+    blocks_NGB = weight_NI.reshape(weight_NI.shape[0], -1, 32)
+    if eight_bits:
+        scale_NG = (blocks_NGB.abs().amax(-1) / 127).half().float()
+        q = (blocks_NGB / scale_NG.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        return QuantisedWeight("q8_0", q.flatten(1), scale_NG)
+    minimum_NG = blocks_NGB.amin(-1).half().float()
+    scale_NG = ((blocks_NGB.amax(-1) - minimum_NG) / 15).half().float()
+    steps_NGB = (blocks_NGB - minimum_NG.unsqueeze(-1)) / scale_NG.unsqueeze(-1)
+    q_NI = steps_NGB.round().clamp(0, 15).to(torch.uint8).flatten(1)
+    return QuantisedWeight("q4_1", q_NI[:, 0::2] | (q_NI[:, 1::2] << 4), scale_NG, minimum_NG)
+
+
+@contextlib.contextmanager
+def silently(_: str) -> Iterator[None]:
+    yield
+
+
+class Exported(NamedTuple):
+    """A bundle, and the checkpoint that it was made from."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    manifest: Manifest
+
+
+def export(
+    out: Path, checkpoint: Checkpoint, *precisions: Precision, text: Path | None = None
+) -> Exported:
+    wishes = Wishes(precisions=precisions, quantiser="rtn", text=text)
+    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes, silently))
