@@ -5,6 +5,7 @@ They run as processes of their own: importing and exporting need torch, which a 
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,12 @@ def default_bundle() -> Path:
 
 def _run(title: str, *arguments: str) -> None:
     print(title, flush=True)
-    code = subprocess.run([sys.executable, "-m", "quill", *arguments], check=False).returncode
+    # Whoever ends us means our child too: subprocess.run ends it when an exception passes.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        code = subprocess.run([sys.executable, "-m", "quill", *arguments], check=False).returncode
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code != 0:
         raise StartError(
             f"`quill {' '.join(arguments)}` failed with code {code}; see above. Set right what it "

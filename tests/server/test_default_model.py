@@ -1,5 +1,7 @@
 """The bundle that is served when none is named."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +60,17 @@ def test_import_that_fails_ends_the_start(cache: Path, monkeypatch: pytest.Monke
     with pytest.raises(StartError, match="import smollm2-135m` failed with code 1"):
         default_bundle()
     assert len(commands.ran) == 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_signal_during_the_first_start_ends_the_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()  # the handler raises here at the latest
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit) as caught:
+        default_bundle()
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
