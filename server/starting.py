@@ -14,7 +14,10 @@ from export.manifest import read_manifest
 from server.chat import ChatTemplate
 from server.device import Choice, choose_graphs
 from server.engine import Engine
+from server.errors import StartError
+from server.events import FailEvent
 from server.loading import Bundle, EngineSettings, open_bundle, open_engine
+from server.request import Request
 from server.served import Served
 from server.settings import Settings
 from server.sizing import Sizing, available_bytes, choose_sizes, gigabytes, num_cores
@@ -74,7 +77,17 @@ def _load(
 ) -> Loaded:
     bundle = open_bundle(directory, choice.graphs.precision)
     engine = open_engine(bundle, engine_settings)
+    warm_up(engine)
     return Loaded(describe(bundle, engine_settings, settings), engine)
+
+
+def warm_up(engine: Engine) -> None:
+    """The first run of a graph takes far longer than those after it: nobody should wait for it."""
+    engine.submit(Request(request_id="warm-up", prompt_ids=(0, 0), max_new_tokens=2), 0.0)
+    while not engine.is_idle:
+        for event in engine.step().events:
+            if isinstance(event, FailEvent):
+                raise StartError(f"the model was loaded and can't run: {event.error}")
 
 
 def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> Served:

@@ -16,9 +16,13 @@ from export.errors import BundleError
 from export.manifest import MANIFEST_FILE, describe_file
 from model.tokenizer import byte_tokenizer
 from server.client import Client
+from server.engine import Engine
 from server.errors import StartError
+from server.prefix_cache import PrefixCache
+from server.scheduler import Limits
 from server.settings import Settings
-from server.starting import prepare
+from server.starting import prepare, warm_up
+from tests.server.reciter import Reciter
 from tests.server.tiny_bundle import TinyBundle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +95,16 @@ def change_manifest(bundle: Path, **changes: Any) -> None:
 def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
     served = prepare(bundle, SMALL)().served
     assert (served.max_rows, served.text) == (2, None)
+
+
+def test_model_that_cannot_run_is_not_served() -> None:
+    session = Reciter()
+    engine = Engine(session, Limits(max_rows=1, context=8), PrefixCache(0))
+    warm_up(engine)
+    assert session.num_steps == 2
+    session.failures.append(RuntimeError("injected"))
+    with pytest.raises(StartError, match="can't run"):
+        warm_up(engine)
 
 
 def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None:
