@@ -15,6 +15,7 @@ from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
 from server.session import OrtSession, SessionSettings, open_decoder
 from server.slots import Slots, SlotShape
+from server.tiles import padded
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Bundle:
     graphs: Graphs
 
     @property
-    def min_rows(self) -> int:
-        """How many rows a step needs for a row's answer not to depend on its company."""
+    def needs_padding(self) -> bool:
+        """Whether a lone row would get another answer than one in company."""
         if self.graphs.invariance is not None:
-            return self.graphs.invariance.min_rows
-        return 1 if self.graphs.precision == "fp32" else 2
+            return self.graphs.invariance.min_rows > 1
+        return self.graphs.precision != "fp32"
 
     @property
     def is_invariant(self) -> bool:
@@ -65,12 +66,12 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     """Loads the weights and makes the slots."""
     manifest, graphs = bundle.manifest, bundle.graphs
     _check(bundle, settings)
-    min_rows = bundle.min_rows if settings.exact else 1
+    pad = settings.exact and bundle.needs_padding
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
-    slots = Slots(max(settings.max_rows, min_rows), shape)
+    slots = Slots(padded(settings.max_rows) if pad else settings.max_rows, shape)
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
     decoder = open_decoder(bundle.directory / graphs.decoder, session_settings)
-    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, min_rows)
+    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad)
     limits = Limits(max_rows=settings.max_rows, context=settings.context)
     return Engine(session, limits, PrefixCache(settings.cache_bytes))
 

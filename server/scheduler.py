@@ -14,6 +14,7 @@ from typing import Protocol
 from server.plan import Copy, DecodePlan, Finished, Outcome, Plan, PrefillPlan
 from server.request import Request
 from server.row import Row, rows_of
+from server.tiles import MIN_CHUNK, chunk_length
 from server.waiting import WaitingLine
 
 # Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
@@ -31,9 +32,6 @@ class PrefixIndex(Protocol):
 class Limits:
     max_rows: int
     context: int  # tokens of prompt and answer together
-    # The least tokens of a chunk. One token takes another kernel, with other rounding, so that
-    # the answer would depend on where a prompt was cut.
-    min_chunk: int = 2
 
 
 @dataclass(eq=False)
@@ -91,7 +89,7 @@ class Scheduler:
     def _num_reusable(self, request: Request) -> int:
         if request.prompt_logprobs is not None or request.source_ids is not None:
             return 0  # every position's logits are wanted, or the prompt isn't all that was read
-        most = len(request.prompt_ids) - self._limits.min_chunk
+        most = len(request.prompt_ids) - MIN_CHUNK
         return max(0, min(self._prefixes.match(request.prompt_ids), most))
 
     def _chunk(self, prefill: _Prefill, max_chunk: int) -> PrefillPlan:
@@ -103,7 +101,7 @@ class Scheduler:
             rows=tuple(prefill.rows),
             slot=prefill.slot,
             start=prefill.start,
-            stop=prefill.start + chunk_length(remaining, max_chunk, self._limits.min_chunk),
+            stop=prefill.start + chunk_length(remaining, max_chunk),
             cached=prefill.cached,
         )
 
@@ -153,16 +151,6 @@ class Scheduler:
                 rows[slot] = rows.pop()
                 copies.append(Copy(len(rows), slot, rows[slot].num_cached))
         return copies
-
-
-def chunk_length(remaining: int, max_chunk: int, min_chunk: int) -> int:
-    """How many of the remaining tokens to read now: none, or enough, are left for later."""
-    length = min(remaining, max(max_chunk, min_chunk))
-    left = remaining - length
-    if 0 < left < min_chunk:
-        shorter = remaining - min_chunk
-        return shorter if shorter >= min_chunk else remaining
-    return length
 
 
 def _add(rows: Sequence[Row], tokens: Sequence[int]) -> tuple[list[Finished], list[Row]]:

@@ -21,6 +21,7 @@ from export import contract
 from server.leaders import FloatArray as LogitsArray
 from server.plan import Copy
 from server.slots import CacheArray, Slots
+from server.tiles import padded as padded_to_tiles
 
 # R rows · T new tokens · L logits · V vocabulary
 
@@ -71,8 +72,8 @@ def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.Inference
 class OrtSession:
     """A decoder on the CPU.
 
-    Every step has at least `min_rows` rows, and gathers as many logits: in int4 a lone row takes
-    another kernel, with another answer. 1 is faster for a lone row.
+    With `pad`, no row of a step is alone in its tile, nor a position whose logits are wanted: in
+    int4 it would get another answer (server/tiles.py). Without, a lone row is faster.
     """
 
     def __init__(
@@ -80,13 +81,12 @@ class OrtSession:
         decoder: onnxruntime.InferenceSession,
         slots: Slots,
         vocab_size: int,
-        min_rows: int = 1,
+        pad: bool,
     ) -> None:
-        assert len(slots) >= min_rows
         self._decoder = decoder
         self._slots = slots
         self._vocab_size = vocab_size
-        self._min_rows = min_rows
+        self._pad = pad
         self._held = np.zeros(len(slots), np.int32)  # positions written in each slot
         self._ids_R1 = np.zeros((len(slots), 1), np.int64)
         self._seqlens_R = np.zeros(len(slots), np.int32)
@@ -101,7 +101,7 @@ class OrtSession:
     ) -> LogitsArray:
         ids_1T = np.array([ids], np.int64)
         stop = start + len(ids)
-        num_padding = max(0, self._min_rows - len(wanted)) if wanted else 0
+        num_padding = self._padded(len(wanted)) - len(wanted)
         indices_L = np.array([*wanted, *[len(ids) - 1] * num_padding], np.int64)
         logits_LV = np.empty((len(indices_L), self._vocab_size), np.float32)
         self._seqlens_R[slot] = stop - 1
@@ -115,7 +115,7 @@ class OrtSession:
         return logits_LV[: len(wanted)]
 
     def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
-        num_rows, padded = len(ids), max(len(ids), self._min_rows)
+        num_rows, padded = len(ids), self._padded(len(ids))
         self._ids_R1[:num_rows, 0] = ids
         self._seqlens_R[:num_rows] = lengths
         # A padding row writes where it does no harm: behind what its slot holds. That slot may be
@@ -137,6 +137,9 @@ class OrtSession:
     def write(self, slot: int, start: int, positions: CacheArray) -> None:
         self._slots.write(slot, start, positions)
         self._held[slot] = start + positions.shape[2]
+
+    def _padded(self, num: int) -> int:
+        return padded_to_tiles(num) if self._pad else num
 
     def _decode_binding(self, num_rows: int) -> Any:
         if num_rows not in self._decode_bindings:

@@ -1,14 +1,16 @@
-"""What every test of this room runs under."""
+"""What every test of this room may ask for."""
+
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.server.tiny_bundle import TinyBundle, make_tiny_bundle
-
-# The networks here are tiny; threads that wait for each other only make them slower.
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from tests.server.tiny_bundle import TinyBundle
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
+    # Torch takes seconds to import, and most tests here do without.
+    from tests.server.tiny_bundle import make_tiny_bundle
+
     return make_tiny_bundle(tmp_path_factory.mktemp("server") / "tiny")

@@ -20,6 +20,7 @@ from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
 from server.session import OrtSession
+from server.tiles import leaves_one_alone
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
 VOCAB_SIZE = 512
@@ -27,14 +28,17 @@ Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequen
 
 
 def _alone(session: OrtSession, request: Request) -> Answers:
-    """The prompt at once, then token after token, chosen by the reference's rules."""
+    """The prompt almost at once, then token after token, chosen by the reference's rules."""
     answers: Answers = {}
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(**vars(request.sampling))
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        logits_1V = session.prefill(0, 0, prompt, [last])
+        start = max(0, last - 1) if leaves_one_alone(len(prompt)) else 0
+        if start:
+            session.prefill(0, 0, prompt[:start], [])
+        logits_1V = session.prefill(0, start, prompt[start:], [last - start])
         for position in range(request.max_new_tokens):
             u = uniform(seed, position)
             answer.append(choose(logits_1V[0], parameters, prompt, answer, u))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from server.plan import Copy, DecodePlan, Outcome, PrefillPlan
 from server.request import Request
-from server.scheduler import Limits, Scheduler, chunk_length
+from server.scheduler import Limits, Scheduler
 
 
 class Remembered:
@@ -109,15 +109,6 @@ def _answer_alone(request: Request) -> list[list[int]]:
     world.run(max_chunk=64)
     name = request.request_id
     return [world.answers[name, sequence] for sequence in range(request.num_sequences)]
-
-
-@given(st.integers(1, 300), st.integers(0, 80))
-def test_chunks_have_two_tokens_and_leave_none_or_two(remaining: int, max_chunk: int) -> None:
-    length = chunk_length(remaining, max_chunk, min_chunk=2)
-    assert 1 <= length <= remaining
-    assert length >= min(2, remaining)
-    assert remaining - length != 1
-    assert length <= max(max_chunk, 3)
 
 
 def test_one_request_is_read_and_then_decoded_to_its_length() -> None:

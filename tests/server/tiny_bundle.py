@@ -14,8 +14,12 @@ from model.transformer import Transformer
 from server.loading import Bundle
 from server.session import OrtSession, SessionSettings, open_decoder
 from server.slots import Slots, SlotShape
+from server.tiles import padded
 
 CONTEXT = 128
+
+# The network is tiny; threads that wait for each other only make it slower.
+torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,9 @@ class TinyBundle:
             self.directory / graphs.decoder, SessionSettings(num_threads=1, spinning=False)
         )
         shape = SlotShape.of(self.manifest.sizes, CONTEXT, graphs.cache_type)
-        min_rows = Bundle(self.directory, self.manifest, graphs).min_rows
-        slots = Slots(max(num_slots, min_rows), shape)
-        return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, min_rows)
+        pad = Bundle(self.directory, self.manifest, graphs).needs_padding
+        slots = Slots(padded(num_slots), shape)
+        return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad)
 
 
 def make_tiny_bundle(directory: Path) -> TinyBundle:
