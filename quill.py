@@ -8,6 +8,7 @@ module that does the work is imported only when its subcommand runs.
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    # Ended in good order, so that what was half written goes. Commands that drain have their own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return run(args)
     except KeyboardInterrupt:

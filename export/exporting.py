@@ -19,6 +19,7 @@ from export.manifest import Graphs, Manifest, Precision
 from export.quantisation import check_quantisable
 from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
+from model.training_state import resolve_checkpoint
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "fp16")
@@ -26,7 +27,7 @@ DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "fp16")
 
 def run(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
-    checkpoint = load_checkpoint(args.checkpoint)
+    checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
     wishes = Wishes(
         precisions=_precisions(args.precision, checkpoint.config, console),
         quantiser=args.quantiser,
@@ -85,7 +86,7 @@ def _warn(console: Console, manifest: Manifest) -> None:
 
 
 def summary(manifest: Manifest) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in ("file", "precision"):
         table.add_column(column, no_wrap=True)
     for column in ("MB", "worst diff.", "perplexity", "ms a step"):

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
 
+from export.errors import BundleError
 from export.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
 
 
@@ -107,6 +109,10 @@ def _invariance(found: Invariance | None) -> str:
 
 
 def _operators(path: Path) -> str:
-    model = onnx.load(path, load_external_data=False)
+    try:
+        # The format is said, or onnx would guess it from the name.
+        model = onnx.load(path, format="protobuf", load_external_data=False)
+    except DecodeError as error:
+        raise BundleError(f"{path} is no ONNX graph: {error}. Export the bundle again") from error
     counts = Counter(node.op_type for node in model.graph.node)
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())

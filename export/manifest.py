@@ -153,6 +153,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise BundleError(f"there is no bundle at {directory}: it should be a directory")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be shown
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"can't read {path}: {error}. Export the bundle again") from error
     _check_version(path, value)

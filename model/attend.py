@@ -33,6 +33,7 @@ from model.positions import RotaryTables
 from model.reference import generate
 from model.sampling import SamplingParameters
 from model.tokenizer import Tokenizer
+from model.training_state import resolve_checkpoint
 from model.transformer import Transformer
 
 # N heads · T queries · S keys · H head size · E = heads x head size
@@ -41,7 +42,7 @@ DEFAULT_NUM_LAYERS = 4
 
 
 def run(args: argparse.Namespace) -> None:
-    checkpoint = load_checkpoint(args.checkpoint)
+    checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
     layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
     heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
     looks = find_looks(checkpoint, args.text, args.target)

@@ -44,7 +44,13 @@ def _add_train(subparsers: "Subparsers") -> None:
 
 def _add_data(data: argparse._ArgumentGroup) -> None:
     data.add_argument("--corpus", metavar="NAME", help="sotu, en-de, en-es, en-fr or kjv-web")
-    data.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="your own text files")
+    data.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="your own text files, or directories of *.txt",
+    )
     data.add_argument("--pairs", type=Path, metavar="TSV", help="your own pairs, one a line")
 
 

@@ -5,8 +5,9 @@ Knows: rich, terminals. Does not know: what is being done.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+T = TypeVar("T")
 
 PLAIN_INTERVAL_S = 10.0  # without a terminal, a line at most this often
 
@@ -82,3 +85,11 @@ class Display:
     def say(self, text: str) -> None:
         """A line that stays, above the moving one."""
         self._console.print(text, markup=False)
+
+
+def track(items: list[T], title: str = "scoring") -> Iterator[T]:
+    """Goes through a list and shows how far it is."""
+    with Display(title, len(items)) as display:
+        for number, item in enumerate(items, start=1):
+            yield item
+            display.update(number, "")

@@ -9,14 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from model.checkpoint import Checkpoint, load_checkpoint
+from model.config import Family
 from model.dataset import encode_stream
+from model.display import track
 from model.distributed import choose_device
 from model.errors import ConfigError, CorpusError
-from model.material import choose_source
+from model.material import DataSource, choose_source
 from model.scoring import score_text
 from model.splits import Pair, PairCorpus
 from model.tokenizer import Tokenizer
-from model.training_state import resolve_checkpoint
+from model.training_state import find_run, read_run, resolve_checkpoint
 from model.translating import TranslationScore, evaluate_translation
 
 NUM_EXAMPLES = 5
@@ -33,8 +35,16 @@ def run(args: argparse.Namespace) -> None:
         _evaluate_pairs(args, checkpoint, checkpoint.tokenizer)
 
 
+def _source(args: argparse.Namespace, family: Family) -> DataSource:
+    """What was asked for; else what the run was trained on, of which the held-out part counts."""
+    run_directory = find_run(args.checkpoint)
+    if run_directory is None or args.corpus or args.text or args.pairs:
+        return choose_source(family, args.corpus, args.text, args.pairs)
+    return DataSource.from_dict(read_run(run_directory)["data"])
+
+
 def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    source = choose_source("causal", args.corpus, args.text, args.pairs)
+    source = _source(args, "causal")
     texts = source.load_text().held_out
     half = max(checkpoint.config.context // 2, 1)
     stride = half if args.stride is None else args.stride
@@ -48,7 +58,7 @@ def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: 
     device = choose_device(args.device)
     model = checkpoint.build().to(device)
     num_bytes = sum(len(text.encode()) for text in texts)
-    score = score_text(model, ids, num_bytes, device, stride)
+    score = score_text(model, ids, num_bytes, device, stride, track)
     table = Table("tokens", "loss", "perplexity", "bits per byte")
     table.add_row(
         f"{score.num_tokens:,}",
@@ -60,7 +70,7 @@ def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: 
 
 
 def _evaluate_pairs(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    source = choose_source("seq2seq", args.corpus, args.text, args.pairs)
+    source = _source(args, "seq2seq")
     pairs = _part(source.load_pairs(), args.part)[: args.limit]
     if not pairs:
         raise CorpusError("there are no pairs to score")

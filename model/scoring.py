@@ -4,7 +4,7 @@ Knows: windows and their overlap, what a bit is. Does not know: files, commands,
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +101,15 @@ def pair_batches(pairs: list[TokenPair], special: PairTokens, num_rows: int) -> 
 
 
 def score_text(
-    model: Transformer, ids: Tensor, num_bytes: int, device: torch.device, stride: int
+    model: Transformer,
+    ids: Tensor,
+    num_bytes: int,
+    device: torch.device,
+    stride: int,
+    track: Callable[[list[Batch]], Iterable[Batch]] = iter,
 ) -> Score:
+    """`track` may watch the batches go by."""
     batches = text_batches(ids, model.config.context, stride, SCORE_ROWS)
-    loss = total_loss(model, batches, device)
+    loss = total_loss(model, track(batches), device)
     share = loss.num_tokens / (len(ids) - 1)
     return Score(loss.nats, loss.num_tokens, num_bytes * share)

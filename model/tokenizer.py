@@ -20,7 +20,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from model.errors import CheckpointError, ConfigError
+from model.errors import CheckpointError, ConfigError, RequestError
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -69,6 +69,10 @@ class Tokenizer:
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """The ids of a text. None is added: bos and eos are the caller's business."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text isn't Unicode: {error}") from error
         inner = self._parsing if parse_special else self._plain
         return list(inner.encode(text, add_special_tokens=False).ids)
 

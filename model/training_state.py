@@ -53,6 +53,12 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1] if steps else path
 
 
+def find_run(path: Path) -> Path | None:
+    """The run that a directory is, or that a checkpoint is of."""
+    runs = [each for each in (path, path.parent) if (each / RUN_FILE).exists()]
+    return runs[0] if runs else None
+
+
 def write_run(run: Path, description: dict[str, Any]) -> None:
     """Opens a run. A directory that holds one already is never written over."""
     if (run / RUN_FILE).exists() or step_directories(run):

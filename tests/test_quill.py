@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,18 @@ def test_an_error_of_the_world_is_one_line(capfd: pytest.CaptureFixture[str]) ->
     errors = capfd.readouterr().err
     assert errors.startswith("quill: there is no checkpoint at /nowhere")
     assert errors.count("\n") == 1
+
+
+def test_sigterm_ends_a_command_in_good_order(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, types, quill\n"
+        "from pathlib import Path\n"
+        "from model.atomic import atomic_directory\n"
+        "def run(args):\n"
+        "    with atomic_directory(Path(sys.argv[1]) / 'out'):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.modules['model.evaluate'] = types.SimpleNamespace(run=run)\n"
+        "sys.exit(quill.main(['eval', 'x']))\n"
+    )
+    assert run(str(tmp_path), script=script) == "143\n"
+    assert not list(tmp_path.iterdir())

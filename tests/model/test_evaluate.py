@@ -71,3 +71,15 @@ def test_a_perfect_translation_scores_a_hundred_and_copying_less() -> None:
     copy = score_translations("copy", copied, references)
     assert copy.bleu == sacrebleu.corpus_bleu(copied, [references]).score
     assert copy.bleu < 20
+
+
+def test_a_run_is_scored_on_its_own_data_unless_told_otherwise(
+    text: Path, text_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scores = []
+    for arguments in ([str(text_run)], [str(text_run), "--text", str(text)]):
+        assert quill.main(["eval", *arguments]) == 0
+        printed = capfd.readouterr()
+        scores.append(printed.out)
+        assert "scoring" in printed.err
+    assert scores[0] == scores[1]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from model.errors import CheckpointError, ConfigError
+from model.errors import CheckpointError, ConfigError, RequestError
 from model.tokenizer import (
     CAUSAL_SPECIAL_TOKENS,
     END_OF_TEXT,
@@ -143,3 +143,8 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(
         path.write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.load(path)
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(RequestError, match="isn't Unicode"):
+        TRAINED.encode("a\ud800b")
