@@ -16,6 +16,7 @@ from model.config import ModelConfig
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
 from model.material import DataSource, Material, choose_source, load_material
+from model.memory import keep_freed_memory
 from model.presets import preset
 from model.recipes import RECIPES, Recipe
 from model.run import Outcome, Run
@@ -66,8 +67,8 @@ class Order:
 
 
 def run(args: argparse.Namespace) -> None:
+    keep_freed_memory()
     with join_peers(args.device) as peers:
-        torch.manual_seed(0)
         outcome = _resume(args, peers) if args.resume else _start(args, peers)
         if peers.leads:
             _report(outcome)
