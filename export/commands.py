@@ -50,8 +50,9 @@ def _add_export(subparsers: "Subparsers") -> None:
     parser.add_argument(
         "--quantiser",
         choices=("rtn", "hqq", "k-quant"),
-        default="hqq",
-        help="how int4 finds its integers for weights that come in full precision (default: hqq)",
+        default="k-quant",
+        help="how int4 finds its integers for weights that come in full precision (default: "
+        "k-quant)",
     )
     parser.set_defaults(run="export.exporting:run", extra="export")
 
@@ -64,4 +65,9 @@ def _add_inspect(subparsers: "Subparsers") -> None:
         "the hash of every file.",
     )
     parser.add_argument("bundle", type=Path, help="a directory made by export")
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="also measure decode steps of 1, 8 and 32 rows and a prefill, beside a yardstick",
+    )
     parser.set_defaults(run="export.inspecting:run", extra="export")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from export.errors import BundleError
 from export.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
+from export.speed import ROWS, measure_speed, measure_yardstick
 
 
 def run(args: argparse.Namespace) -> None:
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> None:
     console.print(_table(manifest.name, network(manifest)))
     for graphs in manifest.graphs:
         console.print(_table(graphs.precision, described(args.bundle, manifest, graphs)))
+    if args.speed:
+        console.print(speed_table(args.bundle, manifest))
     files = [(file.name, f"{file.size / 1e6:.2f} MB, {file.sha256}") for file in manifest.files]
     console.print(_table("files, hashes checked", files))
 
@@ -35,6 +38,26 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def speed_table(directory: Path, manifest: Manifest) -> Table:
+    """Tokens a second, and in brackets the share of the yardstick."""
+    table = Table(title="tokens a second, and share of a bare matrix product", title_justify="left")
+    table.add_column("precision")
+    for num_rows in ROWS:
+        table.add_column(f"{num_rows} row{'s' if num_rows > 1 else ''}", justify="right")
+    table.add_column("prefill", justify="right")
+    best = measure_yardstick(manifest.sizes)
+    for graphs in manifest.graphs:
+        if graphs.device == "cpu":
+            speed = measure_speed(directory, manifest, graphs)
+            steps = [_share(speed.decode[rows], best.decode[rows]) for rows in ROWS]
+            table.add_row(graphs.precision, *steps, _share(speed.prefill, best.prefill))
+    return table
+
+
+def _share(found: float | None, best: float | None) -> str:
+    return "" if found is None or best is None else f"{found:.0f} ({found / best:.0%})"
 
 
 def network(manifest: Manifest) -> list[tuple[str, str]]:

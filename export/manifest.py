@@ -53,9 +53,12 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Invariance:
-    """When a row's logits don't depend on its company, to the last bit; measured at export."""
+    """When a row's logits don't depend on its company, to the last bit; measured at export.
 
-    holds: bool  # under the two conditions below
+    Besides, no token may be alone in a kernel's tile: see export/contract.py.
+    """
+
+    holds: bool  # under these conditions
     min_rows: int  # every step needs so many rows, and gathers so many logits
     min_chunk: int  # every prefill chunk needs so many tokens
     rows: tuple[int, ...]  # the numbers of rows that were compared

@@ -24,7 +24,7 @@ from model.transformer import Transformer
 MAX_OUTLIERS = 8
 MIN_LOUDNESS = 2.5  # times the root mean square of all channels
 READ_THE_STREAM = ("qkv", "up", "query", "key_value")
-NUM_TOKENS = 256
+NUM_TOKENS = 128
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import numpy as np
 
 from export.errors import VerificationError
 from export.held_out import held_out
-from export.invariance import NUM_SLOTS, measure_invariance
+from export.invariance import MAX_PROMPT, NUM_SLOTS, measure_invariance
 from export.manifest import Graphs, Precision, Sizes, Verification
 from export.oracle import Answer, Oracle, Surprise, joined
 from export.quantisation import Quantisation, dequantised
@@ -67,8 +67,10 @@ class Proof:
         return [oracle.answer(answer.passage) for answer in self._answers]
 
     def _capacity(self) -> int:
+        """Room for every passage and for the longest prompt that is cut."""
         passages = [*self._held_out.passages, *(answer.passage for answer in self._answers)]
-        return max(max(len(passage.ids), len(passage.source)) for passage in passages)
+        longest = max(max(len(passage.ids), len(passage.source)) for passage in passages)
+        return max(longest, min(MAX_PROMPT, self._checkpoint.config.context))
 
 
 def _check_rise(

