@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-ROOMS = ("model", "export", "server")
+ROOMS = ("model", "export", "server", "loadtest")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,1 @@
+"""The crowd: Locust users, workloads, benchmarks, reports."""

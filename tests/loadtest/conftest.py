@@ -1,0 +1,24 @@
+"""What several tests of this room share: a small bundle, and a server on it, once a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest.own_server import OwnServer, own_server
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained and without a tokenizer: it speaks ids."""
+    from tests.server.tiny_bundle import make_tiny_bundle
+
+    return make_tiny_bundle(tmp_path_factory.mktemp("loadtest") / "tiny").directory
+
+
+@pytest.fixture(scope="session")
+def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    options = ("--precision", "fp32", "--threads", "1", "--max-slots", "4")
+    with own_server(log, bundle, *options) as running:
+        yield running

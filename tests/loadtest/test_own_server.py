@@ -1,0 +1,45 @@
+"""A server of our own: it is healthy when we get it, and gone when we leave."""
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from loadtest.errors import NoServerError
+from loadtest.own_server import OwnServer, own_server, wait_until_healthy
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> None:
+    wait_until_healthy(server.address, timeout_s=5)
+    assert server.metrics_url is not None
+    with urllib.request.urlopen(server.metrics_url, timeout=5) as reply:
+        assert b"quill_running_rows" in reply.read()
+
+
+def test_server_is_gone_afterwards(bundle: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with own_server(log, bundle, "--threads", "1", "--metrics-port", "off") as running:
+        assert running.metrics_url is None
+    assert "stopped" in log.read_text()
+    with pytest.raises(NoServerError, match=f"no healthy server at {running.address}"):
+        wait_until_healthy(running.address, timeout_s=0.1)
+
+
+def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(NoServerError, match=r"code 1: .*no bundle at /nowhere"),
+        own_server(tmp_path / "log", Path("/nowhere")),
+    ):
+        pass
+
+
+def test_nobody_at_an_address_is_said_in_words() -> None:
+    with pytest.raises(NoServerError, match="quill serve"):
+        wait_until_healthy(f"127.0.0.1:{free_port()}", timeout_s=0.1)
