@@ -13,7 +13,7 @@ from server.errors import CancelledError, DeadlineError, RequestError, StepError
 from server.events import Batch, Event, FinishReason, PromptEvent, StepReport
 from server.ledger import Ledger
 from server.pace import Pace
-from server.plan import Copy, DecodePlan, Plan, PrefillPlan
+from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
 from server.prefix_cache import PrefixCache
 from server.request import Request
 from server.scheduler import Limits, Scheduler
@@ -89,8 +89,7 @@ class Engine:
 
     def _run(self, plan: Plan) -> StepReport:
         started_s = self._clock()
-        if isinstance(plan, PrefillPlan) and plan.is_first:
-            self._events.append(self._ledger.start(plan.request, plan.cached, started_s))
+        self._start(plan, started_s)
         try:
             result = self._stepper.run(plan)
         except Exception:
@@ -101,6 +100,14 @@ class Engine:
             self._num_failures = 0
             self._commit(plan, result)
         return self._report(plan, self._clock() - started_s)
+
+    def _start(self, plan: Plan, now_s: float) -> None:
+        """Whoever leaves the queue with this step."""
+        if isinstance(plan, EncodePlan):
+            for request, _, _ in plan.encodings:
+                self._events.append(self._ledger.start(request, 0, now_s))
+        elif isinstance(plan, PrefillPlan) and plan.is_first:
+            self._events.append(self._ledger.start(plan.request, plan.cached, now_s))
 
     def _commit(self, plan: Plan, result: StepResult) -> None:
         outcome = self._scheduler.commit(plan, result.tokens)
@@ -139,15 +146,13 @@ class Engine:
 
     def _report(self, plan: Plan, duration_s: float) -> StepReport:
         if isinstance(plan, DecodePlan):
-            num_tokens = len(plan.rows)
             self._pace.note_decode(duration_s)
         else:
-            num_tokens = plan.stop - plan.start
-            self._pace.note_prefill(num_tokens, duration_s, self._scheduler.num_waiting)
+            self._pace.note_prefill(plan.num_tokens, duration_s, self._scheduler.num_waiting)
         return StepReport(
             kind="decode" if isinstance(plan, DecodePlan) else "prefill",
             duration_s=duration_s,
-            num_tokens=num_tokens,
+            num_tokens=plan.num_tokens,
             num_rows=self._scheduler.num_rows,
             num_waiting=self._scheduler.num_waiting,
         )

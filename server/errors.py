@@ -34,6 +34,10 @@ class UnsupportedError(RequestError):
     """Something that this bundle can't do, whatever the fields say."""
 
 
+class UnimplementedError(RequestError):
+    """A call that this kind of model doesn't offer at all."""
+
+
 class OverloadedError(RequestError):
     """The queue is full, or so long that the deadline can't be met."""
 
@@ -65,6 +69,7 @@ class StepError(RequestError):
 STATUS: dict[type[RequestError], str] = {
     InvalidFieldError: "INVALID_ARGUMENT",
     UnsupportedError: "FAILED_PRECONDITION",
+    UnimplementedError: "UNIMPLEMENTED",
     OverloadedError: "RESOURCE_EXHAUSTED",
     DeadlineError: "DEADLINE_EXCEEDED",
     CancelledError: "CANCELLED",

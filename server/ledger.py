@@ -93,7 +93,7 @@ class Ledger:
             sequence,
             reason,
             seed=sequence_seed(entry.request.seed, sequence),
-            usage=Usage(len(entry.request.prompt_ids), entry.cached, generated),
+            usage=Usage(entry.request.num_prompt, entry.cached, generated),
             timings=_timings(entry, now_s),
         )
 

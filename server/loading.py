@@ -13,8 +13,9 @@ from server.engine import Engine
 from server.errors import StartError
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
-from server.session import OrtSession, SessionSettings, open_decoder
+from server.session import OrtSession, SessionSettings, open_graph
 from server.slots import Slots, SlotShape
+from server.sources import Sources
 from server.tiles import padded
 
 
@@ -68,17 +69,25 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     _check(bundle, settings)
     pad = settings.exact and bundle.needs_padding
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
-    slots = Slots(padded(settings.max_rows) if pad else settings.max_rows, shape)
+    num_slots = padded(settings.max_rows) if pad else settings.max_rows
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
-    decoder = open_decoder(bundle.directory / graphs.decoder, session_settings)
-    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad)
+    decoder = open_graph(bundle.directory / graphs.decoder, session_settings)
+    sources = None
+    if graphs.encoder is not None:
+        encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
+        sources = Sources(encoder, Slots(num_slots, shape))
+    slots = Slots(num_slots, shape)
+    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
     limits = Limits(max_rows=settings.max_rows, context=settings.context)
     return Engine(session, limits, PrefixCache(settings.cache_bytes))
 
 
 def _check(bundle: Bundle, settings: EngineSettings) -> None:
-    if bundle.manifest.family != "causal":
-        raise StartError(f"{bundle.directory} holds a translation model; these aren't served yet")
+    if bundle.manifest.family == "seq2seq" and bundle.manifest.special_tokens.bos is None:
+        raise StartError(
+            f"{bundle.directory} holds a translation model and doesn't say which token its answers "
+            "begin after. Export it again from a checkpoint with a bos token"
+        )
     if bundle.graphs.device != "cpu":
         precision, device = bundle.graphs.precision, bundle.graphs.device
         raise StartError(f"the {precision} graphs are meant for {device}, which isn't served yet")

@@ -23,6 +23,10 @@ class PrefillPlan:
     cached: int  # positions that come from the prefix cache; the first chunk starts there
 
     @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
     def is_first(self) -> bool:
         return self.start == self.cached
 
@@ -31,22 +35,53 @@ class PrefillPlan:
         return self.stop == len(self.request.prompt_ids)
 
 
+class Encoding(NamedTuple):
+    """One source is read into one slot."""
+
+    request: Request
+    rows: tuple[Row, ...]  # the answers that will start from it
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodePlan:
+    """The encoder reads some sources, one after another. Each into the next slot."""
+
+    encodings: tuple[Encoding, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for each in self.encodings for row in each.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.request.num_prompt for each in self.encodings)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Every running row reads its last token. Row i is in slot i."""
 
     rows: tuple[Row, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows)
 
-Plan = PrefillPlan | DecodePlan
+
+Plan = PrefillPlan | EncodePlan | DecodePlan
 
 
 class Copy(NamedTuple):
-    """The first `length` positions of a slot go into another."""
+    """Positions of a slot, from `start` to before `stop`, go into the same places of another.
+
+    From 0 on, what the encoder parked in the slot goes along.
+    """
 
     source: int
     target: int
-    length: int
+    stop: int
+    start: int = 0
 
 
 class Finished(NamedTuple):

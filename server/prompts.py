@@ -1,10 +1,11 @@
-"""What a client wants continued, as token ids.
+"""What a client wants continued or translated, as token ids.
 
 Knows: text, token ids and conversations on the wire, and how long they may be.
 Does not know: how answers are drawn, gRPC.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError, UnsupportedError
@@ -15,6 +16,13 @@ MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")
 
 
+class Ids(TypedDict):
+    """A request's two lists of tokens."""
+
+    prompt_ids: tuple[int, ...]
+    source_ids: tuple[int, ...] | None
+
+
 def check_ids(field: str, ids: Iterable[int], served: Served) -> None:
     """`ids`: a repeated field, or a map by token."""
     for token in ids:
@@ -23,12 +31,23 @@ def check_ids(field: str, ids: Iterable[int], served: Served) -> None:
             raise InvalidFieldError(field, f"has the token id {token}; {rule}")
 
 
-def read_prompt(message: pb.GenerateRequest, served: Served) -> list[int]:
+def read_ids(message: pb.GenerateRequest, served: Served) -> Ids:
+    """A translation model reads the prompt as its source; its answer begins after bos."""
+    ids = tuple(_read_prompt(message, served))
+    if not served.is_translator:
+        return Ids(prompt_ids=ids, source_ids=None)
+    bos = served.manifest.special_tokens.bos
+    assert bos is not None, "such a bundle isn't opened"
+    return Ids(prompt_ids=(bos,), source_ids=ids)
+
+
+def _read_prompt(message: pb.GenerateRequest, served: Served) -> list[int]:
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidFieldError("input", "is missing: give prompt, prompt_ids or messages")
     if kind == "prompt":
-        ids = encode(message.prompt, "prompt", served)
+        is_nothing = served.is_translator and not message.prompt
+        ids = [] if is_nothing else encode(message.prompt, "prompt", served)
     elif kind == "messages":
         ids = _read_messages(message.messages.messages, served)
     else:
@@ -36,16 +55,21 @@ def read_prompt(message: pb.GenerateRequest, served: Served) -> list[int]:
         check_ids("prompt_ids", ids, served)
     if not ids:
         raise InvalidFieldError(kind, "is empty; it must have at least one token")
-    if len(ids) >= served.context:
-        rule = f"at most {served.context - 1} fit, so that one can be generated"
+    if served.is_translator:
+        most, rule = served.context, f"at most {served.context} fit"
+    else:
+        most = served.context - 1
+        rule = f"at most {most} fit, so that one can be generated"
+    if len(ids) > most:
         raise InvalidFieldError(kind, f"has {len(ids)} tokens; {rule}")
     return ids
 
 
 def _read_messages(messages: Sequence[pb.Message], served: Served) -> list[int]:
-    if served.template is None:
+    if served.template is None or served.is_translator:
+        reason = "translates" if served.is_translator else "has no chat template"
         raise UnsupportedError(
-            "this model has no chat template, so it can't take messages. Give a prompt instead"
+            f"this model {reason}, so it can't take messages. Give a prompt instead"
         )
     text = _text(served, "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:

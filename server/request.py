@@ -69,7 +69,7 @@ class Request:
     """One prompt, and all that was asked of its answers."""
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # what the answer continues; for seq2seq the one token before it
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -84,6 +84,7 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, "the servicer refuses empty prompts"
+        assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
         self._require("num_sequences", self.num_sequences >= 1, "at least 1")
@@ -94,6 +95,11 @@ class Request:
             wanted = getattr(self, name)
             allowed = wanted is None or 0 <= wanted <= MAX_LOGPROBS
             self._require(name, allowed, f"from 0 to {MAX_LOGPROBS}")
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that the client gave."""
+        return len(self.prompt_ids if self.source_ids is None else self.source_ids)
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:

@@ -26,7 +26,11 @@ class Row:
     @property
     def num_cached(self) -> int:
         """Positions that its slot holds: all but the last token, which no step has read yet."""
-        return len(self.request.prompt_ids) + max(0, len(self.token_ids) - 1)
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
 
     def draw(self) -> Draw:
         """What the next token depends on."""

@@ -2,16 +2,26 @@
 
 Knows: lengths, free slots, the token budget. Does not know: text, ONNX, gRPC, threads, time.
 
-Running rows decode first; between two decode steps at most one chunk of one prompt is read. Rows
-fill the first slots without a gap; the prompt being read has the slot that was next when it
-began. Rows only leave while it is read, so its slot is never in their way.
+Running rows decode first; between two decode steps at most one chunk of one prompt is read, or
+the sources of a few translations. Rows fill the first slots without a gap; the prompt being read
+has the slot that was next when it began. Rows only leave while it is read, so its slot is never in
+their way.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.plan import Copy, DecodePlan, Finished, Outcome, Plan, PrefillPlan
+from server.plan import (
+    Copy,
+    DecodePlan,
+    EncodePlan,
+    Encoding,
+    Finished,
+    Outcome,
+    Plan,
+    PrefillPlan,
+)
 from server.request import Request
 from server.row import Row, rows_of
 from server.tiles import MIN_CHUNK, chunk_length
@@ -69,26 +79,48 @@ class Scheduler:
 
     def plan(self, max_chunk: int) -> Plan | None:
         """The next step, with at most so many tokens of a prompt. None: there is nothing to do."""
-        if self._prefill is None:
-            self._begin()
-        if self._rows and (self._decode_is_next or self._prefill is None):
+        request = self._next(len(self._rows)) if self._prefill is None else None
+        is_reading = self._prefill is not None or request is not None
+        if self._rows and (self._decode_is_next or not is_reading):
             self._decode_is_next = False
             return DecodePlan(tuple(self._rows))
         self._decode_is_next = True
+        if request is not None and request.source_ids is not None:
+            return self._encode(max_chunk)
+        if request is not None:
+            self._prefill = self._begin(request)
         return None if self._prefill is None else self._chunk(self._prefill, max_chunk)
 
-    def _begin(self) -> None:
+    def _next(self, num_rows: int) -> Request | None:
+        """Who starts next, beside so many rows. None: nobody waits, or the first doesn't fit."""
         request = self._waiting.first()
-        if request is None or len(self._rows) + request.num_sequences > self._limits.max_rows:
-            return  # nobody overtakes the first, or one who needs many slots would never start
+        if request is None or num_rows + request.num_sequences > self._limits.max_rows:
+            return None  # nobody overtakes the first, or one who needs many slots would never start
+        return request
+
+    def _encode(self, max_tokens: int) -> EncodePlan:
+        """The first source, and those behind it that fit, within the time that a chunk takes."""
+        encodings: list[Encoding] = []
+        num_rows = num_tokens = 0
+        while (request := self._next(len(self._rows) + num_rows)) is not None:
+            num_tokens += request.num_prompt
+            if encodings and num_tokens > max_tokens:
+                break
+            self._waiting.remove(request.request_id)
+            rows = rows_of(request, self._limits.context)
+            encodings.append(Encoding(request, tuple(rows), len(self._rows) + len(encodings)))
+            num_rows += len(rows)
+        return EncodePlan(tuple(encodings))
+
+    def _begin(self, request: Request) -> _Prefill:
         self._waiting.remove(request.request_id)
         cached = self._num_reusable(request)
         rows = rows_of(request, self._limits.context)
-        self._prefill = _Prefill(request, rows, len(self._rows), cached, cached)
+        return _Prefill(request, rows, len(self._rows), cached, cached)
 
     def _num_reusable(self, request: Request) -> int:
-        if request.prompt_logprobs is not None or request.source_ids is not None:
-            return 0  # every position's logits are wanted, or the prompt isn't all that was read
+        if request.prompt_logprobs is not None:
+            return 0  # every position's logits are wanted
         most = len(request.prompt_ids) - MIN_CHUNK
         return max(0, min(self._prefixes.match(request.prompt_ids), most))
 
@@ -109,7 +141,19 @@ class Scheduler:
         """The plan was carried out: each of its rows has a token, if its prompt is read."""
         if isinstance(plan, DecodePlan):
             return self._commit_decode(plan, tokens)
+        if isinstance(plan, EncodePlan):
+            return self._commit_encode(plan)
         return self._commit_prefill(plan, tokens)
+
+    def _commit_encode(self, plan: EncodePlan) -> Outcome:
+        """A request's first row has the slot that its source was read into; others get copies."""
+        self._rows += [each.rows[0] for each in plan.encodings]
+        copies = []
+        for each in plan.encodings:
+            for row in each.rows[1:]:
+                copies.append(Copy(each.slot, len(self._rows), 0))
+                self._rows.append(row)
+        return Outcome([], copies)
 
     def _commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int]) -> Outcome:
         assert self._prefill is not None

@@ -45,6 +45,11 @@ class Served:
         return self.manifest.sizes.vocab_size
 
     @property
+    def is_translator(self) -> bool:
+        """Whether it reads its input with an encoder, instead of continuing it."""
+        return self.manifest.family == "seq2seq"
+
+    @property
     def max_num_sequences(self) -> int:
         return min(self.max_rows, MAX_SEQUENCES)
 

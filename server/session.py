@@ -1,26 +1,26 @@
 """Runs the decoder's graph over slots.
 
 Knows: ONNX Runtime, the graph's contract. Does not know: requests, sampling, why a row is where
-it is.
+it is. What is special about encoder–decoders is in server/sources.py.
 
 Caches are bound to the slots' memory once for each number of rows; the graph extends them in
 place. Between two decode steps only a few small integers change: binding 60 caches anew from
 Python would cost almost as much as a small model's step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from export import contract
 from server.leaders import FloatArray as LogitsArray
 from server.plan import Copy
 from server.slots import CacheArray, Slots
+from server.sources import Sources, bind
 from server.tiles import padded as padded_to_tiles
 
 # R rows · T new tokens · L logits · V vocabulary
@@ -43,8 +43,11 @@ class Session(Protocol):
         The logits are good until the next step; the caller may overwrite them.
         """
 
+    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
+        """The encoder reads a source and parks what decoding looks at in a slot."""
+
     def copy(self, copy: Copy) -> None:
-        """Copies the beginning of a slot into another."""
+        """Copies some positions of a slot into another."""
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:
         """A copy of some positions of a slot."""
@@ -59,7 +62,7 @@ class SessionSettings:
     spinning: bool = True  # worker threads stay awake for a while after a step: faster, but busy
 
 
-def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
+def open_graph(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
     """Loads a graph for the CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = settings.num_threads
@@ -70,7 +73,7 @@ def open_decoder(path: Path, settings: SessionSettings) -> onnxruntime.Inference
 
 
 class OrtSession:
-    """A decoder on the CPU.
+    """A decoder on the CPU, with the sources that it translates if there is an encoder.
 
     With `pad`, no row of a step is alone in its tile, nor a position whose logits are wanted: in
     int4 it would get another answer (server/tiles.py). Without, a lone row is faster.
@@ -82,11 +85,13 @@ class OrtSession:
         slots: Slots,
         vocab_size: int,
         pad: bool,
+        sources: Sources | None = None,
     ) -> None:
         self._decoder = decoder
         self._slots = slots
         self._vocab_size = vocab_size
         self._pad = pad
+        self._sources = sources
         self._held = np.zeros(len(slots), np.int32)  # positions written in each slot
         self._ids_R1 = np.zeros((len(slots), 1), np.int64)
         self._seqlens_R = np.zeros(len(slots), np.int32)
@@ -107,9 +112,9 @@ class OrtSession:
         self._seqlens_R[slot] = stop - 1
         self._total[...] = stop
         binding = self._prefill_binding(slot)
-        _bind(binding.bind_input, contract.INPUT_IDS, ids_1T)
-        _bind(binding.bind_input, contract.LOGIT_INDICES, indices_L)
-        _bind(binding.bind_output, contract.LOGITS, logits_LV)
+        bind(binding.bind_input, contract.INPUT_IDS, ids_1T)
+        bind(binding.bind_input, contract.LOGIT_INDICES, indices_L)
+        bind(binding.bind_output, contract.LOGITS, logits_LV)
         self._decoder.run_with_iobinding(binding)
         self._held[slot] = stop
         return logits_LV[: len(wanted)]
@@ -123,13 +128,22 @@ class OrtSession:
         last = self._slots.shape.capacity - 1
         self._seqlens_R[num_rows:padded] = np.minimum(self._held[num_rows:padded], last)
         self._total[...] = self._seqlens_R[:padded].max() + 1
+        if self._sources is not None:
+            self._sources.prepare(padded)
         self._decoder.run_with_iobinding(self._decode_binding(padded))
         self._held[:num_rows] = self._seqlens_R[:num_rows] + 1
         return self._logits_RV[:num_rows]
 
+    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
+        assert self._sources is not None, "a causal model has no encoder"
+        self._sources.encode(slot, source_ids)
+        self._held[slot] = 0
+
     def copy(self, copy: Copy) -> None:
         self._slots.copy(copy)
-        self._held[copy.target] = copy.length
+        self._held[copy.target] = copy.stop
+        if self._sources is not None and copy.start == 0:
+            self._sources.copy(copy.source, copy.target)
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:
         return self._slots.read(slot, start, stop)
@@ -145,9 +159,9 @@ class OrtSession:
         if num_rows not in self._decode_bindings:
             rows = slice(0, num_rows)
             binding = self._bind_rows(rows)
-            _bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
-            _bind(binding.bind_input, contract.LOGIT_INDICES, self._indices_R[rows])
-            _bind(binding.bind_output, contract.LOGITS, self._logits_RV[rows])
+            bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
+            bind(binding.bind_input, contract.LOGIT_INDICES, self._indices_R[rows])
+            bind(binding.bind_output, contract.LOGITS, self._logits_RV[rows])
             self._decode_bindings[num_rows] = binding
         return self._decode_bindings[num_rows]
 
@@ -159,8 +173,8 @@ class OrtSession:
     def _bind_rows(self, rows: slice) -> Any:
         """The caches of some slots, as past and as present: the graph extends them in place."""
         binding = self._decoder.io_binding()
-        _bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
-        _bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
+        bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
+        bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
         num_layers = self._slots.shape.num_layers
         names = zip(
             contract.cache_names("past", num_layers),
@@ -168,11 +182,8 @@ class OrtSession:
             strict=True,
         )
         for (past, present), cache in zip(names, self._slots.caches(), strict=True):
-            _bind(binding.bind_input, past, cache[rows])
-            _bind(binding.bind_output, present, cache[rows])
+            bind(binding.bind_input, past, cache[rows])
+            bind(binding.bind_output, present, cache[rows])
+        if self._sources is not None:
+            self._sources.bind(binding, rows)
         return binding
-
-
-def _bind(bind: Callable[..., None], name: str, array: npt.NDArray[Any]) -> None:
-    assert array.flags.c_contiguous
-    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -65,7 +65,9 @@ def choose_sizes(
     """None: as much as is sensible. What was asked for and doesn't fit is refused."""
     weight_bytes = sum(file.size for file in manifest.files if file.name == graphs.weights)
     context = _check_context(manifest, context)
-    slot_bytes = context * manifest.cache_bytes_per_token(graphs.cache_type)
+    # A translation model's slot holds a source, too.
+    num_sides = 1 if graphs.encoder is None else 2
+    slot_bytes = num_sides * context * manifest.cache_bytes_per_token(graphs.cache_type)
     free = available - weight_bytes
     if max_rows is None:
         max_rows = max(0, min(MAX_ROWS, int(free * SHARE) // slot_bytes))

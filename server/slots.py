@@ -73,8 +73,9 @@ class Slots:
         return list(self._caches_YSKCH)
 
     def copy(self, copy: Copy) -> None:
-        source, target, length = copy
-        self._caches_YSKCH[:, target, :, :length] = self._caches_YSKCH[:, source, :, :length]
+        source, target, stop, start = copy
+        moved = self._caches_YSKCH[:, source, :, start:stop]
+        self._caches_YSKCH[:, target, :, start:stop] = moved
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:
         """A copy of some positions, as (Y, K, P, H)."""

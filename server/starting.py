@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import read_manifest
+from export.manifest import Family, read_manifest
 from server.chat import ChatTemplate
 from server.device import Choice, choose_graphs
 from server.engine import Engine
@@ -77,13 +77,14 @@ def _load(
 ) -> Loaded:
     bundle = open_bundle(directory, choice.graphs.precision)
     engine = open_engine(bundle, engine_settings)
-    warm_up(engine)
+    warm_up(engine, bundle.manifest.family)
     return Loaded(describe(bundle, engine_settings, settings), engine)
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, family: Family) -> None:
     """The first run of a graph takes far longer than those after it: nobody should wait for it."""
-    engine.submit(Request(request_id="warm-up", prompt_ids=(0, 0), max_new_tokens=2), 0.0)
+    ids = {"prompt_ids": (0, 0)} if family == "causal" else {"prompt_ids": (0,), "source_ids": (0,)}
+    engine.submit(Request(request_id="warm-up", **ids, max_new_tokens=2), 0.0)
     while not engine.is_idle:
         for event in engine.step().events:
             if isinstance(event, FailEvent):
@@ -112,7 +113,9 @@ def _open_text(bundle: Bundle) -> Text | None:
     if manifest.tokenizer is None:
         return None
     bos = manifest.special_tokens.bos if manifest.prepend_bos else None
-    return Text.load(bundle.directory / manifest.tokenizer, bos)
+    # A source ends as those did that the model learnt from.
+    eos = manifest.special_tokens.eos if manifest.family == "seq2seq" else None
+    return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
 
 
 def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:

@@ -11,7 +11,7 @@ import numpy as np
 from server.events import PositionLogprobs
 from server.leaders import FloatArray as LogitsArray
 from server.logprobs import position_logprobs
-from server.plan import DecodePlan, Plan, PrefillPlan
+from server.plan import DecodePlan, EncodePlan, Plan, PrefillPlan
 from server.prefix_cache import PrefixCache
 from server.row import Row
 from server.sampling import choose
@@ -21,7 +21,7 @@ from server.session import Session
 
 
 class StepResult(NamedTuple):
-    """One entry for each of the plan's rows; none if the chunk wasn't its prompt's last."""
+    """One entry for each of the plan's rows; none while a prompt or source is being read."""
 
     tokens: list[int]
     logprobs: list[PositionLogprobs | None]
@@ -37,12 +37,20 @@ class Stepper:
         self._prefix_cache = prefix_cache
 
     def run(self, plan: Plan) -> StepResult:
-        return self._decode(plan) if isinstance(plan, DecodePlan) else self._prefill(plan)
+        if isinstance(plan, DecodePlan):
+            return self._decode(plan)
+        return self._encode(plan) if isinstance(plan, EncodePlan) else self._prefill(plan)
 
     def _decode(self, plan: DecodePlan) -> StepResult:
-        ids = [row.token_ids[-1] for row in plan.rows]
+        ids = [row.last_token for row in plan.rows]
         lengths = [row.num_cached for row in plan.rows]
         return _sample(self._session.decode(ids, lengths), plan.rows)
+
+    def _encode(self, plan: EncodePlan) -> StepResult:
+        for request, _, slot in plan.encodings:
+            assert request.source_ids is not None
+            self._session.encode(slot, request.source_ids)
+        return StepResult([], [], set(), [])
 
     def _prefill(self, plan: PrefillPlan) -> StepResult:
         if plan.is_first:
@@ -67,9 +75,8 @@ class Stepper:
         assert start >= plan.cached
 
     def _keep_prefix(self, plan: PrefillPlan) -> None:
-        if plan.request.source_ids is None:
-            ids = plan.request.prompt_ids[: plan.stop]
-            self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b))
+        ids = plan.request.prompt_ids[: plan.stop]
+        self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b))
 
 
 def _wanted(plan: PrefillPlan) -> range:

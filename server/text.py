@@ -24,13 +24,14 @@ _MARK = "\ufdd0"
 class Text:
     """A tokenizer.json. Safe to use from several threads."""
 
-    def __init__(self, tokenizer_json: str, bos: int | None = None) -> None:
-        """`bos`: the token that begins a text, if this model's texts begin with one."""
+    def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
+        """The tokens that begin and end what a model reads, if that begins or ends with one."""
         self._parsing = tokenizers.Tokenizer.from_str(tokenizer_json)
         # The library keeps this choice in the object. One object for each keeps calls independent.
         self._plain = tokenizers.Tokenizer.from_str(tokenizer_json)
         self._plain.encode_special_tokens = True
         self._bos = bos
+        self._eos = eos
         added = self._parsing.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
@@ -42,15 +43,16 @@ class Text:
         self.max_characters_per_token = 4 * longest
 
     @classmethod
-    def load(cls, path: Path, bos: int | None) -> "Text":
+    def load(cls, path: Path, bos: int | None, eos: int | None = None) -> "Text":
         try:
-            return cls(path.read_text("utf-8"), bos)
+            return cls(path.read_text("utf-8"), bos, eos)
         except Exception as error:  # the library raises a bare Exception for what it can't read
             raise StartError(f"{path} can't be read as a tokenizer: {error}") from error
 
-    def encode(self, text: str, begin: bool = True) -> list[int]:
-        """A plain text. `begin`: with the token that begins a text, if the model has one."""
-        return self._begun(self._plain.encode(text, add_special_tokens=False).ids, begin)
+    def encode(self, text: str, whole: bool = True) -> list[int]:
+        """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
+        ids = self._begun(self._plain.encode(text, add_special_tokens=False).ids, whole)
+        return [*ids, self._eos] if whole and self._eos is not None else ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """What a template made: its special tokens count, marked ones are plain text again."""
@@ -94,7 +96,7 @@ class Text:
     def _encode_part(self, part: str) -> list[int]:
         if part in self._special:
             return [self._special[part]]
-        return self.encode(part.replace(_MARK, ""), begin=False)
+        return self.encode(part.replace(_MARK, ""), whole=False)
 
     def _visible_bytes_of(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self._bytes_of(token_id)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError
-from server.prompts import check_ids, encode, read_prompt
+from server.errors import InvalidFieldError, UnimplementedError
+from server.prompts import check_ids, encode, read_ids
 from server.request import MAX_SEED, Request, Sampling
 from server.served import SAMPLING_DEFAULTS, Served
 
@@ -41,6 +41,7 @@ class Asked:
 def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival) -> Asked:
     """May take long for long texts: not for the event loop."""
     _check_stops(message.stop)
+    _check_family(message, served)
     check_ids("stop_token_ids", message.stop_token_ids, served)
     check_ids("logit_bias", message.logit_bias, served)
     fields = _fields(message, served)
@@ -50,7 +51,7 @@ def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival)
     wanted = [prompt_logprobs, logprobs if message.echo else None]
     request = Request(
         request_id=arrival.request_id,
-        prompt_ids=tuple(read_prompt(message, served)),
+        **read_ids(message, served),
         sampling=sampling,
         logprobs=logprobs,
         # An echoed prompt's tokens have their logprobs too.
@@ -69,6 +70,8 @@ def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival)
 
 def read_score(message: pb.ScoreRequest, served: Served, arrival: Arrival) -> Asked:
     """May take long for long texts: not for the event loop."""
+    if served.is_translator:
+        raise UnimplementedError("a translation model can't score a text by itself")
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidFieldError("input", "is missing: give text or token_ids")
@@ -89,6 +92,15 @@ def read_score(message: pb.ScoreRequest, served: Served, arrival: Arrival) -> As
         deadline_s=arrival.deadline_s,
     )
     return Asked(request=request, prompt_logprobs=0)
+
+
+def _check_family(message: pb.GenerateRequest, served: Served) -> None:
+    if not served.is_translator:
+        return
+    if message.HasField("prompt_logprobs"):
+        raise InvalidFieldError("prompt_logprobs", "is set; a translation model doesn't rate those")
+    if message.echo:
+        raise InvalidFieldError("echo", "is set; a translation doesn't continue its prompt")
 
 
 def _fields(message: pb.GenerateRequest, served: Served) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class FakeSession:
 
     def __init__(self, num_slots: int, capacity: int) -> None:
         self._ids_SC = np.full((num_slots, capacity), NOTHING)
+        self._sources: list[list[int]] = [[] for _ in range(num_slots)]
         self.failures: list[Exception] = []
         self.poisoned: set[int] = set()  # rows of decode steps whose logits aren't finite
         self.chunks: list[tuple[int, int, int]] = []  # slot, start, stop
@@ -43,7 +44,7 @@ class FakeSession:
         assert NOTHING not in self._ids_SC[slot, :start], "what comes before was read"
         self._ids_SC[slot, start : start + len(ids)] = ids
         self.chunks.append((slot, start, start + len(ids)))
-        after = [logits_after(self._ids_SC[slot, : start + i + 1].tolist()) for i in wanted]
+        after = [logits_after(self._read(slot, start + i + 1)) for i in wanted]
         return np.array(after, np.float32).reshape(len(after), VOCAB_SIZE)
 
     def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
@@ -52,15 +53,25 @@ class FakeSession:
         logits = []
         for slot, (token, length) in enumerate(zip(ids, lengths, strict=True)):
             self._ids_SC[slot, length] = token
-            logits.append(logits_after(self._ids_SC[slot, : length + 1].tolist()))
+            logits.append(logits_after(self._read(slot, length + 1)))
         logits_RV = np.stack(logits)
         logits_RV[[row for row in self.poisoned if row < len(ids)]] = np.nan
         return logits_RV
 
+    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
+        self._maybe_fail()
+        self._sources[slot] = list(source_ids)
+
+    def _read(self, slot: int, length: int) -> list[int]:
+        """All that the slot has read: the source, if there is one, and its first positions."""
+        return [*self._sources[slot], *self._ids_SC[slot, :length].tolist()]
+
     def copy(self, copy: Copy) -> None:
-        held = self._ids_SC[copy.source, : copy.length]
+        held = self._ids_SC[copy.source, copy.start : copy.stop]
         assert NOTHING not in held
-        self._ids_SC[copy.target, : copy.length] = held
+        self._ids_SC[copy.target, copy.start : copy.stop] = held
+        if copy.start == 0:
+            self._sources[copy.target] = self._sources[copy.source]
 
     def read(self, slot: int, start: int, stop: int) -> npt.NDArray[Any]:
         return self._ids_SC[None, slot : slot + 1, start:stop, None].copy()
@@ -85,7 +96,7 @@ def _sequence(request: Request, seed: int, context: int) -> list[int]:
     parameters = SamplingParameters(**vars(request.sampling))
     prompt, answer = list(request.prompt_ids), list[int]()
     for position in range(min(request.max_new_tokens, context - len(prompt))):
-        logits_V = logits_after([*prompt, *answer])
+        logits_V = logits_after([*(request.source_ids or ()), *prompt, *answer])
         answer.append(choose(logits_V, parameters, prompt, answer, uniform(seed, position)))
         if answer[-1] in request.eos_ids | request.stop_ids:
             break

@@ -69,6 +69,9 @@ class Reciter:
         self.num_rows = len(ids)
         return _logits(ids)
 
+    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
+        self._step()
+
     def copy(self, copy: Copy) -> None:
         pass
 

@@ -1,5 +1,6 @@
 """What becomes of requests, step by step, without a model or a thread."""
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -321,6 +322,42 @@ def test_abandoning_ends_everybody() -> None:
     assert house.engine.is_idle
 
 
+def _translation(request: Request) -> Request:
+    return dataclasses.replace(request, prompt_ids=(0,), source_ids=request.prompt_ids)
+
+
+def test_sources_that_fit_are_read_in_one_step_and_answered_in_the_next() -> None:
+    house = House(max_rows=4)
+    requests = [
+        _translation(_request(name, num_prompt=num_prompt, num_sequences=num_sequences))
+        for name, num_prompt, num_sequences in (("a", 5, 2), ("bb", 9, 1), ("ccc", 3, 2))
+    ]
+    for request in requests:
+        house.submit(request)
+    house.step()
+    assert house.started == {"a": 0, "bb": 0}, "the third needs two slots, and one is free"
+    assert not house.tokens
+    house.step()
+    assert house.session.num_decoded == [3]
+    house.run()
+    for request in requests:
+        assert house.answer(request) == oracle(request, CONTEXT)
+    assert house.finished["bb", 0].usage.prompt == 9
+
+
+def test_encoder_that_fails_fails_its_requests_and_no_others() -> None:
+    house = House()
+    first, second = (_translation(_request(name)) for name in ("a", "bb"))
+    house.submit(first)
+    house.step()
+    house.submit(second)
+    house.step()
+    house.session.failures.append(RuntimeError("broken"))
+    house.run()
+    assert isinstance(house.failed["bb"], StepError)
+    assert house.answer(first) == oracle(first, CONTEXT)
+
+
 SAMPLINGS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
@@ -348,9 +385,14 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(3, 6), st.sampled_from([0, 4_000, 10**6]), st.lists(ACTIONS, max_size=40))
+@given(
+    st.integers(3, 6),
+    st.sampled_from([0, 4_000, 10**6]),
+    st.booleans(),
+    st.lists(ACTIONS, max_size=40),
+)
 def test_any_crowd_gets_the_oracles_answers(
-    max_rows: int, cache_bytes: int, actions: list[tuple[str, Any]]
+    max_rows: int, cache_bytes: int, translates: bool, actions: list[tuple[str, Any]]
 ) -> None:
     house = House(max_rows, cache_bytes)
     requests: list[Request] = []
@@ -359,7 +401,8 @@ def test_any_crowd_gets_the_oracles_answers(
         if kind == "submit":
             # Names of 10 lengths, so that prompts begin alike and the cache has something to do.
             name = f"{len(requests):03}" + "x" * (len(requests) % 10)
-            requests.append(_request(name, **value))
+            request = _request(name, **value)
+            requests.append(_translation(request) if translates else request)
             house.submit(requests[-1])
         elif kind == "step":
             for _ in range(value):

@@ -100,11 +100,11 @@ def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
 def test_model_that_cannot_run_is_not_served() -> None:
     session = Reciter()
     engine = Engine(session, Limits(max_rows=1, context=8), PrefixCache(0))
-    warm_up(engine)
+    warm_up(engine, "causal")
     assert session.num_steps == 2
     session.failures.append(RuntimeError("injected"))
     with pytest.raises(StartError, match="can't run"):
-        warm_up(engine)
+        warm_up(engine, "causal")
 
 
 def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None:

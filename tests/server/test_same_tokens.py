@@ -5,8 +5,6 @@ compared with `==`, too: a single bit of a logit that differs would show.
 """
 
 import random
-from collections import defaultdict
-from collections.abc import Callable
 
 import pytest
 
@@ -14,17 +12,17 @@ from model.randomness import sequence_seed, uniform
 from model.reference import generate
 from model.sampling import SamplingParameters, choose
 from server.engine import Engine
-from server.events import FailEvent, PositionLogprobs, StartEvent, TokenEvent
+from server.events import PositionLogprobs, StartEvent, TokenEvent
 from server.logprobs import position_logprobs
 from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
 from server.session import OrtSession
 from server.tiles import leaves_one_alone
+from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
 VOCAB_SIZE = 512
-Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequence
 
 
 def _alone(session: OrtSession, request: Request) -> Answers:
@@ -48,33 +46,6 @@ def _alone(session: OrtSession, request: Request) -> Answers:
             logits_1V = session.decode(answer[-1:], [last + len(answer)])
         answers[request.request_id, sequence] = reports
     return answers
-
-
-def _together(engine: Engine, requests: list[Request], rng: random.Random) -> Answers:
-    """All requests through one engine, arriving at random moments."""
-    answers: Answers = defaultdict(list)
-    waiting = list(requests)
-    while waiting or not engine.is_idle:
-        if waiting and rng.random() < 0.3:
-            engine.submit(waiting.pop(0), 0.0)
-        for event in engine.step().events:
-            assert not isinstance(event, FailEvent), event
-            if isinstance(event, TokenEvent):
-                assert event.logprobs is not None
-                answers[event.request_id, event.sequence].append(event.logprobs)
-    return answers
-
-
-def _restless_clock(rng: random.Random) -> Callable[[], float]:
-    """Steps seem to take any time, so chunks get any length."""
-    now_s = 0.0
-
-    def clock() -> float:
-        nonlocal now_s
-        now_s += rng.choice([0.001, 0.01, 0.1, 1.0])
-        return now_s
-
-    return clock
 
 
 def _requests(num: int, rng: random.Random) -> list[Request]:
@@ -117,9 +88,9 @@ def test_crowd_gets_the_tokens_of_requests_alone(
         tiny_bundle.session(precision, max_rows),
         Limits(max_rows=max_rows, context=CONTEXT),
         cache,
-        clock=_restless_clock(rng),
+        clock=restless_clock(rng),
     )
-    crowd = _together(engine, requests, rng)
+    crowd = together(engine, requests, rng)
     plain = tiny_bundle.session(precision, 1)
     alone: Answers = {}
     for request in requests:
@@ -173,7 +144,7 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
     ]
     limits = Limits(max_rows=4, context=CONTEXT)
     engine = Engine(tiny_bundle.session("fp32", 4), limits, PrefixCache(0))
-    served = _together(engine, requests, rng)
+    served = together(engine, requests, rng)
     for request in requests:
         parameters = SamplingParameters(
             **vars(request.sampling), max_new_tokens=12, stop_ids=request.stop_ids

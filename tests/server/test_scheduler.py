@@ -93,7 +93,7 @@ class World:
         self._copy(outcome.copies)
 
     def _copy(self, copies: list[Copy]) -> None:
-        for source, target, length in copies:
+        for source, target, length, _ in copies:
             self.slots[target] = self.slots[source][:length]
 
 

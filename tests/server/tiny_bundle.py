@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,13 +11,51 @@ from export.bundle import Wishes, write_bundle
 from export.manifest import Manifest
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
+from model.tokenizer import SpecialTokens, byte_tokenizer
 from model.transformer import Transformer
 from server.loading import Bundle
-from server.session import OrtSession, SessionSettings, open_decoder
+from server.session import OrtSession, SessionSettings, open_graph
 from server.slots import Slots, SlotShape
+from server.sources import Sources
 from server.tiles import padded
 
 CONTEXT = 128
+EOS = 10  # of the translator: a newline
+
+CAUSAL = ModelConfig(
+    family="causal",
+    vocab_size=512,
+    context=CONTEXT,
+    d_model=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    d_ff=128,
+    positions="rotary",
+    norm="rms",
+    activation="swiglu",
+)
+SEQ2SEQ = ModelConfig(
+    family="seq2seq",
+    vocab_size=512,
+    context=CONTEXT,
+    d_model=64,
+    num_layers=2,
+    num_encoder_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=16,
+    d_ff=128,
+    positions="sinusoidal",
+    norm="layer",
+    norm_placement="post",
+    activation="relu",
+    ff_bias=True,
+    scale_embeddings=True,
+)
+# What the matrices are multiplied by, and the embedding.
+SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
 
 # The network is tiny; threads that wait for each other only make it slower.
 torch.set_num_threads(1)
@@ -30,37 +69,37 @@ class TinyBundle:
 
     def session(self, precision: str, num_slots: int) -> OrtSession:
         graphs = self.manifest.graphs_in(precision)
-        decoder = open_decoder(
-            self.directory / graphs.decoder, SessionSettings(num_threads=1, spinning=False)
-        )
+        settings = SessionSettings(num_threads=1, spinning=False)
+        decoder = open_graph(self.directory / graphs.decoder, settings)
         shape = SlotShape.of(self.manifest.sizes, CONTEXT, graphs.cache_type)
         pad = Bundle(self.directory, self.manifest, graphs).needs_padding
         slots = Slots(padded(num_slots), shape)
-        return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad)
+        sources = None
+        if graphs.encoder is not None:
+            encoder = open_graph(self.directory / graphs.encoder, settings)
+            sources = Sources(encoder, Slots(padded(num_slots), shape))
+        return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad, sources)
 
 
 def make_tiny_bundle(directory: Path) -> TinyBundle:
-    """Untrained, but with weights large enough that its distributions have peaks."""
-    config = ModelConfig(
-        family="causal",
-        vocab_size=512,
-        context=CONTEXT,
-        d_model=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        d_ff=128,
-        positions="rotary",
-        norm="rms",
-        activation="swiglu",
+    return _make_bundle(directory, CAUSAL)
+
+
+def make_tiny_translator(directory: Path) -> TinyBundle:
+    special = SpecialTokens(bos=0, eos=EOS)
+    return _make_bundle(
+        directory, SEQ2SEQ, tokenizer=byte_tokenizer(), special_tokens=special, stop_ids=(EOS,)
     )
+
+
+def _make_bundle(directory: Path, config: ModelConfig, **rest: Any) -> TinyBundle:
+    """Untrained, but with weights large enough that its distributions have peaks."""
     torch.manual_seed(0)
     weights = Transformer(config).state_dict()
     for name, weight in weights.items():
         if weight.ndim == 2:
-            weights[name] = weight * (20 if name == "embedding.weight" else 10)
-    checkpoint = Checkpoint(config, weights)
+            weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
+    checkpoint = Checkpoint(config, weights, **rest)
     wishes = Wishes(precisions=("fp32", "int4"), quantiser="rtn", verify=False)
     manifest = write_bundle(directory, checkpoint, wishes, lambda _: nullcontext())
     return TinyBundle(directory, manifest, checkpoint.build())
