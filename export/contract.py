@@ -21,8 +21,8 @@ Format version 1. R rows, T new tokens, L logits, C capacity, S source:
               -> present_cross_key_i, present_cross_value_i (1, kv_heads, S capacity, head_size)
 
 A row's logits don't depend on its company, and prefill not on where it is cut, as long as no chunk
-leaves a token alone in a kernel's tile: no chunk's length is 1 more than a multiple of TILE. Where
-the manifest's `min_rows` is 2, the same goes for the numbers of rows and of logits.
+leaves a token alone in a kernel's tile: no chunk's length is 1 more than a multiple of the
+manifest's `tile`. Where its `min_rows` is 2, the same goes for the numbers of rows and of logits.
 """
 
 from typing import Literal
@@ -36,10 +36,6 @@ SOURCE_IDS = "source_ids"
 SOURCE_POSITIONS = "source_positions"
 SOURCE_SEQLENS_K = "source_seqlens_k"
 SOURCE_TOTAL_LENGTH = "source_total_length"
-
-TILE = (
-    16  # kernels' tiles are multiples of it: 128 in MatMulNBits, twice the head size in attention
-)
 
 Side = Literal["past", "present"]
 

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> None:
         verify=args.verify,
         text=args.text,
     )
-    manifest = write_bundle(args.out, checkpoint, wishes, Stages(console))
+    stages = Stages(console, num_stages(wishes))
+    manifest = write_bundle(args.out, checkpoint, wishes, stages)
     _warn(console, manifest)
     console = Console(highlight=False)
     console.print(summary(manifest))
@@ -60,18 +61,30 @@ def parse_precisions(wanted: str) -> tuple[Precision, ...]:
     return tuple(precision for precision in ALL_PRECISIONS if precision in names)
 
 
-class Stages:
-    """Shows each stage while it lasts, and leaves a line with its time behind."""
+def num_stages(wishes: Wishes) -> int:
+    """As write_bundle goes through them: PyTorch's answers first, if they are needed."""
+    num = len(wishes.precisions)
+    return 1 + 2 * num if wishes.verify else num
 
-    def __init__(self, console: Console) -> None:
+
+class Stages:
+    """Says which stage begins, shows that it goes on, and leaves a line with its time behind."""
+
+    def __init__(self, console: Console, total: int) -> None:
         self._console = console
+        self._total = total
+        self._num_begun = 0
 
     @contextlib.contextmanager
     def __call__(self, title: str) -> Iterator[None]:
+        self._num_begun += 1
+        title = f"({self._num_begun}/{self._total}) {title}"
         start = time.monotonic()
+        if not self._console.is_terminal:  # which would show a spinner
+            self._console.print(f"{title} …", highlight=False)
         with self._console.status(f"{title} …"):
             yield
-        self._console.print(f"{title}: {time.monotonic() - start:.0f} s")
+        self._console.print(f"{title}: {time.monotonic() - start:.0f} s", highlight=False)
 
 
 def _warn(console: Console, manifest: Manifest) -> None:

@@ -85,7 +85,13 @@ def network(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _listed(entries: Mapping[str, object]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in entries.items()) or "none"
+    lines = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            lines += [f"{name} of {key}: {each}" for key, each in value.items()]
+        else:
+            lines.append(f"{name}: {value}")
+    return "\n".join(lines) or "none"
 
 
 def described(directory: Path, manifest: Manifest, graphs: Graphs) -> list[tuple[str, str]]:
@@ -128,7 +134,10 @@ def _invariance(found: Invariance | None) -> str:
     if not found.holds:
         return "broken: a row's logits depend on its company"
     rows = ", ".join(str(n) for n in found.rows if n >= found.min_rows)
-    return f"bit-identical for {rows} rows, and for chunks of at least {found.min_chunk} tokens"
+    return (
+        f"bit-identical for {rows} rows, and for chunks of at least {found.min_chunk} tokens that "
+        f"aren't 1 more than a multiple of {found.tile}"
+    )
 
 
 def _operators(path: Path) -> str:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from export.contract import TILE
 from export.held_out import Passage
-from export.manifest import Invariance
+from export.manifest import TILE, Invariance
 from export.oracle import Array
 from export.runner import Runner
 
@@ -38,6 +37,7 @@ def measure_invariance(runner: Runner, passages: Sequence[Passage]) -> Invarianc
         holds=min_rows <= MIN_CHUNK and chunks_agree,
         min_rows=min_rows,
         min_chunk=MIN_CHUNK,
+        tile=TILE,
         rows=ROWS,
     )
 

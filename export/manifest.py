@@ -24,6 +24,10 @@ Precision = Literal["fp32", "int4", "int8", "fp16"]
 Device = Literal["cpu", "cuda"]
 CacheType = Literal["float32", "float16"]
 
+# Kernels cut tokens into tiles: MatMulNBits of 128, attention of twice the head size. All are
+# multiples of this, so a number that isn't 1 more than a multiple leaves no token alone in one.
+TILE = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -53,14 +57,14 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Invariance:
-    """When a row's logits don't depend on its company, to the last bit; measured at export.
+    """When a row's logits don't depend on its company, to the last bit; measured at export."""
 
-    Besides, no token may be alone in a kernel's tile: see export/contract.py.
-    """
-
-    holds: bool  # under these conditions
+    holds: bool  # under the conditions below
     min_rows: int  # every step needs so many rows, and gathers so many logits
     min_chunk: int  # every prefill chunk needs so many tokens
+    tile: int = (
+        TILE  # and no chunk has 1 more than a multiple of this; nor rows, where min_rows is 2
+    )
     rows: tuple[int, ...]  # the numbers of rows that were compared
 
 

@@ -42,12 +42,20 @@ def _convert(kind: Any, value: object, where: str) -> Any:
 def _record(kind: Any, value: object, where: str) -> Any:
     entries = _checked(dict, value, where)
     hints = get_type_hints(kind)
-    unknown, missing = sorted(set(entries) - set(hints)), sorted(set(hints) - set(entries))
+    needed = {field.name for field in dataclasses.fields(kind) if not has_default(field)}
+    unknown, missing = sorted(set(entries) - set(hints)), sorted(needed - set(entries))
     if unknown:
         raise RecordError(f"{_at(where, unknown[0])} is unknown")
     if missing:
         raise RecordError(f"{_at(where, missing[0])} is missing")
-    return kind(**{name: _convert(hints[name], entries[name], _at(where, name)) for name in hints})
+    return kind(
+        **{name: _convert(hints[name], entries[name], _at(where, name)) for name in entries}
+    )
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Such an entry may be missing: it came after the first bundles were made."""
+    return field.default is not dataclasses.MISSING
 
 
 def _one_of(kinds: tuple[Any, ...], value: object, where: str) -> Any:

@@ -9,6 +9,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from export.manifest import FORMAT_VERSION, Manifest
+from export.records import has_default
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -35,7 +36,9 @@ def _schema(kind: Any) -> dict[str, Any]:
         return {
             "type": "object",
             "properties": properties,
-            "required": list(properties),
+            "required": [
+                field.name for field in dataclasses.fields(kind) if not has_default(field)
+            ],
             "additionalProperties": False,
         }
     if origin in (Union, types.UnionType):

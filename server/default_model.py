@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from export.manifest import MANIFEST_FILE
+import onnxruntime
+
+from export.errors import BundleError
+from export.manifest import MANIFEST_FILE, read_manifest
 from server.errors import StartError
 
 NAME = "smollm2-135m"
@@ -22,16 +25,32 @@ def cache_directory() -> Path:
 
 
 def default_bundle() -> Path:
-    """The bundle's directory; it is made first if it isn't there. Shows progress."""
+    """The bundle's directory; it is made first if it isn't there or is outdated. Shows progress."""
     bundle = cache_directory() / "bundles" / NAME
     if (bundle / MANIFEST_FILE).exists():
-        return bundle
+        problem = _problem(bundle)
+        if problem is None:
+            return bundle
+        print(f"{problem}\nSo the default model is made anew.", flush=True)
     print(f"The first start makes the default model, {NAME}. It takes a few minutes.", flush=True)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = cache_directory() / "checkpoints" / NAME
     _run("[1/2] fetching and importing", "import", NAME)
     _run("[2/2] exporting", "export", str(checkpoint), "--out", str(bundle))
     return bundle
+
+
+def _problem(bundle: Path) -> str | None:
+    """Why another version of Quill must have made this bundle."""
+    try:
+        version = read_manifest(bundle).onnxruntime
+    except BundleError as error:
+        return str(error)
+    if version != onnxruntime.__version__:
+        return (
+            f"{bundle} was verified with ONNX Runtime {version}; this is {onnxruntime.__version__}."
+        )
+    return None
 
 
 def _run(title: str, *arguments: str) -> None:

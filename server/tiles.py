@@ -6,13 +6,14 @@ Kernels cut the tokens of a step into tiles: flash attention into tiles of twice
 MatMulNBits into tiles of 128. A tile of a single token takes another kernel, which rounds
 differently. Measured with SmolLM2: a prompt of 300 tokens cut at 129 moved its logits by 3e-5 in
 fp32 and by 0.5 in int4; cut at 128 or 130, by nothing. Read at once, a prompt of 257 differs from
-itself cut in two. Tiles are multiples of 16, so a number that isn't 1 more than a multiple of 16
+itself cut in two. Tiles are multiples of TILE, so a number that isn't 1 more than a multiple of it
 leaves no token alone.
 """
 
 import itertools
 
-TILE = 16
+from export.manifest import TILE
+
 MIN_CHUNK = 2
 
 

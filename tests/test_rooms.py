@@ -10,7 +10,7 @@ ROOMS = ("model", "export", "server", "protos", "loadtest")
 MAY_IMPORT = {
     "model": set(),
     "export": {"model"},
-    "server": {"protos", "export.manifest", "export.contract"},
+    "server": {"protos", "export.manifest", "export.contract", "export.errors"},
     "protos": set(),
     "loadtest": {"protos"},
 }

@@ -44,6 +44,12 @@ def test_int4_is_bit_identical_from_two_rows_on(exported: Exported) -> None:
     assert found.min_chunk == 2
 
 
+def test_the_manifest_records_the_tile_that_chunks_must_fit(exported: Exported) -> None:
+    found = exported.manifest.graphs_in("fp32").invariance
+    assert found is not None
+    assert found.tile == 16
+
+
 def test_half_precision_is_not_measured_on_a_cpu(exported: Exported) -> None:
     assert exported.manifest.graphs_in("fp16").invariance is None
 

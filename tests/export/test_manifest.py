@@ -60,7 +60,7 @@ GRAPHS = Graphs(
         num_tokens=4080,
         step_ms=7.25,
     ),
-    invariance=Invariance(holds=True, min_rows=1, min_chunk=2, rows=(1, 2)),
+    invariance=Invariance(holds=True, min_rows=1, min_chunk=2, tile=16, rows=(1, 2)),
 )
 
 
@@ -113,6 +113,12 @@ def test_a_manifest_fits_its_json_schema(bundle: Path) -> None:
     schema = manifest_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads((bundle / MANIFEST_FILE).read_text("utf-8")), schema)
+
+
+def test_a_bundle_made_before_tiles_were_recorded_is_read(bundle: Path) -> None:
+    change(bundle, lambda m: m["graphs"][0]["invariance"].pop("tile"))
+    jsonschema.validate(json.loads((bundle / MANIFEST_FILE).read_text("utf-8")), manifest_schema())
+    assert read_manifest(bundle).graphs_in("fp32").invariance == GRAPHS.invariance
 
 
 @pytest.mark.parametrize("precision", ["fp32"])

@@ -1,6 +1,7 @@
 """The bundle that is served when none is named."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from server.default_model import default_bundle
 from server.errors import StartError
+from tests.export.test_manifest import make_bundle
 
 
 class Commands:
@@ -32,13 +34,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bundle_in_the_cache_is_used_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = cache / "bundles" / "smollm2-135m"
-    bundle.mkdir(parents=True)
-    (bundle / "manifest.json").touch()
+    bundle = cached_bundle(cache)
     commands = Commands(0)
     monkeypatch.setattr(subprocess, "run", commands.run)
     assert default_bundle() == bundle
     assert not commands.ran
+
+
+@pytest.mark.parametrize("outdated", ['"format_version": 0', '"onnxruntime": "1.0"'])
+def test_bundle_of_another_version_is_made_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, outdated: str
+) -> None:
+    path = cached_bundle(cache) / "manifest.json"
+    entry = outdated.partition(":")[0]
+    text = re.sub(f"{entry}: [^,]+", outdated, path.read_text("utf-8"))
+    path.write_text(text, "utf-8")
+    commands = Commands(0)
+    monkeypatch.setattr(subprocess, "run", commands.run)
+    default_bundle()
+    assert [command[3] for command in commands.ran] == ["import", "export"]
+
+
+def cached_bundle(cache: Path) -> Path:
+    bundle = cache / "bundles" / "smollm2-135m"
+    bundle.parent.mkdir()
+    make_bundle(bundle)
+    return bundle
 
 
 def test_first_start_imports_and_exports_in_processes_of_their_own(

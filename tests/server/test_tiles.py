@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from export.manifest import TILE
 from server.session import OrtSession
-from server.tiles import TILE, chunk_length, padded
+from server.tiles import chunk_length, padded
 from tests.server.tiny_bundle import TinyBundle
 
 
