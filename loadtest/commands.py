@@ -7,9 +7,23 @@ Each subcommand names the function that does the work as `module:function`.
 import argparse
 from typing import TYPE_CHECKING
 
+from loadtest.options import add_loadtest
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
+    _add_loadtest(subparsers)
+
+
+def _add_loadtest(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "loadtest",
+        help="put a server under load, and report",
+        description="Puts a server under load with Locust, and writes a report. With no --address "
+        "it starts a server, and stops it afterwards.",
+    )
+    add_loadtest(parser)
+    parser.set_defaults(run="loadtest.running:run", extra="loadtest")

@@ -1,0 +1,112 @@
+"""One request of the crowd, and how its client behaves.
+
+Knows: the wire, what a model can take. Does not know: which request comes when, clocks, Locust.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from protos import generation_pb2 as pb
+
+# Plain words: any tokenizer can read them.
+WORDS = (
+    *("river", "stone", "window", "garden", "letter", "winter", "bridge", "music", "paper"),
+    *("silver", "morning", "market", "island", "captain", "forest", "mirror", "story", "candle"),
+    *("doctor", "engine", "summer", "kitchen", "shadow", "valley", "teacher", "ocean", "ladder"),
+    *("village", "thunder", "pocket", "basket", "travel", "number", "colour", "question"),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a scenario must know of the model, from GetModel."""
+
+    vocab_size: int
+    context: int
+    has_tokenizer: bool
+    has_template: bool
+
+    @classmethod
+    def of(cls, model: pb.Model) -> "Facts":
+        template = bool(model.chat_template) and model.has_tokenizer
+        return cls(model.vocab_size, model.context, model.has_tokenizer, template)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and its client: who cancels, dawdles, hurries or reconnects says so here."""
+
+    request: pb.GenerateRequest
+    timeout_s: float = 300.0
+    cancel_after: int | None = None  # tokens
+    pause_s: float = 0.0  # after each chunk
+    reconnect: bool = False  # a channel of its own
+    expected: tuple[str, ...] = ("OK",)  # statuses that are no error
+    kind: str = ""  # the scenario that it is of, where several are mixed
+
+
+class Draw:
+    """Chance for one request: the same for the same seed and index, on every machine."""
+
+    def __init__(self, seed: int, index: int) -> None:
+        self.seed = seed
+        self.random = random.Random(f"{seed}/{index}")
+
+    def tokens(self, least: int, most: int, facts: Facts) -> int:
+        """A length, such that a quarter of the context is enough for it."""
+        top = max(2, min(most, facts.context // 4))
+        return self.random.randint(min(least, top), top)
+
+
+def words(chance: random.Random, number: int) -> str:
+    return " ".join(chance.choice(WORDS) for _ in range(number))
+
+
+def ids(chance: random.Random, number: int, facts: Facts) -> list[int]:
+    return [chance.randrange(facts.vocab_size) for _ in range(number)]
+
+
+def prompt(chance: random.Random, number: int, facts: Facts) -> pb.GenerateRequest:
+    """About so many tokens: as text if the model reads text, else as ids."""
+    if facts.has_tokenizer:
+        return pb.GenerateRequest(prompt=words(chance, max(1, number * 3 // 4)))
+    return pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=ids(chance, number, facts)))
+
+
+def chat(chance: random.Random, number: int, facts: Facts, system: str = "") -> pb.GenerateRequest:
+    """A message, after what the model was told beforehand; a plain prompt if it can't chat."""
+    if not facts.has_template:
+        return prompt(chance, number, facts)
+    said = [pb.Message(role="system", content=system)] if system else []
+    question = f"Tell me about the {words(chance, max(1, number // 2))}."
+    said.append(pb.Message(role="user", content=question))
+    return pb.GenerateRequest(messages=pb.Conversation(messages=said))
+
+
+def with_sampling(draw: Draw, request: pb.GenerateRequest, answer: int) -> pb.GenerateRequest:
+    """Draws as real clients do: some greedy, some warm; most don't name a seed."""
+    request.max_new_tokens = answer
+    request.temperature = draw.random.choice((0.0, 0.7, 1.0))
+    if draw.random.random() < 0.5:
+        request.top_p = draw.random.choice((0.9, 0.95))
+    if draw.random.random() < 0.3:
+        request.repetition_penalty = 1.1
+    if draw.random.random() < 0.4:
+        request.seed = draw.random.getrandbits(63)
+    return request
+
+
+def with_seed(draw: Draw, request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """For clients that leave early: the server names a seed only at an answer's end."""
+    request.seed = draw.random.getrandbits(63)
+    return request
+
+
+def shortened(ask: Ask, max_new_tokens: int | None) -> Ask:
+    """The same, with at most so many tokens to generate."""
+    if max_new_tokens is None or not 0 < max_new_tokens < ask.request.max_new_tokens:
+        return ask
+    request = pb.GenerateRequest()
+    request.CopyFrom(ask.request)
+    request.max_new_tokens = max_new_tokens
+    return replace(ask, request=request)

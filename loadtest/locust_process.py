@@ -1,0 +1,108 @@
+"""Runs Locust as processes of its own, and shows how it gets on.
+
+Knows: Locust's command line, what the locustfile prints. Does not know: what is made of records.
+Locust patches the standard library of the process that imports it: never this one.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.crowd import Plan
+from loadtest.errors import LoadtestError
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+PROGRESS = "PROGRESS "
+_FAILED_REQUESTS = 1  # Locust's exit code then: the report tells of them
+_STOP_S = 30.0
+
+Show = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load, the processes that make it, and the file that it leaves."""
+
+    plan: Plan
+    address: str
+    records: Path
+    log: Path
+    num_users: int = 1
+    num_workers: int = 0  # 0: Locust's one process makes the load itself
+
+
+def run_locust(load: Load, show: Show) -> None:
+    """Until the load is over and all requests have ended."""
+    with ExitStack() as stack:
+        log = stack.enter_context(load.log.open("ab"))
+        port = free_port() if load.num_workers else 0
+        main = _start(stack, _main_arguments(load, port), log.fileno())
+        workers = [
+            _start(stack, ["--worker", "--master-port", str(port)], log.fileno())
+            for _ in range(load.num_workers)
+        ]
+        _follow(main, show)
+        codes = [process.wait(_STOP_S) for process in (main, *workers)]
+    if any(code not in (0, _FAILED_REQUESTS) for code in codes):
+        raise LoadtestError(f"Locust ended with code {max(codes)}; {load.log} says why")
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _main_arguments(load: Load, port: int) -> list[str]:
+    plan = load.plan
+    ramp_s = plan.ramp_s if not plan.rate else 0.0
+    spawn_rate = load.num_users / ramp_s if ramp_s else min(100, load.num_users)
+    master = ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", str(port)]
+    master += ["--expect-workers", str(load.num_workers)]
+    return [
+        *(master if load.num_workers else []),
+        *("--headless", "--only-summary", "--host", load.address),
+        *("--users", str(load.num_users), "--spawn-rate", f"{spawn_rate:g}"),
+        *("--scenario", plan.scenario, "--seed", str(plan.seed), "--rate", str(plan.rate)),
+        *("--ramp", str(plan.ramp_s), "--requests", str(plan.max_requests)),
+        *("--duration", str(plan.duration_s), "--max-new-tokens", str(plan.max_new_tokens)),
+        *("--records", str(load.records), "--progress"),
+    ]
+
+
+def _start(stack: ExitStack, arguments: Sequence[str], log: int) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if "--worker" not in arguments else log,
+        stderr=log,
+        text=True,
+    )
+    stack.callback(_stop, process)
+    return process
+
+
+def _follow(process: "subprocess.Popen[str]", show: Show) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(PROGRESS):
+            show(json.loads(line.removeprefix(PROGRESS)))
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,168 @@
+"""The load test itself: `locust -f loadtest/locustfile.py`, or `quill loadtest`, which runs it.
+
+Knows: Locust's options and events, the crowd. Does not know: reports.
+Without --host it starts the default server, and stops it at the end. With --rate above 0 the loop
+is open: requests start when they are due, whether or not earlier ones have ended.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import gevent
+import grpc
+from gevent.pool import Group
+from locust import events, task
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import MasterRunner, WorkerRunner
+
+from loadtest.asking import Facts
+from loadtest.collecting import Collector
+from loadtest.crowd import Crowd, Plan
+from loadtest.own_server import own_server
+from loadtest.scenarios import SCENARIOS
+from loadtest.user import StreamUser, address_of
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
+
+_IDLE_S = 0.1
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scenario", choices=list(SCENARIOS), default="short-chat", help="what is asked")
+    add("--seed", type=int, default=0, help="the same seed asks the same requests")
+    add("--rate", type=float, default=0.0, help="requests a second, open loop; 0: closed")
+    add("--ramp", type=float, default=0.0, help="seconds until the rate is reached (open loop)")
+    add("--requests", type=int, default=0, help="end after so many; 0: no limit")
+    add("--duration", type=float, default=0.0, help="ask for so many seconds; 0: no limit")
+    add("--max-new-tokens", type=int, default=0, help="shorten all answers; 0: as they are")
+    add(
+        "--records", default="", help="write a CSV file with every request", include_in_web_ui=False
+    )
+    add("--progress", action="store_true", help="print progress as JSON", include_in_web_ui=False)
+
+
+class Shared:
+    """What this process's users need to find."""
+
+    collector: Collector
+    crowd: Crowd
+    servers = ExitStack()
+
+
+@events.init.add_listener
+def on_init(environment: Environment, **_: Any) -> None:
+    options = environment.parsed_options
+    assert options is not None
+    path = Path(options.records) if options.records else None
+    Shared.collector = Collector(environment, path)
+    if isinstance(environment.runner, WorkerRunner):
+        return
+    if not environment.host:
+        directory = Shared.servers.enter_context(tempfile.TemporaryDirectory())
+        server = Shared.servers.enter_context(own_server(Path(directory) / "server.log"))
+        environment.host = server.address
+        print(f"started the default server at {server.address}", flush=True)
+    gevent.spawn(Shared.collector.tell_progress)
+
+
+@events.test_start.add_listener
+def on_test_start(environment: Environment, **_: Any) -> None:
+    if isinstance(environment.runner, MasterRunner):
+        return
+    options, runner = environment.parsed_options, environment.runner
+    assert options is not None
+    assert runner is not None
+    part, num_parts = 0, 1
+    if isinstance(runner, WorkerRunner):
+        part, num_parts = runner.worker_index, options.expect_workers
+    plan = Plan(
+        scenario=options.scenario,
+        seed=options.seed,
+        max_requests=options.requests,
+        duration_s=options.duration,
+        rate=options.rate,
+        ramp_s=options.ramp,
+        max_new_tokens=options.max_new_tokens,
+    )
+    Shared.crowd = Crowd(plan, ask_facts(environment.host), part, num_parts)
+    Shared.collector.watch(Shared.crowd)
+
+
+@events.quitting.add_listener
+def on_quitting(**_: Any) -> None:
+    Shared.servers.close()
+
+
+@events.quit.add_listener
+def on_quit(**_: Any) -> None:
+    Shared.collector.close()
+
+
+def ask_facts(host: str | None) -> Facts:
+    with grpc.insecure_channel(address_of(host)) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        return Facts.of(stub.GetModel(pb.GetModelRequest(), timeout=60, wait_for_ready=True))
+
+
+class QuillUser(StreamUser):
+    """Closed loop: one request after the other. Open loop: the first user starts them all."""
+
+    def on_start(self) -> None:
+        self._crowd = Shared.crowd
+        self._calls = Group()
+        self._is_open = self._crowd.plan.rate > 0
+        self._starts: Iterator[float] | None = None
+        if self._is_open:
+            self._starts = self._crowd.take_arrivals()
+
+    @task
+    def next_request(self) -> None:
+        if self._is_open and self._starts is None:
+            self._rest()
+            return
+        intended_s = self._wait_for_start()
+        index = self._crowd.next_index(intended_s)
+        if index is None:
+            raise StopUser
+        self._crowd.num_running += 1
+        if self._is_open:
+            self._calls.spawn(self._run, index, intended_s)
+        else:
+            self._run(index, intended_s)
+
+    def _wait_for_start(self) -> float | None:
+        if self._starts is None:
+            return None
+        intended_s = next(self._starts)
+        gevent.sleep(max(0.0, intended_s - time.monotonic()))
+        return intended_s
+
+    def _run(self, index: int, intended_s: float | None) -> None:
+        crowd = self._crowd
+        try:
+            ask = crowd.ask(index)
+            record = self.generate(ask, ask.kind, index, intended_s, crowd.plan.rate)
+            Shared.collector.add(record)
+        finally:
+            crowd.num_running -= 1
+
+    def _rest(self) -> None:
+        if self._crowd.is_over():
+            raise StopUser
+        gevent.sleep(_IDLE_S)
+
+    def on_stop(self) -> None:
+        """An open loop's requests end by themselves, if it isn't Locust that ends them early."""
+        if not self._crowd.is_over():
+            self._calls.join(timeout=self.environment.stop_timeout)
+            self._calls.kill()
+        self._calls.join()
+        super().on_stop()

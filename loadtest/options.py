@@ -1,0 +1,138 @@
+"""The arguments of `quill loadtest`, and the settings that they make.
+
+Knows: argparse, which options go together. Imports nothing heavy: `--help` must answer at once.
+"""
+
+import argparse
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtest.durations import parse_duration_ms
+from loadtest.errors import OptionError
+
+DEFAULT_USERS = 8
+DEFAULT_RATE = 1.0
+DEFAULT_DURATION_S = 30.0
+
+
+def add_loadtest(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_server(parser)
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--users",
+        type=int,
+        metavar="N",
+        help=f"closed loop: each asks again when it has its answer (default {DEFAULT_USERS})",
+    )
+    load.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="open loop: requests a second, Poisson; latency counts from when one was due",
+    )
+    add("--shape", choices=("constant", "ramp", "search"), default="constant",
+        help="ramp: from nothing to --users or --rate; search: the highest rate that meets --slo, "
+        "each step as long as --duration, first --rate (default 1)")  # fmt: skip
+    add("--duration", metavar="TIME", help="500ms, 30s, 2m (default 30s, or --requests' end)")
+    add("--requests", type=int, default=0, metavar="N", help="end after so many")
+    add("--scenario", default="short-chat", metavar="NAME",
+        help="short-chat, long-prompt, long-answer, shared-prompt, mixed; cancels, slow-readers, "
+        "deadlines, bad-requests, reconnects, unfriendly (default short-chat)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same requests")
+    add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
+    add("--slo", metavar="LIMITS", help="ttft=500ms,gap=100ms (also tpot, total)")
+    add("--verify", action="store_true",
+        help="ask each request again, alone, and fail if an answer differs")  # fmt: skip
+    add("--recorded", type=Path, metavar="FILE",
+        help="no load: report on, or verify, an earlier run's requests.csv")  # fmt: skip
+    add("--workers", type=int, default=0, metavar="N",
+        help="spread the load over so many Locust processes (default: one)")  # fmt: skip
+    add("--out", type=Path, default=Path("runs/loadtest"), metavar="DIR",
+        help="where the report goes; replaces an older one (default runs/loadtest)")  # fmt: skip
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--address", metavar="HOST:PORT", help="default: a server of its own, started and stopped")
+    add("--bundle", type=Path, metavar="DIR", help="for its own server (default: smollm2-135m)")
+    add("--precision", metavar="P", help="for its own server: fp32, int4, … (default: the fastest)")
+    add("--serve", default="", metavar="OPTIONS",
+        help="more options for its own server, in quotes: '--max-slots 32'")  # fmt: skip
+    add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `quill loadtest` was told, checked."""
+
+    address: str | None
+    bundle: Path | None
+    serve_options: tuple[str, ...]
+    metrics_url: str | None
+    users: int  # 0: open loop
+    rate: float  # 0: closed loop
+    shape: str
+    duration_s: float  # 0: until max_requests
+    max_requests: int
+    scenario: str
+    seed: int
+    max_new_tokens: int
+    slo: str | None
+    verify: bool
+    recorded: Path | None
+    num_workers: int
+    out: Path
+
+    @property
+    def ramp_s(self) -> float:
+        return self.duration_s if self.shape == "ramp" else 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("users", "rate", "max_requests", "max_new_tokens", "num_workers"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"--{name.replace('_', '-')} is below 0; it counts something")
+        if self.address and (self.bundle or self.serve_options):
+            raise OptionError(
+                "--address names a server; --bundle, --precision and --serve start one"
+            )
+        if self.shape == "search" and (not self.slo or not self.rate):
+            raise OptionError(
+                "--shape search needs --slo, such as ttft=500ms,gap=100ms, and searches a --rate, "
+                "not a number of --users"
+            )
+        if self.shape != "constant" and not self.duration_s:
+            raise OptionError(f"--shape {self.shape} needs a --duration, such as 30s")
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    is_open = args.rate is not None or (args.shape == "search" and args.users is None)
+    precision = ("--precision", args.precision) if args.precision else ()
+    if args.rate == 0 or args.users == 0:
+        raise OptionError("--users and --rate must be above 0")
+    return Settings(
+        address=args.address,
+        bundle=args.bundle,
+        serve_options=(*precision, *shlex.split(args.serve)),
+        metrics_url=args.metrics,
+        users=0 if is_open else args.users or DEFAULT_USERS,
+        rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
+        shape=args.shape,
+        duration_s=_duration_s(args),
+        max_requests=args.requests,
+        scenario=args.scenario,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+        slo=args.slo,
+        verify=args.verify,
+        recorded=args.recorded,
+        num_workers=args.workers,
+        out=args.out,
+    )
+
+
+def _duration_s(args: argparse.Namespace) -> float:
+    if args.duration is None:
+        return 0.0 if args.requests and args.shape == "constant" else DEFAULT_DURATION_S
+    return parse_duration_ms(args.duration) / 1000

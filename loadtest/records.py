@@ -1,0 +1,120 @@
+"""What became of one request, and the file that keeps it.
+
+Knows: times, tokens, CSV. Does not know: who asked, or what is made of it.
+A record is whole: it has the request itself, so that a file is enough to ask everything again.
+"""
+
+import csv
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from loadtest.errors import RecordError
+
+# A prompt may be longer than csv's own limit of 128 KiB.
+csv.field_size_limit(sys.maxsize)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Times are milliseconds from the moment at which the request was meant to start."""
+
+    index: int
+    scenario: str
+    intended_at_s: float  # since 1970
+    status: str  # a gRPC status, or EMPTY: an OK without an answer
+    ok: bool  # the status is what this client must expect
+    offered_rate: float = 0.0  # of the open loop; 0: closed
+    late_ms: float = 0.0  # how much later than meant it was sent
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seed: int | None = None
+    message: str = ""  # of an error
+    token_ids: tuple[int, ...] = ()
+    arrivals_ms: tuple[float, ...] = field(default=())  # one for each token
+    request: str = ""  # GenerateRequest as JSON
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def gaps_ms(self) -> tuple[float, ...]:
+        """Between two tokens. Tokens that came together have none between them."""
+        pairs = zip(self.arrivals_ms, self.arrivals_ms[1:], strict=False)
+        return tuple(after - before for before, after in pairs)
+
+    @property
+    def per_token_ms(self) -> float | None:
+        """Time per output token, after the first."""
+        if self.num_tokens < 2:
+            return None
+        return (self.arrivals_ms[-1] - self.arrivals_ms[0]) / (self.num_tokens - 1)
+
+
+NAMES = tuple(each.name for each in fields(Record))
+
+
+def to_row(record: Record) -> dict[str, str]:
+    """All text: what CSV and Locust's messages carry."""
+    values = asdict(record)
+    values["token_ids"] = " ".join(map(str, record.token_ids))
+    values["arrivals_ms"] = " ".join(f"{time:.3f}" for time in record.arrivals_ms)
+    return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def from_row(row: dict[str, str]) -> Record:
+    values: dict[str, Any] = dict(row)
+    for name in ("index", "prompt_tokens", "cached_tokens"):
+        values[name] = int(row[name])
+    for name in ("intended_at_s", "offered_rate", "late_ms", "total_ms"):
+        values[name] = float(row[name])
+    values["ok"] = row["ok"] == "True"
+    values["first_token_ms"] = float(row["first_token_ms"]) if row["first_token_ms"] else None
+    values["seed"] = int(row["seed"]) if row["seed"] else None
+    values["token_ids"] = tuple(map(int, row["token_ids"].split()))
+    values["arrivals_ms"] = tuple(map(float, row["arrivals_ms"].split()))
+    return Record(**values)
+
+
+class RecordFile:
+    """Takes rows as they come. What is written is on disk at once: a run may be cut short."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, NAMES)
+        self._writer.writeheader()
+
+    def write(self, rows: Iterable[dict[str, str]]) -> None:
+        self._writer.writerows(rows)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    file = RecordFile(path)
+    file.write(map(to_row, records))
+    file.close()
+
+
+def read_records(path: Path) -> list[Record]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != NAMES:
+                raise RecordError(
+                    f"{path} isn't a file of records: its first line must be the names"
+                )
+            return [from_row(row) for row in reader]
+    except OSError as error:
+        raise RecordError(f"can't read {path}: {error.strerror}") from error
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise RecordError(f"{path} has a line that is no record: {error}") from error

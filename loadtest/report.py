@@ -1,0 +1,157 @@
+"""A directory that tells of a run: one page that needs nothing else, pictures, raw records.
+
+Knows: HTML, which pictures there are. Does not know: how the load was made.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+
+from loadtest import plots
+from loadtest.metrics import Look, write_looks
+from loadtest.plots import Plot
+from loadtest.records import Record, write_records
+from loadtest.slo import Slo, Tried, best
+from loadtest.summary import Summary, measures, summarise, table
+
+PAGE = "report.html"
+RECORDS = "requests.csv"
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { border-bottom: 1px solid #ccc; padding: .25rem .75rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+.facts td { text-align: left; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that is known of a run."""
+
+    records: Sequence[Record]
+    facts: Mapping[str, str]  # machine, commit, command, model, …
+    looks: Sequence[Look] = ()
+    slo: Slo | None = None
+    tried: Sequence[Tried] = ()
+    verified: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def write_report(directory: Path, run: Run) -> Summary:
+    """The page, the pictures, requests.csv, server.csv and summary.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_records(directory / RECORDS, run.records)
+    summary = summarise(run.records, run.slo)
+    numbers = asdict(summary) | {"facts": dict(run.facts), "verified": run.verified}
+    (directory / "summary.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
+    drawn = draw_plots(directory, run)
+    (directory / PAGE).write_text(render(directory, run, summary, drawn), encoding="utf-8")
+    return summary
+
+
+def draw_plots(directory: Path, run: Run) -> list[Plot]:
+    """Those for which there is something to draw. What there isn't, is said in the notes."""
+    drawn = []
+    values = measures(run.records)
+    if values["time to first token"]:
+        plots.latency_over_time(run.records, directory / "latency.png")
+        drawn.append(Plot("latency.png", "Latency over time", "Percentiles of each window."))
+    for file, name in (
+        ("first_token.png", "time to first token"),
+        ("gaps.png", "gap between tokens"),
+    ):
+        if values[name]:
+            plots.histogram(name)(values[name], directory / file)
+            drawn.append(
+                Plot(file, name.capitalize(), "All of the run; note the logarithmic axis.")
+            )
+    if values["time to first token"]:
+        plots.concurrency(run.records, directory / "concurrency.png")
+        note = "Each point is one window of the run. A ramp (--shape ramp) shows the whole curve."
+        drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
+    if run.looks:
+        write_looks(directory / "server.csv", run.looks)
+        plots.server_load(run.looks, directory / "server.png")
+        drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
+    else:
+        run.notes.append(
+            "Queue depth and running rows are left out: the server's metrics couldn't be read "
+            "(--metrics URL says where they are)."
+        )
+    if run.tried:
+        plots.search(run.tried, directory / "search.png")
+        drawn.append(Plot("search.png", "Search", "Each point is one rate, held for a while."))
+    return drawn
+
+
+def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -> str:
+    parts = ["<h1>Load test</h1>", _facts(run.facts)]
+    parts += [f"<p>{escape(text)}</p>" for text in sentences(run, summary)]
+    parts.append(_table(table(summary)))
+    for plot in drawn:
+        image = base64.b64encode((directory / plot.file).read_bytes()).decode("ascii")
+        alt = escape(plot.title)
+        parts.append(f"<h2>{alt}</h2><p>{escape(plot.note)}</p>")
+        parts.append(f'<img alt="{alt}" src="data:image/png;base64,{image}">')
+    parts += [f"<p>{escape(note)}</p>" for note in run.notes]
+    parts.append(f"<p>Every request is in {RECORDS}, beside this page.</p>")
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    title = f"<title>Load test</title><style>{_STYLE}</style>"
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}{title}</head>\n<body>{body}</body></html>\n'
+    )
+
+
+def sentences(run: Run, summary: Summary) -> list[str]:
+    """What a reader wants to know first."""
+    told = [
+        f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
+        f"{summary.requests_per_s:.2f} requests/s, {summary.num_tokens:,} tokens, "
+        f"{summary.tokens_per_s:.1f} tokens/s.",
+        f"Ended with: {_counts(summary.statuses)}. Finish reasons: "
+        f"{_counts(summary.finish_reasons)}. Errors: {_counts(summary.errors)}.",
+        f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache.",
+    ]
+    if run.slo and summary.slo_share is not None and summary.goodput is not None:
+        told.append(
+            f"Service level {run.slo}: {summary.slo_share:.1%} of all requests were served well, "
+            f"goodput {summary.goodput:.2f} requests/s."
+        )
+    if run.tried:
+        told.append(search_result(run.tried))
+    if run.verified:
+        told.append(f"{run.verified.capitalize()}.")
+    return told
+
+
+def search_result(tried: Sequence[Tried]) -> str:
+    found = best(tried)
+    if found is None:
+        lowest = min(step.rate for step in tried)
+        return f"No rate was carried, down to {lowest:g} requests/s."
+    return (
+        f"The highest rate that was carried: {found.rate:g} requests/s offered, "
+        f"{found.share:.1%} served well, goodput {found.goodput:.2f} requests/s."
+    )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in facts.items())
+    return f'<table class="facts">{rows}</table>'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]
+    return f"<table><tr>{cells}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

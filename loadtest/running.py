@@ -1,0 +1,202 @@
+"""`quill loadtest`: a load from its start to its report.
+
+Knows: the order of things. Does not know: how each is done.
+"""
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import grpc
+
+from loadtest.crowd import Plan
+from loadtest.errors import LoadtestError, NoServerError
+from loadtest.locust_process import Load, run_locust
+from loadtest.machine import machine_facts
+from loadtest.metrics import Look, Watcher, guess_url
+from loadtest.options import Settings, read_settings
+from loadtest.own_server import own_server, wait_until_healthy
+from loadtest.progress import Line, describe
+from loadtest.records import Record, read_records
+from loadtest.report import PAGE, Run, search_result, write_report
+from loadtest.scenarios import check_scenario
+from loadtest.slo import Slo, Tried, next_rate
+from loadtest.summary import lines
+from loadtest.verify import Verdict, verify
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
+
+
+class Target(NamedTuple):
+    address: str
+    metrics_url: str | None
+    model: pb.Model
+
+
+class Loaded(NamedTuple):
+    """What a load leaves."""
+
+    records: list[Record]
+    looks: list[Look]
+    tried: list[Tried]
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = read_settings(args)
+    slo = Slo.parse(settings.slo) if settings.slo else None
+    check_scenario(settings.scenario)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    if settings.recorded:
+        _run_recorded(settings, slo)
+        return
+    if importlib.util.find_spec("locust") is None:  # looked for, not imported
+        raise ModuleNotFoundError("locust", name="locust")
+    with _target(settings) as target:
+        print(_describe_model(target), flush=True)
+        loaded = _search(settings, target, slo) if slo and settings.shape == "search" else None
+        loaded = loaded or _load(settings, target)
+        verdict = _verify(target, loaded.records) if settings.verify else None
+    facts = machine_facts() | _model_facts(target.model) | {"load": _describe_load(settings)}
+    _finish(settings, slo, loaded, facts, verdict)
+
+
+def _run_recorded(settings: Settings, slo: Slo | None) -> None:
+    assert settings.recorded
+    records = read_records(settings.recorded)
+    verdict, facts = None, machine_facts() | {"recorded": str(settings.recorded)}
+    if settings.verify:
+        with _target(settings) as target:
+            facts |= _model_facts(target.model)
+            verdict = _verify(target, records)
+    _finish(settings, slo, Loaded(records, [], []), facts, verdict)
+
+
+def _finish(
+    settings: Settings,
+    slo: Slo | None,
+    loaded: Loaded,
+    facts: dict[str, str],
+    verdict: Verdict | None,
+) -> None:
+    if not loaded.records:
+        raise LoadtestError(
+            f"no request ended, so there is nothing to report; {settings.out} has the logs"
+        )
+    facts["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    verified = str(verdict) if verdict else ""
+    run_ = Run(loaded.records, facts, loaded.looks, slo, loaded.tried, verified)
+    summary = write_report(settings.out, run_)
+    for line in lines(summary):
+        print(line)
+    if loaded.tried:
+        print(search_result(loaded.tried))
+    print(f"report: {settings.out / PAGE}", flush=True)
+    if verdict:
+        print(verdict, flush=True)
+        verdict.check()
+
+
+@contextmanager
+def _target(settings: Settings) -> Iterator[Target]:
+    if settings.address:
+        wait_until_healthy(settings.address)
+        url = settings.metrics_url or guess_url(settings.address)
+        yield Target(settings.address, url, _get_model(settings.address))
+        return
+    log = settings.out / "server.log"
+    with own_server(log, settings.bundle, *settings.serve_options) as server:
+        yield Target(server.address, server.metrics_url, _get_model(server.address))
+
+
+def _get_model(address: str) -> pb.Model:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            return pb_grpc.TextGenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=60)
+        except grpc.RpcError as error:
+            raise NoServerError(
+                f"the server at {address} doesn't speak quill.v1: {error.code().name}"
+            ) from error
+
+
+def _load(settings: Settings, target: Target) -> Loaded:
+    records = settings.out / "requests.csv"
+    log = settings.out / "locust.log"
+    log.unlink(missing_ok=True)
+    load = Load(
+        plan=_plan(settings),
+        address=target.address,
+        records=records,
+        log=log,
+        num_users=settings.users or max(1, settings.num_workers),
+        num_workers=settings.num_workers,
+    )
+    line = Line()
+    with Watcher(target.metrics_url) as watcher:
+        run_locust(load, lambda told: line.show(describe(told)))
+    line.end()
+    return Loaded(read_records(records), watcher.looks, [])
+
+
+def _search(settings: Settings, target: Target, slo: Slo) -> Loaded:
+    """Each step has requests of its own: the prefix cache must not know them from the last."""
+    everything = Loaded([], [], [])
+    while (rate := next_rate(everything.tried, settings.rate)) is not None:
+        number = len(everything.tried)
+        step = replace(settings, rate=rate, shape="constant", seed=settings.seed + number)
+        loaded = _load(step, target)
+        well = sum(map(slo.is_met, loaded.records))
+        tried = Tried(rate, slo.share(loaded.records), well / settings.duration_s)
+        verb = "is" if tried.is_carried else "isn't"
+        print(f"{rate:g} requests/s {verb} carried: {tried.share:.1%} served well", flush=True)
+        everything.records.extend(loaded.records)
+        everything.looks.extend(loaded.looks)
+        everything.tried.append(tried)
+    return everything
+
+
+def _plan(settings: Settings) -> Plan:
+    return Plan(
+        scenario=settings.scenario,
+        seed=settings.seed,
+        max_requests=settings.max_requests,
+        duration_s=settings.duration_s,
+        rate=settings.rate,
+        ramp_s=settings.ramp_s,
+        max_new_tokens=settings.max_new_tokens,
+    )
+
+
+def _verify(target: Target, records: list[Record]) -> Verdict:
+    line = Line()
+
+    def show(number: int, verdict: Verdict) -> None:
+        line.show(f"verifying: {number:,} of {len(records):,}, {len(verdict.differences):,} differ")
+
+    verdict = verify(target.address, records, show)
+    line.end()
+    return verdict
+
+
+def _describe_model(target: Target) -> str:
+    model = target.model
+    return f"{model.name}, {model.precision} on {model.device}, at {target.address}"
+
+
+def _describe_load(settings: Settings) -> str:
+    crowd = f"{settings.users} users" if settings.users else f"{settings.rate:g} requests/s"
+    kind = "closed loop" if settings.users else "open loop, Poisson arrivals"
+    return f"{settings.scenario}, seed {settings.seed}, {crowd} ({kind}), {settings.shape}"
+
+
+def _model_facts(model: pb.Model) -> dict[str, str]:
+    exact = "same seed, same tokens" if model.deterministic else "not exact"
+    return {
+        "model": f"{model.name}, {model.num_parameters:,} parameters",
+        "precision": f"{model.precision} on {model.device}, {exact}",
+        "server": f"Quill {model.server_version}, ONNX Runtime {model.runtime_version}, "
+        f"{model.max_rows} rows, context {model.context:,}, queue {model.max_waiting}",
+    }

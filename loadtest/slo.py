@@ -1,0 +1,87 @@
+"""A service level: what counts as served well, and the search for the rate that can be.
+
+Knows: records, limits. Does not know: how requests are made.
+A request is served well if it ended as it should, its first token came in time, and so did every
+further token. A rate is carried if at least `SHARE` of its requests are served well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from loadtest.durations import parse_duration_ms
+from loadtest.errors import OptionError
+from loadtest.records import Record
+
+SHARE = 0.95
+_FINE_ENOUGH = 1.1  # the search ends when the lowest failing rate is this near to the highest good
+_MAX_RATE = 10_000.0
+
+# The slowest of each kind; None if the request had nothing of it.
+_MEASURES: Mapping[str, Callable[[Record], float | None]] = {
+    "ttft": lambda record: record.first_token_ms,
+    "gap": lambda record: max(record.gaps_ms, default=None),
+    "tpot": lambda record: record.per_token_ms,
+    "total": lambda record: record.total_ms,
+}
+
+
+@dataclass(frozen=True)
+class Slo:
+    limits_ms: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """'ttft=500ms,gap=100ms'."""
+        limits = {}
+        for part in text.split(","):
+            name, _, limit = part.strip().partition("=")
+            if name not in _MEASURES:
+                names = ", ".join(_MEASURES)
+                raise OptionError(f"{part!r} isn't part of a service level; there are {names}")
+            limits[name] = parse_duration_ms(limit)
+        return cls(limits)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in self.limits_ms.items())
+
+    def is_met(self, record: Record) -> bool:
+        if not record.ok:
+            return False
+        measured = ((_MEASURES[name](record), limit) for name, limit in self.limits_ms.items())
+        return all(value is None or value <= limit for value, limit in measured)
+
+    def share(self, records: Sequence[Record]) -> float:
+        """Of requests served well."""
+        return sum(map(self.is_met, records)) / len(records) if records else 0.0
+
+
+class Tried(NamedTuple):
+    """One step of the search."""
+
+    rate: float
+    share: float
+    goodput: float  # requests served well, a second
+
+    @property
+    def is_carried(self) -> bool:
+        return self.share >= SHARE
+
+
+def next_rate(tried: Sequence[Tried], first: float) -> float | None:
+    """Doubles (or halves) until the answer lies between two rates, then halves the distance."""
+    if not tried:
+        return first
+    good = max((step.rate for step in tried if step.is_carried), default=0.0)
+    bad = min((step.rate for step in tried if not step.is_carried), default=_MAX_RATE * 2)
+    if bad > _MAX_RATE:
+        return good * 2 if good < _MAX_RATE else None
+    if good == 0:
+        return bad / 2 if bad > first / 64 else None
+    # Chance may carry a rate above one that failed: then there is nothing between them.
+    return None if bad <= good * _FINE_ENOUGH else (good + bad) / 2
+
+
+def best(tried: Sequence[Tried]) -> Tried | None:
+    """The highest rate that was carried."""
+    return max((step for step in tried if step.is_carried), default=None)

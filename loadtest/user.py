@@ -1,0 +1,105 @@
+"""A Locust user that understands token streams over gRPC.
+
+Knows: Locust, gevent, how statistics are named. Does not know: which requests are asked, or when.
+Importing this patches the standard library: only a Locust process does it.
+
+    class Mine(StreamUser):
+        @task
+        def ask(self) -> None:
+            self.generate(Ask(pb.GenerateRequest(prompt="Once", max_new_tokens=20)), "my name")
+
+Locust then shows, under "my name": stream (the whole answer), first token, token gap, per token,
+and two counts under a time's heading: tokens, and one line for each finish reason. Failed requests
+are listed by gRPC status.
+"""
+
+import time
+from typing import Any
+
+import grpc
+import grpc.experimental.gevent as grpc_gevent
+from locust import User
+
+from loadtest.asking import Ask
+from loadtest.calling import Measured, call
+from loadtest.records import Record
+from protos import generation_pb2_grpc as pb_grpc
+
+grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
+
+# A connection for each user, as from machines of their own.
+_CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+
+
+class StatusError(Exception):
+    """Locust groups failures by what this prints: a gRPC status."""
+
+
+class StreamUser(User):
+    """Asks over a channel of its own. `host` is the server's address, without a scheme."""
+
+    abstract = True
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self._channel = self._connect()
+        self._stub = pb_grpc.TextGenerationStub(self._channel)
+
+    def generate(
+        self,
+        ask: Ask,
+        name: str,
+        index: int = 0,
+        intended_s: float | None = None,
+        offered_rate: float = 0.0,
+    ) -> Record:
+        """One request to its end. `intended_s`: its start on the monotonic clock, if not now."""
+        now_s = time.monotonic()
+        intended_s = now_s if intended_s is None else intended_s
+        intended_at_s = time.time() - (now_s - intended_s)
+        measured = self._call(ask, intended_s)
+        record = measured.record(ask, index, name, intended_at_s, offered_rate)
+        self._tell(record)
+        return record
+
+    def on_stop(self) -> None:
+        self._channel.close()
+
+    def _call(self, ask: Ask, intended_s: float) -> Measured:
+        if not ask.reconnect:
+            return call(self._stub, ask, intended_s)
+        with self._connect() as channel:
+            return call(pb_grpc.TextGenerationStub(channel), ask, intended_s)
+
+    def _connect(self) -> grpc.Channel:
+        return grpc.insecure_channel(address_of(self.host), options=_CHANNEL_OPTIONS)
+
+    def _tell(self, record: Record) -> None:
+        error = None if record.ok else StatusError(record.status)
+        self._fire("stream", record, record.total_ms, error)
+        if record.first_token_ms is not None:
+            self._fire("first token", record, record.first_token_ms)
+            self._fire("tokens", record, record.num_tokens)
+        for gap_ms in record.gaps_ms:
+            self._fire("token gap", record, gap_ms)
+        if record.per_token_ms is not None:
+            self._fire("per token", record, record.per_token_ms)
+        if record.finish_reason:
+            self._fire(f"finish {record.finish_reason}", record, record.total_ms)
+
+    def _fire(
+        self, kind: str, record: Record, value: float, error: Exception | None = None
+    ) -> None:
+        self.environment.events.request.fire(
+            request_type=kind,
+            name=record.scenario,
+            response_time=value,
+            response_length=record.num_tokens,
+            exception=error,
+            context={},
+        )
+
+
+def address_of(host: str | None) -> str:
+    """Locust's page likes to put a scheme before a host."""
+    return (host or "").removeprefix("http://").removeprefix("grpc://").rstrip("/")

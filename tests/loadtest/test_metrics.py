@@ -1,0 +1,44 @@
+"""The server's own numbers."""
+
+import threading
+
+from loadtest.metrics import Look, Watcher, guess_url, read_look
+from loadtest.own_server import OwnServer
+from tests.loadtest.test_own_server import free_port
+
+PAGE = """# HELP quill_queue_depth Requests that wait
+# TYPE quill_queue_depth gauge
+quill_queue_depth 3.0
+quill_running_rows 8.0
+quill_slots 16.0
+"""
+
+
+def test_queue_depth_and_running_rows_are_read() -> None:
+    assert read_look(PAGE, 5.0) == Look(5.0, 3.0, 8.0)
+
+
+def test_somebody_elses_page_is_not_read() -> None:
+    assert read_look("go_threads 7\n", 5.0) is None
+
+
+def test_watcher_looks_while_it_may(server: OwnServer) -> None:
+    with Watcher(server.metrics_url) as watcher:
+        seen = threading.Event()
+        while not watcher.looks:
+            assert not seen.wait(0.01)
+    assert watcher.looks[0].queue_depth == 0
+
+
+def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
+    with Watcher(f"http://127.0.0.1:{free_port()}/metrics") as watcher:
+        pass
+    assert watcher.looks == []
+    with Watcher(None) as watcher:
+        pass
+    assert watcher.looks == []
+
+
+def test_metrics_are_guessed_at_the_next_port() -> None:
+    assert guess_url("127.0.0.1:50051") == "http://127.0.0.1:50052/metrics"
+    assert guess_url("somewhere") == ""
