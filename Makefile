@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help serve test check format protos clean
+.PHONY: help serve test check format protos peers clean
 
 help:
 	@echo "make serve   start the server on the default model"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make protos  make the Python code of protos/generation.proto"
+	@echo "make peers   install the programs that quill bench peers compares with (minutes)"
 
 $(VENV)/base: constraints.txt pyproject.toml
 	@echo "[1/3] making the virtual environment in $(VENV)"
@@ -49,5 +50,23 @@ format: $(VENV)/dev
 protos: $(VENV)/dev
 	$(BIN)/python -m protos.generate
 
+# onnxruntime-genai brings a second onnxruntime, so they have an environment of their own.
+# llama.cpp is compiled for this very machine: a peer should be at its best.
+PEERS := .venv-peers
+PEERS_PIP := PIP_CONSTRAINT=constraints-peers.txt $(PEERS)/bin/python -m pip --disable-pip-version-check
+
+$(PEERS)/installed: constraints-peers.txt
+	@echo "[1/3] making the peers' virtual environment in $(PEERS)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@echo "[2/3] installing PyTorch and the peers"
+	$(PEERS_PIP) install --progress-bar on torch==2.13.0
+	$(PEERS_PIP) install --progress-bar on accelerate ctranslate2 gguf numpy onnx onnx-ir \
+		onnxruntime-genai transformers
+	@echo "[3/3] compiling llama.cpp (minutes)"
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_PIP) install --progress-bar on 'llama-cpp-python[server]'
+	@touch $@
+
+peers: $(PEERS)/installed
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

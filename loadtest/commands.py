@@ -7,6 +7,7 @@ Each subcommand names the function that does the work as `module:function`.
 import argparse
 from typing import TYPE_CHECKING
 
+from loadtest.bench_commands import add_bench
 from loadtest.options import add_loadtest
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
     _add_loadtest(subparsers)
+    add_bench(subparsers)
 
 
 def _add_loadtest(subparsers: "Subparsers") -> None:

@@ -26,3 +26,7 @@ class RecordError(LoadtestError):
 
 class DifferentAnswerError(LoadtestError):
     """A request, asked again alone, was answered otherwise."""
+
+
+class ContenderError(LoadtestError):
+    """A contender of a benchmark that doesn't start, or doesn't do its task."""

@@ -10,7 +10,7 @@ import pytest
 import quill
 
 COMMANDS = ["train", "eval", "import", "attend", "train-speed", "serve", "generate", "chat"]
-COMMANDS += ["loadtest"]
+COMMANDS += ["loadtest", "bench"]
 
 # A process in which importing torch raises, as on a serving machine.
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import quill; sys.exit(quill.main())"
