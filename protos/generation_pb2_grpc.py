@@ -74,8 +74,9 @@ class TextGenerationServicer:
     def Generate(self, request, context):
         """Continues a text, a list of tokens or a conversation, and answers once, at the end.
         For a translation model the input is the source and the answer is its translation.
-        RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full. UNAVAILABLE: the server is
-        loading or stopping. DEADLINE_EXCEEDED: the call's deadline passed or can't be met.
+        RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full, or so long that the call's
+        deadline would pass first. UNAVAILABLE: the server is loading or stopping.
+        DEADLINE_EXCEEDED: the call's deadline passed before there was anything to send.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,8 +43,9 @@ class TextGenerationStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Continues a text, a list of tokens or a conversation, and answers once, at the end.
     For a translation model the input is the source and the answer is its translation.
-    RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full. UNAVAILABLE: the server is
-    loading or stopping. DEADLINE_EXCEEDED: the call's deadline passed or can't be met.
+    RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full, or so long that the call's
+    deadline would pass first. UNAVAILABLE: the server is loading or stopping.
+    DEADLINE_EXCEEDED: the call's deadline passed before there was anything to send.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]
     """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
@@ -67,8 +68,9 @@ class TextGenerationAsyncStub(TextGenerationStub):
     Generate: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Continues a text, a list of tokens or a conversation, and answers once, at the end.
     For a translation model the input is the source and the answer is its translation.
-    RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full. UNAVAILABLE: the server is
-    loading or stopping. DEADLINE_EXCEEDED: the call's deadline passed or can't be met.
+    RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full, or so long that the call's
+    deadline would pass first. UNAVAILABLE: the server is loading or stopping.
+    DEADLINE_EXCEEDED: the call's deadline passed before there was anything to send.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]  # type: ignore[assignment]
     """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
@@ -94,8 +96,9 @@ class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_pb2.GenerateResponse, _abc.Awaitable[_generation_pb2.GenerateResponse]]:
         """Continues a text, a list of tokens or a conversation, and answers once, at the end.
         For a translation model the input is the source and the answer is its translation.
-        RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full. UNAVAILABLE: the server is
-        loading or stopping. DEADLINE_EXCEEDED: the call's deadline passed or can't be met.
+        RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full, or so long that the call's
+        deadline would pass first. UNAVAILABLE: the server is loading or stopping.
+        DEADLINE_EXCEEDED: the call's deadline passed before there was anything to send.
         """
 
     @_abc_1.abstractmethod

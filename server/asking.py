@@ -90,7 +90,10 @@ def read_error(error: grpc.RpcError) -> CallError:
             field = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return CallError(call.code(), call.details() or "no reason was given", field, retry_after_s)
+    reason = call.details() or "no reason was given"
+    if call.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in reason.lower():
+        reason = f"no server answers: {reason}. Is one running? `quill serve` starts it"
+    return CallError(call.code(), reason, field, retry_after_s)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,19 @@ class AsyncClient:
 
         return await self._try(call, timeout_s)
 
+    async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
+        async def call(left_s: float | None) -> pb.TokenizeResponse:
+            return await self._stub.Tokenize(pb.TokenizeRequest(text=text), timeout=left_s)
+
+        return list((await self._try(call, timeout_s)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        async def call(left_s: float | None) -> pb.DetokenizeResponse:
+            request = pb.DetokenizeRequest(token_ids=token_ids)
+            return await self._stub.Detokenize(request, timeout=left_s)
+
+        return (await self._try(call, timeout_s)).text
+
     async def model(self, *, timeout_s: float | None = None) -> pb.Model:
         async def call(left_s: float | None) -> pb.Model:
             return await self._stub.GetModel(pb.GetModelRequest(), timeout=left_s)

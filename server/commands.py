@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1:50051"
 
 
+# Where nothing is said of a default, it is the model's own, as its author wished.
+_SAMPLING = (
+    ("max-new-tokens", int, "at least 1 (default 256, or as many as fit)"),
+    ("temperature", float, "0 is greedy: always the likeliest token; above 1 is wilder"),
+    ("top-k", int, "draw from the k likeliest tokens; 0 is off"),
+    ("top-p", float, "draw from the likeliest tokens that reach this probability; 1 is off"),
+    ("min-p", float, "drop tokens below this share of the likeliest one's chance; 0 is off"),
+    ("repetition-penalty", float, "above 1: tokens seen before are less likely; 1 is off"),
+    ("frequency-penalty", float, "off a token's logit for each time it came; -2 to 2 (default 0)"),
+    ("presence-penalty", float, "off a token's logit once it has come; -2 to 2 (default 0)"),
+    ("seed", int, "the same seed gives the same answer (default: the server picks one)"),
+    ("num-sequences", int, "how many answers (default 1)"),
+    ("logprobs", int, "with --json: the n likeliest tokens at each position, 0 to 20"),
+    ("prompt-logprobs", int, "with --json: the same for the prompt, 0 to 20"),
+    ("priority", int, "higher goes first in the queue; -10 to 10 (default 0)"),
+)
+
+
 def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
     _add_serve(subparsers)
@@ -121,21 +139,23 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
         "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
-    for name, kind in (
-        *(("max-new-tokens", int), ("temperature", float), ("top-k", int), ("top-p", float)),
-        *(("min-p", float), ("repetition-penalty", float), ("frequency-penalty", float)),
-        *(("presence-penalty", float), ("seed", int), ("num-sequences", int), ("logprobs", int)),
-        *(("prompt-logprobs", int), ("priority", int)),
-    ):
-        parser.add_argument(f"--{name}", type=kind, metavar="N", help="as in generation.proto")
+    for name, kind, text in _SAMPLING:
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)
     parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="may be given several times"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="ends the answer; may be given several times",
     )
     parser.add_argument(
-        "--stop-token-id", action="append", type=int, metavar="ID", help="the same, for tokens"
+        "--stop-token-id", action="append", type=int, metavar="ID", help="the same, by token id"
     )
     parser.add_argument(
-        "--logit-bias", action="append", type=_bias, metavar="ID:BIAS", help="the same"
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID:BIAS",
+        help="added to a logit; several times",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of a text")
     parser.add_argument("--echo", action="store_true", help="put the prompt before the answer")

@@ -27,7 +27,7 @@ def choose_graphs(manifest: Manifest, device: str, precision: str | None) -> Cho
     """`device` is auto, cpu or cuda; `precision` None: the best for the device."""
     if device == "cuda":
         raise StartError(_cuda_problem())
-    why = "--device cpu" if device == "cpu" else f"no CUDA: {_cuda_problem()}"
+    why = "as asked" if device == "cpu" else "this version of Quill serves on the CPU only"
     on_cpu = {graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"}
     known = ", ".join(on_cpu) or "none"
     if precision is not None:

@@ -7,7 +7,9 @@ import argparse
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -137,7 +139,7 @@ class Server:
         if self.metrics_port is not None:
             logger.info("metrics at http://%s:%d/metrics", self._settings.host, self.metrics_port)
         print(f"Serving at {address}. Now type:", flush=True)
-        print(f'  quill generate --address {address} "Once upon a time"', flush=True)
+        print(f'  {_front_door()} generate --address {address} "Once upon a time"', flush=True)
 
     async def _drain(self) -> None:
         await self._set_health(False)
@@ -181,6 +183,12 @@ class Server:
     def _report(self, record: Record) -> None:
         self.metrics.finish(record)
         record.log()
+
+
+def _front_door() -> str:
+    """How this very program was called, so that the line can be typed as it is."""
+    called = Path(sys.argv[0])
+    return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:

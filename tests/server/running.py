@@ -161,12 +161,12 @@ class Running:
         return record
 
     def wait_for_waiting(self, number: int) -> None:
-        self._wait(lambda: self.server.desk.num_waiting == number)
+        self.wait_for(lambda: self.server.desk.num_waiting == number)
 
     def wait_for_requests(self, number: int) -> None:
-        self._wait(lambda: len(self.server.desk) == number)
+        self.wait_for(lambda: len(self.server.desk) == number)
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         """Lets the server's loop turn until it is so."""
 
         async def turn() -> None:

@@ -85,6 +85,7 @@ def test_client_for_asyncio_does_the_same() -> None:
             stream = client.stream("abc", max_new_tokens=3, timeout_s=TIMEOUT_S)
             assert "".join([chunk.text async for chunk in stream]) == "def"
             assert (await client.model()).name == "reciter"
+            assert await client.detokenize(await client.tokenize("abc")) == "abc"
             assert len((await client.score("abc")).tokens) == 3
             with pytest.raises(CallError) as caught:
                 await client.generate("", timeout_s=TIMEOUT_S)

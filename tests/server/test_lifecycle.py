@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server import servicer
 from server.asking import CallError, Retries
 from server.client import Client
 from server.engine import MAX_FAILURES
@@ -229,6 +231,40 @@ def test_deadline_ends_a_call_and_frees_its_slot() -> None:
         running.session.let_go()
         assert ask(running) == "de"
         assert running.session.num_steps <= 4
+
+
+def test_deadline_in_the_middle_of_a_stream_leaves_what_was_sent() -> None:
+    with running_server(max_rows=1) as running:
+        running.session.hold()
+        running.session.let_go(1)
+        with Client(running.address, NEVER) as client:
+            chunks = client.stream("abc", timeout_s=0.5)
+            assert next(chunks).text == "d"
+            with pytest.raises(CallError) as caught:
+                next(chunks)
+            assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert running.next_record("DEADLINE_EXCEEDED").method == "GenerateStream"
+        running.session.let_go()
+        assert ask(running) == "de"
+
+
+def test_deadline_between_two_steps_ends_a_stream_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The server stops 0.2 s after the start, long before the client would.
+    monkeypatch.setattr(servicer, "MAX_MARGIN_S", TIMEOUT_S - 0.2)
+    monkeypatch.setattr(servicer, "MARGIN", 1.0)
+    with running_server(max_rows=1) as running, Client(running.address, NEVER) as client:
+        running.session.hold()
+        running.session.let_go(1)
+        chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
+        assert next(chunks).text == "d"
+        end_s = time.monotonic() + 0.2
+        running.wait_for(lambda: time.monotonic() > end_s)
+        running.session.let_go()
+        last = list(chunks)[-1]
+        assert last.finish_reason == pb.FINISH_REASON_DEADLINE
+        assert running.next_record("OK").finish_reasons == ["deadline"]
 
 
 def test_failing_step_fails_its_call_and_names_it() -> None:
