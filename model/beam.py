@@ -30,6 +30,7 @@ from model.errors import RequestError
 from model.reference import (
     FinishReason,
     LogitsArray,
+    NextLogits,
     check_request,
     num_new_tokens,
     open_decoder,
@@ -98,6 +99,13 @@ def beam_search(
     check_request(model, prompt_ids, source_ids, parameters.stop_ids)
     next_logits = open_decoder(model, source_ids, cached)
     max_length = num_new_tokens(model, prompt_ids, parameters.max_new_tokens)
+    return search(next_logits, prompt_ids, parameters, max_length)
+
+
+def search(
+    next_logits: NextLogits, prompt_ids: Sequence[int], parameters: BeamParameters, max_length: int
+) -> list[Hypothesis]:
+    """The same, wherever the logits come from."""
     running = [Beam((), 0.0, 0)]
     answers: list[Hypothesis] = []
     while running and not _is_over(running, answers, parameters, max_length):

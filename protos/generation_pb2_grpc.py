@@ -85,6 +85,8 @@ class TextGenerationServicer:
     def GenerateStream(self, request, context):
         """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
         finish reason. After the last chunk of the last sequence the stream ends with OK.
+        With num_beams nothing can be told before the search is over: until then any beam may turn out
+        the best. Each of the final hypotheses then comes whole, in one chunk, the best one first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

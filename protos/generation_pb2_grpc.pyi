@@ -50,6 +50,8 @@ class TextGenerationStub:
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]
     """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
     finish reason. After the last chunk of the last sequence the stream ends with OK.
+    With num_beams nothing can be told before the search is over: until then any beam may turn out
+    the best. Each of the final hypotheses then comes whole, in one chunk, the best one first.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     """Text to token ids."""
@@ -75,6 +77,8 @@ class TextGenerationAsyncStub(TextGenerationStub):
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]  # type: ignore[assignment]
     """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
     finish reason. After the last chunk of the last sequence the stream ends with OK.
+    With num_beams nothing can be told before the search is over: until then any beam may turn out
+    the best. Each of the final hypotheses then comes whole, in one chunk, the best one first.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text to token ids."""
@@ -109,6 +113,8 @@ class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateChunk], _abc.AsyncIterator[_generation_pb2.GenerateChunk]]:
         """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
         finish reason. After the last chunk of the last sequence the stream ends with OK.
+        With num_beams nothing can be told before the search is over: until then any beam may turn out
+        the best. Each of the final hypotheses then comes whole, in one chunk, the best one first.
         """
 
     @_abc_1.abstractmethod

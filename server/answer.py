@@ -3,7 +3,7 @@
 Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event loop.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.decoding import StopStrings
@@ -11,6 +11,7 @@ from server.events import (
     Event,
     FailEvent,
     FinishEvent,
+    HypothesisEvent,
     PositionLogprobs,
     PromptEvent,
     StartEvent,
@@ -62,11 +63,14 @@ class Answer:
                 self._add(chunk, event)
         return [chunks[sequence] for sequence in sorted(chunks)]
 
-    def _add(self, chunk: Chunk, event: TokenEvent | FinishEvent) -> None:
+    def _add(self, chunk: Chunk, event: TokenEvent | HypothesisEvent | FinishEvent) -> None:
         sequence = self._sequences[event.sequence]
         if isinstance(event, FinishEvent):
             sequence.finish(chunk, event)
             self._num_open -= 1
+        elif isinstance(event, HypothesisEvent):
+            for token in _tokens(event):
+                sequence.add(chunk, token)
         elif sequence.add(chunk, event):
             self.stopped.append(event.sequence)
 
@@ -125,6 +129,12 @@ class _Sequence:
         released = self._stops.add(text)
         chunk.text += released.text
         self._is_stopped = released.found
+
+
+def _tokens(event: HypothesisEvent) -> Iterator[TokenEvent]:
+    logprobs = event.logprobs or [None] * len(event.token_ids)
+    for token_id, report in zip(event.token_ids, logprobs, strict=True):
+        yield TokenEvent(event.request_id, event.sequence, token_id, report)
 
 
 def _shortened(logprobs: Sequence[PositionLogprobs], num_top: int) -> list[PositionLogprobs]:

@@ -43,6 +43,9 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int
     echo: bool
     priority: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: pb.EarlyStopping
 
 
 class CallError(ServerError):

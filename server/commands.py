@@ -157,8 +157,24 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
         metavar="ID:BIAS",
         help="added to a logit; several times",
     )
+    _add_beams(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of a text")
     parser.add_argument("--echo", action="store_true", help="put the prompt before the answer")
+
+
+def _add_beams(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--beams",
+        type=_positive,
+        metavar="N",
+        help="search with N beams instead of drawing; the answer comes whole, at the end",
+    )
+    parser.add_argument(
+        "--length-penalty", type=float, metavar="N", help="above 0 favours long answers (default 1)"
+    )
+    parser.add_argument(
+        "--early-stopping", choices=("at-once", "never"), help="when a search may end"
+    )
 
 
 def _port(text: str) -> int:

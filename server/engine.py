@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from server.beams import Search
 from server.errors import CancelledError, DeadlineError, RequestError, StepError
 from server.events import Batch, Event, FinishReason, PromptEvent, StepReport
 from server.ledger import Ledger
@@ -110,7 +111,7 @@ class Engine:
             self._events.append(self._ledger.start(plan.request, plan.cached, now_s))
 
     def _commit(self, plan: Plan, result: StepResult) -> None:
-        outcome = self._scheduler.commit(plan, result.tokens)
+        outcome = self._scheduler.commit(plan, result.tokens, result.ranked)
         self._copy(outcome.copies)
         if result.broken:
             broken = {plan.rows[i].request.request_id for i in result.broken}
@@ -122,11 +123,22 @@ class Engine:
         now_s = self._clock()
         # No tokens if the chunk wasn't its prompt's last.
         for row, token, logprobs in zip(plan.rows, result.tokens, result.logprobs, strict=False):
-            if row.request.request_id in self._ledger:
+            if row.search is None and row.request.request_id in self._ledger:
                 self._events.append(self._ledger.token(row, token, logprobs, now_s))
         for row, reason in outcome.finished:
             if row.request.request_id in self._ledger:
                 self._finish(row.request.request_id, row.sequence, reason)
+        for search in outcome.found:
+            if search.request.request_id in self._ledger:
+                self._answer(search, now_s)
+
+    def _answer(self, search: Search, now_s: float) -> None:
+        """A beam search is over: all that its client is told comes now."""
+        request = search.request
+        for sequence, (beam, score, reason) in enumerate(search.answers[: request.num_sequences]):
+            told = self._ledger.hypothesis(request.request_id, sequence, beam, now_s)
+            ended = self._ledger.finish(request.request_id, sequence, reason, now_s, score)
+            self._events += (told, ended)
 
     def _finish(self, request_id: str, sequence: int, reason: FinishReason) -> None:
         self._events.append(self._ledger.finish(request_id, sequence, reason, self._clock()))

@@ -3,7 +3,8 @@
 Knows: token ids, reasons, numbers. Does not know: protobuf, text, threads.
 
 For each accepted request, in this order: a StartEvent when it leaves the queue, PromptEvents if
-its prompt's logprobs were asked for, TokenEvents; then each sequence ends with one FinishEvent.
+its prompt's logprobs were asked for, TokenEvents, or one HypothesisEvent for each sequence of a
+beam search; then each sequence ends with one FinishEvent.
 A FailEvent may come at any point instead and ends all its sequences. Nothing follows the end.
 """
 
@@ -74,6 +75,16 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class HypothesisEvent:
+    """All tokens of one sequence, best sequence first: what a beam search says at its end."""
+
+    request_id: str
+    sequence: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]  # one a token, if they were asked for
+
+
+@dataclass(frozen=True, slots=True)
 class FinishEvent:
     """One sequence is complete."""
 
@@ -83,6 +94,7 @@ class FinishEvent:
     seed: int  # gives this sequence by itself, as sequence 0
     usage: Usage
     timings: Timings
+    score: float | None = None  # of a beam search's hypothesis
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ class FailEvent:
     error: RequestError
 
 
-Event = StartEvent | PromptEvent | TokenEvent | FinishEvent | FailEvent
+Event = StartEvent | PromptEvent | TokenEvent | HypothesisEvent | FinishEvent | FailEvent
 StepKind = Literal["prefill", "decode"]
 
 

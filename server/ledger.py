@@ -5,11 +5,13 @@ Knows: requests, rows, times that it is told. Does not know: slots, steps, clock
 
 from dataclasses import dataclass
 
+from server.beams import Beam
 from server.errors import RequestError
 from server.events import (
     FailEvent,
     FinishEvent,
     FinishReason,
+    HypothesisEvent,
     PositionLogprobs,
     StartEvent,
     Timings,
@@ -80,8 +82,21 @@ class Ledger:
             entry.first_token_s = now_s
         return TokenEvent(row.request.request_id, row.sequence, token, logprobs)
 
+    def hypothesis(
+        self, request_id: str, sequence: int, beam: Beam, now_s: float
+    ) -> HypothesisEvent:
+        entry = self._entries[request_id]
+        entry.generated[sequence] = len(beam.token_ids)
+        entry.first_token_s = now_s
+        return HypothesisEvent(request_id, sequence, beam.token_ids, beam.reports)
+
     def finish(
-        self, request_id: str, sequence: int, reason: FinishReason, now_s: float
+        self,
+        request_id: str,
+        sequence: int,
+        reason: FinishReason,
+        now_s: float,
+        score: float | None = None,
     ) -> FinishEvent:
         """Ends a sequence, and with the last one the request."""
         entry = self._entries[request_id]
@@ -95,6 +110,7 @@ class Ledger:
             seed=sequence_seed(entry.request.seed, sequence),
             usage=Usage(entry.request.num_prompt, entry.cached, generated),
             timings=_timings(entry, now_s),
+            score=score,
         )
 
     def fail(self, request_id: str, error: RequestError) -> FailEvent:

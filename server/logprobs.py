@@ -19,13 +19,13 @@ def position_logprobs(
     logits_RV: LogitsArray, tokens: Sequence[int], num_tops: Sequence[int]
 ) -> list[PositionLogprobs]:
     """For each row: its token, and as many of the likeliest tokens as are asked for."""
-    log_totals_R = _log_totals(logits_RV)
+    log_totals_R = log_totals(logits_RV)
     logprobs_R = logits_RV[np.arange(len(tokens)), tokens] - log_totals_R
     tops = _tops(logits_RV, log_totals_R, num_tops)
     return list(map(PositionLogprobs, tokens, logprobs_R.tolist(), tops))
 
 
-def _log_totals(logits_RV: LogitsArray) -> FloatArray:
+def log_totals(logits_RV: LogitsArray) -> FloatArray:
     """What to subtract from logits to make log-probabilities of them; within 1e-5."""
     top_R = logits_RV.max(axis=1)
     total_R = np.exp(logits_RV - top_R[:, None]).sum(axis=1)

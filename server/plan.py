@@ -6,6 +6,7 @@ Knows: rows, slots as numbers. Does not know: why they were chosen, how they are
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from server.beams import Search
 from server.events import FinishReason
 from server.request import Request
 from server.row import Row
@@ -94,3 +95,4 @@ class Outcome(NamedTuple):
 
     finished: list[Finished]
     copies: list[Copy]
+    found: list[Search]  # searches that are over

@@ -10,6 +10,7 @@ Whether a prompt fits the model is the servicer's to check: only it knows which 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from server.errors import InvalidFieldError
 
@@ -64,6 +65,24 @@ class Sampling:
         return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
 
 
+EarlyStopping = Literal["guess", "at_once", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """How wide to search, what a long answer is worth, when to be content."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = "guess"
+
+    def __post_init__(self) -> None:
+        assert self.num_beams >= 2, "one beam is no search"
+        if not -10 <= self.length_penalty <= 10:
+            rule = "it must be from -10 to 10"
+            raise InvalidFieldError("length_penalty", f"is {self.length_penalty}; {rule}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, and all that was asked of its answers."""
@@ -72,6 +91,7 @@ class Request:
     prompt_ids: tuple[int, ...]  # what the answer continues; for seq2seq the one token before it
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: Sampling = field(default_factory=Sampling)
+    beams: Beams | None = None  # None: answers are drawn, each by itself
     seed: int = 0
     max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
     eos_ids: frozenset[int] = frozenset()  # the model's own; empty with ignore_eos
@@ -88,6 +108,10 @@ class Request:
         assert 0 <= self.seed <= MAX_SEED
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
         self._require("num_sequences", self.num_sequences >= 1, "at least 1")
+        if self.beams is not None:
+            most = self.beams.num_beams
+            allowed = self.num_sequences <= most
+            self._require("num_sequences", allowed, f"at most num_beams, which is {most}")
         self._check_number_of_stop_ids()
         priority_allowed = abs(self.priority) <= MAX_PRIORITY
         self._require("priority", priority_allowed, f"from -{MAX_PRIORITY} to {MAX_PRIORITY}")
@@ -100,6 +124,11 @@ class Request:
     def num_prompt(self) -> int:
         """Tokens that the client gave."""
         return len(self.prompt_ids if self.source_ids is None else self.source_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """How many slots it needs."""
+        return self.num_sequences if self.beams is None else self.beams.num_beams
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:

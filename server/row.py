@@ -1,10 +1,11 @@
-"""One sequence that is being generated.
+"""One sequence that is being generated, or one beam of a search.
 
 Knows: its request, its tokens, when it ends. Does not know: its slot, its neighbours, time.
 """
 
 from dataclasses import dataclass, field
 
+from server.beams import Search
 from server.events import FinishReason
 from server.penalties import Adjustments
 from server.randomness import sequence_seed
@@ -14,13 +15,18 @@ from server.sampling import Draw
 
 @dataclass(eq=False)
 class Row:
-    """One of a request's answers. Two rows are never equal, whatever they hold."""
+    """One of a request's answers. Two rows are never equal, whatever they hold.
+
+    The rows of a search take turns: which beam one holds changes from step to step.
+    """
 
     request: Request
     sequence: int  # which of the request's answers, from 0
     seed: int
     max_tokens: int
     adjustments: Adjustments | None
+    search: Search | None = None  # shared by all rows of its request
+    beam: int = 0  # which of the search's beams it holds, from 0, the best
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -52,9 +58,14 @@ class Row:
 
 
 def rows_of(request: Request, context: int) -> list[Row]:
-    """A row for each answer. Prompt and answer together fit into the context."""
+    """A row for each answer, or for each beam. Prompt and answer together fit into the context."""
     max_tokens = min(request.max_new_tokens, context - len(request.prompt_ids))
-    return [_row(request, sequence, max_tokens) for sequence in range(request.num_sequences)]
+    rows = [_row(request, sequence, max_tokens) for sequence in range(request.num_rows)]
+    if request.beams is not None:
+        search = Search(request, max_tokens)
+        for beam, row in enumerate(rows):
+            row.search, row.beam = search, beam
+    return rows
 
 
 def _row(request: Request, sequence: int, max_tokens: int) -> Row:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from server.beam_rows import Ranked, advance, searches
+from server.beams import Search
 from server.plan import (
     Copy,
     DecodePlan,
@@ -29,6 +31,9 @@ from server.waiting import WaitingLine
 
 # Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
 MAX_LOGPROBS_CHUNK = 64
+
+
+NOTHING_RANKED: Ranked = {}
 
 
 class PrefixIndex(Protocol):
@@ -73,7 +78,7 @@ class Scheduler:
         return len(self._rows)
 
     def add(self, request: Request) -> None:
-        assert request.num_sequences <= self._limits.max_rows, "the servicer refuses these"
+        assert request.num_rows <= self._limits.max_rows, "the servicer refuses these"
         assert len(request.prompt_ids) < self._limits.context or not request.max_new_tokens
         self._waiting.add(request)
 
@@ -94,7 +99,7 @@ class Scheduler:
     def _next(self, num_rows: int) -> Request | None:
         """Who starts next, beside so many rows. None: nobody waits, or the first doesn't fit."""
         request = self._waiting.first()
-        if request is None or num_rows + request.num_sequences > self._limits.max_rows:
+        if request is None or num_rows + request.num_rows > self._limits.max_rows:
             return None  # nobody overtakes the first, or one who needs many slots would never start
         return request
 
@@ -137,13 +142,16 @@ class Scheduler:
             cached=prefill.cached,
         )
 
-    def commit(self, plan: Plan, tokens: Sequence[int]) -> Outcome:
-        """The plan was carried out: each of its rows has a token, if its prompt is read."""
+    def commit(self, plan: Plan, tokens: Sequence[int], ranked: Ranked = NOTHING_RANKED) -> Outcome:
+        """The plan was carried out: each of its rows has a token, if its prompt is read.
+
+        A search has `ranked` continuations instead; the tokens of its rows mean nothing.
+        """
         if isinstance(plan, DecodePlan):
-            return self._commit_decode(plan, tokens)
+            return self._commit_decode(plan, tokens, ranked)
         if isinstance(plan, EncodePlan):
             return self._commit_encode(plan)
-        return self._commit_prefill(plan, tokens)
+        return self._commit_prefill(plan, tokens, ranked)
 
     def _commit_encode(self, plan: EncodePlan) -> Outcome:
         """A request's first row has the slot that its source was read into; others get copies."""
@@ -153,26 +161,37 @@ class Scheduler:
             for row in each.rows[1:]:
                 copies.append(Copy(each.slot, len(self._rows), 0))
                 self._rows.append(row)
-        return Outcome([], copies)
+        return Outcome([], copies, [])
 
-    def _commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int]) -> Outcome:
+    def _commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int], ranked: Ranked) -> Outcome:
         assert self._prefill is not None
         assert self._prefill.request is plan.request
         self._prefill.start = plan.stop
         if not plan.is_last:
-            return Outcome([], [])
+            return Outcome([], [], [])
         self._prefill = None
         finished, running = _add(plan.rows, tokens)
+        search = plan.rows[0].search
+        if search is not None:
+            advance(plan.rows, range(len(plan.rows)), ranked)
+            running = [] if search.is_over else list(plan.rows)
         first = len(self._rows)
         self._rows += running
         targets = range(first, len(self._rows))
         copies = [Copy(plan.slot, target, plan.stop) for target in targets if target != plan.slot]
-        return Outcome(finished, copies)
+        return Outcome(finished, copies, [] if search is None or running else [search])
 
-    def _commit_decode(self, plan: DecodePlan, tokens: Sequence[int]) -> Outcome:
+    def _commit_decode(self, plan: DecodePlan, tokens: Sequence[int], ranked: Ranked) -> Outcome:
         assert list(plan.rows) == self._rows
         finished, _ = _add(plan.rows, tokens)
-        return Outcome(finished, self._take_out({each.row for each in finished}))
+        gone, copies, found = {each.row for each in finished}, list[Copy](), list[Search]()
+        for search, slots in searches(plan.rows).items():
+            rows = [plan.rows[slot] for slot in slots]
+            copies += advance(rows, slots, ranked)
+            if search.is_over:
+                found.append(search)
+                gone |= set(rows)
+        return Outcome(finished, copies + self._take_out(gone), found)
 
     def remove(self, request_id: str, sequence: int | None = None) -> list[Copy]:
         """Forgets a request, or one of its answers, wherever it is."""
@@ -201,6 +220,8 @@ def _add(rows: Sequence[Row], tokens: Sequence[int]) -> tuple[list[Finished], li
     """Gives each row its token; answers which are complete and which go on."""
     finished, running = [], []
     for index, row in enumerate(rows):
+        if row.search is not None:
+            continue  # see advance()
         if row.max_tokens:  # a request that only reads its prompt is given no tokens
             row.add(tokens[index])
         reason = row.finish_reason()

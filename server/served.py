@@ -54,6 +54,10 @@ class Served:
         return min(self.max_rows, MAX_SEQUENCES)
 
     @property
+    def max_num_beams(self) -> int:
+        return self.max_num_sequences
+
+    @property
     def default_max_new_tokens(self) -> int:
         wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         return max(1, min(int(wanted), self.context))

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from server.beam_rows import Ranked, searches
 from server.events import PositionLogprobs
 from server.leaders import FloatArray as LogitsArray
 from server.logprobs import position_logprobs
 from server.plan import DecodePlan, EncodePlan, Plan, PrefillPlan
 from server.prefix_cache import PrefixCache
+from server.ranking import rank
 from server.row import Row
 from server.sampling import choose
 from server.session import Session
@@ -27,6 +29,10 @@ class StepResult(NamedTuple):
     logprobs: list[PositionLogprobs | None]
     broken: set[int]  # rows whose logits weren't finite: their tokens mean nothing
     prompt_logprobs: list[PositionLogprobs]
+    ranked: Ranked  # what searches have instead of tokens
+
+
+NOTHING = StepResult([], [], set(), [], {})
 
 
 class Stepper:
@@ -50,7 +56,7 @@ class Stepper:
         for request, _, slot in plan.encodings:
             assert request.source_ids is not None
             self._session.encode(slot, request.source_ids)
-        return StepResult([], [], set(), [])
+        return NOTHING
 
     def _prefill(self, plan: PrefillPlan) -> StepResult:
         if plan.is_first:
@@ -58,11 +64,11 @@ class Stepper:
         ids = plan.request.prompt_ids[plan.start : plan.stop]
         logits_LV = self._session.prefill(plan.slot, plan.start, ids, _wanted(plan))
         self._keep_prefix(plan)
-        result = StepResult([], [], set(), [])
+        result = NOTHING
         if plan.is_last and plan.request.max_new_tokens:
             result = _sample(np.repeat(logits_LV[-1:], len(plan.rows), axis=0), plan.rows)
         if plan.request.prompt_logprobs is not None:
-            result.prompt_logprobs.extend(_prompt_logprobs(logits_LV, plan))
+            return result._replace(prompt_logprobs=_prompt_logprobs(logits_LV, plan))
         return result
 
     def _load_prefix(self, plan: PrefillPlan) -> None:
@@ -91,6 +97,29 @@ def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:
     broken = set(np.flatnonzero(~np.isfinite(logits_RV.max(axis=1))).tolist())
     if broken:
         logits_RV[list(broken)] = 0.0  # so that the other rows are chosen in peace
+    tokens, logprobs = [0] * len(rows), list[PositionLogprobs | None]([None] * len(rows))
+    drawn = [i for i, row in enumerate(rows) if row.search is None]
+    if drawn:
+        drawn_RV = logits_RV if len(drawn) == len(rows) else logits_RV[drawn]
+        chosen, reports = _draw(drawn_RV, [rows[i] for i in drawn])
+        for i, token, report in zip(drawn, chosen, reports, strict=True):
+            tokens[i], logprobs[i] = token, report
+    return StepResult(tokens, logprobs, broken, [], _rank(logits_RV, rows))
+
+
+def _rank(logits_RV: LogitsArray, rows: Sequence[Row]) -> Ranked:
+    found = searches(rows)
+    if not found:
+        return {}
+    # Before the first token all rows of a search are alike, and only one of them counts.
+    wanted = [i for search, places in found.items() for i in places[: len(search.running)]]
+    ranked = rank(logits_RV[wanted], list(found))
+    return {search.request.request_id: each for search, each in zip(found, ranked, strict=True)}
+
+
+def _draw(
+    logits_RV: LogitsArray, rows: Sequence[Row]
+) -> tuple[list[int], list[PositionLogprobs | None]]:
     reporting = [i for i, row in enumerate(rows) if row.request.logprobs is not None]
     raw_LV = logits_RV[reporting]  # a copy: choosing overwrites penalised logits
     tokens = choose(logits_RV, [row.draw() for row in rows])
@@ -100,7 +129,7 @@ def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:
         reports = position_logprobs(raw_LV, [tokens[i] for i in reporting], num_tops)
         for i, report in zip(reporting, reports, strict=True):
             logprobs[i] = report
-    return StepResult(tokens, logprobs, broken, [])
+    return tokens, logprobs
 
 
 def _prompt_logprobs(logits_LV: LogitsArray, plan: PrefillPlan) -> list[PositionLogprobs]:

@@ -17,8 +17,12 @@ from server.client import Client
 _OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "seed", "num_sequences", "logprobs"),
-    *("prompt_logprobs", "priority", "stop", "ignore_eos", "echo"),
+    *("prompt_logprobs", "priority", "stop", "ignore_eos", "echo", "length_penalty"),
 )
+_EARLY_STOPPING = {
+    "at-once": pb.EARLY_STOPPING_AT_ONCE,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -36,6 +40,8 @@ def generate(args: argparse.Namespace) -> None:
 def _options(args: argparse.Namespace) -> Options:
     given = {name: getattr(args, name) for name in _OPTIONS}
     given["stop_token_ids"] = args.stop_token_id
+    given["num_beams"] = args.beams
+    given["early_stopping"] = _EARLY_STOPPING.get(args.early_stopping)
     given["logit_bias"] = dict(args.logit_bias or ())
     # What wasn't given is left out: then the model's own default applies.
     said = {name: value for name, value in given.items() if value not in (None, {})}
@@ -57,7 +63,8 @@ def _show_whole(answer: pb.GenerateResponse, as_json: bool) -> None:
         print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
         return
     for number, sequence in enumerate(answer.sequences):
-        print(f"[{number}] {sequence.text}")
+        score = f"({sequence.score:.4f}) " if sequence.HasField("score") else ""
+        print(f"[{number}] {score}{sequence.text}")
 
 
 def chat(args: argparse.Namespace) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError, UnimplementedError
 from server.prompts import check_ids, encode, read_ids
-from server.request import MAX_SEED, Request, Sampling
-from server.served import SAMPLING_DEFAULTS, Served
+from server.request import MAX_SEED, Request
+from server.sampling_fields import read_beams, read_sampling
+from server.served import Served
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
@@ -45,14 +46,12 @@ def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival)
     check_ids("stop_token_ids", message.stop_token_ids, served)
     check_ids("logit_bias", message.logit_bias, served)
     fields = _fields(message, served)
-    sampling = _sampling(message, served)
     logprobs = _optional(message, "logprobs", None)
     prompt_logprobs = _optional(message, "prompt_logprobs", None)
     wanted = [prompt_logprobs, logprobs if message.echo else None]
     request = Request(
         request_id=arrival.request_id,
         **read_ids(message, served),
-        sampling=sampling,
         logprobs=logprobs,
         # An echoed prompt's tokens have their logprobs too.
         prompt_logprobs=max((each for each in wanted if each is not None), default=None),
@@ -109,28 +108,12 @@ def _fields(message: pb.GenerateRequest, served: Served) -> dict[str, Any]:
         "seed": message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
         "max_new_tokens": _max_new_tokens(message, served),
         "num_sequences": _num_sequences(message, served),
+        "sampling": read_sampling(message, served),
+        "beams": read_beams(message, served),
         "eos_ids": eos_ids,
         "stop_ids": frozenset(message.stop_token_ids),
         "priority": message.priority,
     }
-
-
-def _sampling(message: pb.GenerateRequest, served: Served) -> Sampling:
-    defaults = served.sampling_defaults
-    settings: dict[str, Any] = {
-        name: getattr(message, name) if message.HasField(name) else defaults[name]
-        for name in SAMPLING_DEFAULTS
-        if message.HasField(name) or name in defaults
-    }
-    # More than the vocabulary is the same as off.
-    if settings.get("top_k", 0) >= served.vocab_size:
-        settings["top_k"] = 0
-    return Sampling(
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        logit_bias=dict(message.logit_bias),
-        **settings,
-    )
 
 
 def _optional(message: pb.GenerateRequest, name: Any, default: Any) -> Any:

@@ -36,6 +36,8 @@ def chunk_message(chunk: Chunk, text: Text | None) -> pb.GenerateChunk:
         message.seed = chunk.finish.seed
         message.timings.CopyFrom(timings_message(chunk.finish.timings))
         message.request_id = chunk.finish.request_id
+        if chunk.finish.score is not None:
+            message.score = chunk.finish.score
     return message
 
 
@@ -63,6 +65,7 @@ def _sequence(whole: Chunk, text: Text | None) -> pb.Sequence:
         finish_reason=_REASONS[whole.finish.reason],
         logprobs=logprobs_messages(whole.logprobs, text),
         seed=whole.finish.seed,
+        score=whole.finish.score,
     )
 
 
@@ -121,6 +124,7 @@ def model_message(served: Served) -> pb.Model:
         default_max_new_tokens=served.default_max_new_tokens,
         max_rows=served.max_rows,
         max_num_sequences=served.max_num_sequences,
+        max_num_beams=served.max_num_beams,
         max_waiting=served.max_waiting,
         max_message_bytes=served.max_message_bytes,
     )

@@ -16,6 +16,7 @@ from server.events import (
     Batch,
     FailEvent,
     FinishEvent,
+    HypothesisEvent,
     PositionLogprobs,
     PromptEvent,
     StartEvent,
@@ -70,7 +71,7 @@ class House:
                 self.prompts[event.request_id] += event.logprobs
             elif isinstance(event, FailEvent):
                 self.failed[event.request_id] = event.error
-            else:
+            elif not isinstance(event, HypothesisEvent):
                 self._note_sequence(event)
 
     def _note_sequence(self, event: TokenEvent | FinishEvent) -> None:

@@ -1,0 +1,153 @@
+"""Beam search for one request: the few best answers, found by following several at once.
+
+Knows: log-probabilities, scores, when to stop, which row may follow which beam.
+Does not know: logits, slots, the other requests.
+
+The rules are those of model/beam.py, and so is every answer: here the beams are rows of a batch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from server.events import FinishReason, PositionLogprobs
+from server.request import Beams, Request
+
+
+class Beam(NamedTuple):
+    """An answer in the making."""
+
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0  # of the whole answer
+    reports: tuple[PositionLogprobs, ...] = ()  # one a token, if they were asked for
+
+
+class Continuation(NamedTuple):
+    """One token after one of the running beams."""
+
+    parent: int  # the beam's rank
+    token: int
+    logprob: float  # of the whole answer
+    report: PositionLogprobs | None
+
+
+class Hypothesis(NamedTuple):
+    """A complete answer."""
+
+    beam: Beam
+    score: float  # what answers are ranked by
+    reason: FinishReason
+
+
+class Search:
+    """From the prompt to the best answers."""
+
+    def __init__(self, request: Request, max_tokens: int) -> None:
+        assert request.beams is not None
+        self.request = request
+        self._beams: Beams = request.beams
+        self._max_tokens = max_tokens
+        self.running = [Beam()]  # best first
+        self.answers: list[Hypothesis] = []  # best first
+
+    @property
+    def num_ranked(self) -> int:
+        return num_ranked(self.request)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no running beam is expected to give an answer worth keeping."""
+        if not self.running:
+            return True
+        if len(self.answers) < self._beams.num_beams:
+            return False
+        if self._beams.early_stopping == "at_once":
+            return True
+        best = self.running[0]
+        length = len(best.token_ids)
+        if self._beams.early_stopping == "never" and self._beams.length_penalty > 0:
+            length = self._max_tokens
+        return self._score(best.logprob, length) <= self.answers[-1].score
+
+    def advance(self, ranked: Sequence[Continuation]) -> list[int]:
+        """Takes the best continuations, best first. The parent of each beam that runs on."""
+        running: list[Beam] = []
+        parents: list[int] = []
+        for place, each in enumerate(ranked):
+            beam = self._continued(each)
+            reason = self._reason(beam)
+            if reason is None and len(running) < self._beams.num_beams:
+                running.append(beam)
+                parents.append(each.parent)
+            elif reason is not None and place < self._beams.num_beams:
+                score = self._score(beam.logprob, len(beam.token_ids))
+                self.answers.append(Hypothesis(beam, score, reason))
+        self.answers.sort(key=lambda answer: -answer.score)
+        del self.answers[self._beams.num_beams :]
+        self.running = running
+        return parents
+
+    def _continued(self, continuation: Continuation) -> Beam:
+        parent = self.running[continuation.parent]
+        reports = () if continuation.report is None else (continuation.report,)
+        return Beam(
+            (*parent.token_ids, continuation.token),
+            continuation.logprob,
+            (*parent.reports, *reports),
+        )
+
+    def _reason(self, beam: Beam) -> FinishReason | None:
+        if beam.token_ids[-1] in self.request.eos_ids:
+            return "eos"
+        if beam.token_ids[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(beam.token_ids) == self._max_tokens else None
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(length, self._beams.length_penalty)
+
+
+def num_ranked(request: Request) -> int:
+    """How many continuations a step looks at: enough remain when some end."""
+    assert request.beams is not None
+    num_ends = len(request.eos_ids | request.stop_ids)
+    return max(2, 1 + num_ends) * request.beams.num_beams
+
+
+class Move(NamedTuple):
+    """A beam goes on in another row, which holds the same text up to `num_same` tokens."""
+
+    source: int
+    target: int
+    num_same: int
+
+
+def follow(texts: Sequence[Sequence[int]], parents: Sequence[int]) -> tuple[list[int], list[Move]]:
+    """Which row each beam goes on in: beam i continues the text of row parents[i].
+
+    Each text that goes on stays where it is, for its best beam. Another beam of the same parent
+    takes the row of a text that ended, of those the one that parted from the parent last: only
+    what came after has to be copied.
+    """
+    places = [-1] * len(parents)
+    free = sorted(set(range(len(texts))) - set(parents))
+    moves, stayed = [], set[int]()
+    for beam, parent in enumerate(parents):
+        if parent not in stayed:
+            stayed.add(parent)
+            places[beam] = parent
+    for beam, parent in enumerate(parents):
+        if places[beam] < 0:
+            same = {row: _num_same(texts[row], texts[parent]) for row in free}
+            target = max(free, key=lambda row: same[row])
+            free.remove(target)
+            places[beam] = target
+            moves.append(Move(parent, target, same[target]))
+    return places, moves
+
+
+def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    for place, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a != b:
+            return place
+    return len(one)
