@@ -74,4 +74,4 @@ def pack(model: Transformer, quantisation: Quantisation) -> Project:
                 packed = PackedLinear(weights[name], child.bias, outliers.get(name))
                 setattr(parent, child_name, packed)
     model.embedding = PackedEmbedding(weights["embedding.weight"])  # type: ignore[assignment]
-    return PackedLinear(weights[projection], outliers_O=outliers.get(projection))
+    return PackedLinear(weights[projection], model.output_bias, outliers.get(projection))

@@ -65,6 +65,7 @@ class ModelConfig:
     ff_bias: bool = False
     dropout: float = 0.0  # on embeddings and on each sublayer's output, as in the paper
     tied_embeddings: bool = True
+    output_bias: bool = False  # every token's logit has a number of its own added
     scale_embeddings: bool = False  # multiply embeddings by sqrt(d_model), as in the paper
     norm_eps: float = 1e-5
     rotary_base: float = 10_000.0

@@ -2,7 +2,8 @@
 
 Knows: the names of tensors in the Llama family and in GPT-2.
 Does not know: settings (model/huggingface_config.py), files of weights
-(model/huggingface_weights.py), text (model/huggingface_text.py).
+(model/huggingface_weights.py), text (model/huggingface_text.py), Marian
+(model/huggingface_marian.py).
 """
 
 import re
@@ -15,6 +16,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from model.huggingface_config import read_config
+from model.huggingface_marian import BANNED, banned_tokens, in_our_order, marian_layout
 from model.huggingface_text import read_json, read_text
 from model.huggingface_weights import WeightFiles, open_weights
 from model.layout import Layout, LlamaNames, Part, Track, check_source, llama_layout, untracked
@@ -37,7 +39,11 @@ LLAMA_NAMES = LlamaNames(
 )
 
 # Tables that older versions stored beside the weights; everybody computes them now.
-_TABLES = re.compile(r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))$")
+_TABLES = re.compile(
+    r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight)$"
+)
+# The one embedding under other names.
+_TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 
 
 def read_settings(directory: Path) -> TypedValues:
@@ -76,10 +82,17 @@ def _read_weights(
         )
     layout = _layout(config, files)
     shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
-    if config.tied_embeddings:
-        shapes.pop("lm_head.weight", None)
+    for name in _TIED if config.tied_embeddings else ():
+        shapes.pop(name, None)
     check_source(layout, shapes, str(directory))
-    return {name: _join(files, layout[name]) for name in track(list(layout))}
+    weights = {name: _join(files, layout[name]) for name in track(list(layout))}
+    if config.family == "causal":
+        return weights
+    weights = {name: in_our_order(name, tensor) for name, tensor in weights.items()}
+    generation = read_json(directory / "generation_config.json")
+    for token in banned_tokens(generation, config.vocab_size):
+        weights["output_bias"][token] = BANNED
+    return weights
 
 
 def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
@@ -91,6 +104,8 @@ def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
 
 
 def _layout(config: ModelConfig, files: WeightFiles) -> Layout:
+    if config.family == "seq2seq":
+        return marian_layout(config)
     if config.positions == "rotary":
         return llama_layout(config, LLAMA_NAMES, interleaved=False)
     # GPT-2's own checkpoint was saved without its head, and so without this prefix.

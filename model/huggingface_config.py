@@ -1,13 +1,15 @@
 """Reads the shape of a model out of a Hugging Face config.json.
 
 Knows: the settings of the Llama family and of GPT-2, as transformers 4 and 5 spell them, and
-their defaults there. Does not know: files, tensors, tokenizers.
+their defaults there. Does not know: files, tensors, tokenizers; Marian's are in
+model/huggingface_marian.py.
 """
 
 from collections.abc import Callable
 
 from model.config import Activation, ModelConfig, RotaryScaling
 from model.errors import UnsupportedError
+from model.huggingface_marian import read_marian_config
 from model.typed_values import TypedValues
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -192,4 +194,5 @@ ARCHITECTURES: dict[str, Callable[[TypedValues], ModelConfig]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "GPT2LMHeadModel": _gpt2,
+    "MarianMTModel": read_marian_config,
 }

@@ -48,6 +48,9 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
     ids = _added_tokens(tokenizer_json)
     _check_ids(ids, vocab_size)
     special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
+    if settings.flag("is_encoder_decoder", False):
+        start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
+        special = replace(special, bos=min(_ids(start, vocab_size), default=special.bos))
     stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
     stop_ids = stop_ids or _ids(settings.get("eos_token_id"), vocab_size)
     if special.eos is None and stop_ids:
@@ -56,7 +59,10 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
     return Text(
         tokenizer=tokenizer,
         special_tokens=special,
-        prepend_bos=special.bos is not None and special.bos == _first_id(tokenizer_json, ids),
+        # For seq2seq bos begins the answer, whatever its texts begin with.
+        prepend_bos=not settings.flag("is_encoder_decoder", False)
+        and special.bos is not None
+        and special.bos == _first_id(tokenizer_json, ids),
         stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
         chat_template=_chat_template(directory, tokenizer_config),
         generation=_defaults(generation),

@@ -7,6 +7,7 @@ Does not know: what a layer is made of (model/layers.py), how attention finds it
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,6 +49,9 @@ class Transformer(nn.Module):
         self.projection: nn.Linear | None = None
         if not config.tied_embeddings:
             self.projection = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output_bias: nn.Parameter | None = None
+        if config.output_bias:
+            self.output_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self._initialise()
 
     def compute_tables(self) -> None:
@@ -123,7 +127,7 @@ class Transformer(nn.Module):
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """Hidden states become logits over the vocabulary."""
-        return F.linear(x_BTD, self.output_weight_VD)
+        return F.linear(x_BTD, self.output_weight_VD, self.output_bias)
 
     def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
         """The logits at every position, with no cache."""
