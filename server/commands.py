@@ -8,10 +8,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server.access_options import add_access, add_protection
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-ADDRESS = "127.0.0.1:50051"
 
 
 # Where nothing is said of a default, it is the model's own, as its author wished.
@@ -67,6 +67,7 @@ def _add_serve(subparsers: "Subparsers") -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", help="which of the bundle's graphs (default: the fastest)")
     _add_sizes(parser)
+    add_protection(parser)
     parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
@@ -135,9 +136,7 @@ def _add_chat(subparsers: "Subparsers") -> None:
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
-    )
+    add_access(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
     for name, kind, text in _SAMPLING:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)
