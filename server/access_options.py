@@ -25,6 +25,19 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
         help="only clients with a certificate signed by this authority may call",
     )
     parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="only callers with one of these keys may call; made by `quill keys add`",
+    )
+    parser.add_argument(
+        "--open",
+        action="append",
+        default=[],
+        choices=("reflection", "metrics"),
+        help="to callers without a key, too; may be given twice (health always is)",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         help="allow other machines to call in the clear, or without proof of who they are",

@@ -37,6 +37,7 @@ def register(subparsers: "Subparsers") -> None:
     _add_serve(subparsers)
     _add_generate(subparsers)
     _add_chat(subparsers)
+    _add_keys(subparsers)
 
 
 def _add_serve(subparsers: "Subparsers") -> None:
@@ -133,6 +134,33 @@ def _add_chat(subparsers: "Subparsers") -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
     _add_asking(parser)
     parser.set_defaults(run="server.terminal:chat", extra="serve")
+
+
+def _add_keys(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "keys",
+        help="make, list and revoke the API keys of a server",
+        description="Makes, lists and revokes API keys. A running server notices by itself.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for action, function, text in (
+        ("add", "add", "make a key, and print it"),
+        ("list", "show", "names and limits"),
+        ("revoke", "revoke", "refuse a key from now on"),
+    ):
+        each = actions.add_parser(action, help=text, description=f"{text.capitalize()}.")
+        each.add_argument("file", type=Path, metavar="FILE", help="as for `quill serve --api-keys`")
+        if action != "list":
+            each.add_argument("name", metavar="NAME", help="the client's; logs show it")
+        if action == "add":
+            _add_limits(each)
+        each.set_defaults(run=f"server.key_commands:{function}", extra="serve")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    for name in ("requests-per-minute", "max-concurrent"):
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help="default: no limit")
+    parser.add_argument("--admin", action="store_true", help="may reload the bundle")
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from server.settings import Settings
 
 
 def check_exposure(settings: Settings) -> None:
-    """Refuses to serve other machines in the clear, unless told to."""
+    """Refuses to serve other machines in the clear, or whoever they are, unless told to."""
     if is_loopback(settings.host) or settings.insecure:
         return
     if settings.tls is None:
@@ -18,6 +18,12 @@ def check_exposure(settings: Settings) -> None:
             f"--host {settings.host} can be reached from other machines, and without --tls-cert "
             "and --tls-key everybody on the way reads along. Give them, or --insecure if something "
             "in front of this server sees to it"
+        )
+    if settings.api_keys is None and settings.tls.client_ca is None:
+        raise StartError(
+            f"--host {settings.host} can be reached from other machines, and without --api-keys or "
+            "--client-ca anybody may call. Give one, or --insecure if something in front of this "
+            "server sees to it"
         )
 
 

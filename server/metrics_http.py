@@ -6,15 +6,21 @@ Knows: HTTP, Prometheus' text. Does not know: what is counted, gRPC.
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from server.errors import StartError
+from server.errors import RequestError, StartError
+from server.keyring import Keyring
 from server.tls import TlsFiles, http_context
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+_POLL_S = 0.1  # how long stopping may take
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +41,26 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def serve_metrics(
-    registry: CollectorRegistry, host: str, port: int, tls: TlsFiles | None = None
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    tls: TlsFiles | None = None,
+    keyring: Keyring | None = None,
 ) -> tuple[int, Callable[[], None]]:
-    """The port it took, and what stops it."""
+    """The port it took, and what stops it. With a keyring, only callers with a key are told."""
+    app: WSGIApplication = make_wsgi_app(registry)
+    if keyring is not None:
+        app = _guarded(app, keyring)
     try:
-        server = make_server(
-            host, port, make_wsgi_app(registry), _server_class(host, tls), _Handler
-        )
+        server = make_server(host, port, app, _server_class(host, tls), _Handler)
     except OSError as error:
         raise StartError(
             f"can't serve metrics at {host}:{port}: {error.strerror}. Give another --metrics-port, "
             "or --metrics-port off"
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True
+    )
     thread.start()
 
     def stop() -> None:
@@ -56,6 +69,20 @@ def serve_metrics(
         thread.join()
 
     return server.server_port, stop
+
+
+def _guarded(app: "WSGIApplication", keyring: Keyring) -> "WSGIApplication":
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        header = environ.get("HTTP_AUTHORIZATION")
+        try:
+            keyring.identify([] if header is None else [header])
+        except RequestError as error:
+            challenge = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
+            start_response("401 Unauthorized", challenge)
+            return [f"{error}\n".encode()]
+        return app(environ, start_response)
+
+    return answer
 
 
 def _server_class(host: str, tls: TlsFiles | None) -> type[WSGIServer]:

@@ -23,6 +23,8 @@ from server.desk import Desk
 from server.engine_thread import EngineThread
 from server.errors import StartError
 from server.exposure import check_exposure
+from server.gate import Gate
+from server.keyring import Keyring
 from server.metrics import Metrics
 from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
@@ -77,6 +79,7 @@ class Server:
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._health = health.aio.HealthServicer()
+        self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
         self._thread: EngineThread | None = None
 
     def stop(self) -> None:
@@ -99,7 +102,7 @@ class Server:
             ("grpc.max_receive_message_length", self._settings.max_message_bytes),
             ("grpc.so_reuseport", 0),  # a second server on the same port is an error
         ]
-        server = grpc.aio.server(interceptors=[RefuseUnreadable(SERVICE)], options=options)
+        server = grpc.aio.server(interceptors=self._interceptors(), options=options)
         pb_grpc.add_TextGenerationServicer_to_server(self.servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -110,6 +113,13 @@ class Server:
         await server.start()
         self.listening.set()
         return server
+
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE)]
+        if self._keyring is not None:
+            gate = Gate(self._keyring, self._settings.open_reflection, self._report)
+            interceptors.insert(0, gate)
+        return interceptors
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
@@ -135,8 +145,9 @@ class Server:
         port = self._settings.metrics_port
         self._stop_metrics: Callable[[], None] = lambda: None
         if port is not None:
+            keyring = None if self._settings.open_metrics else self._keyring
             taken, stop = serve_metrics(
-                self.metrics.registry, self._settings.host, port, self._settings.tls
+                self.metrics.registry, self._settings.host, port, self._settings.tls, keyring
             )
             self.metrics_port, self._stop_metrics = taken, stop
 

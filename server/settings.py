@@ -5,6 +5,7 @@ Knows: the command line's names. Does not know: what the choices do.
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from server.errors import StartError
 from server.tls import TlsFiles
@@ -29,6 +30,9 @@ class Settings:
     grace_s: float = 30.0
     write_timeout_s: float = 60.0  # a reader that takes longer is ended
     tls: TlsFiles | None = None  # None: in the clear
+    api_keys: Path | None = None  # None: anybody may call
+    open_reflection: bool = False  # to callers without a key
+    open_metrics: bool = False
     insecure: bool = False  # other machines may call although nothing protects the server
 
 
@@ -50,6 +54,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
         max_waiting=args.queue,
         grace_s=args.grace,
         tls=_read_tls(args),
+        api_keys=args.api_keys,
+        open_reflection="reflection" in args.open,
+        open_metrics="metrics" in args.open,
         insecure=args.insecure,
     )
 

@@ -1,6 +1,7 @@
 """What a client may prove itself with, and where a server may be reached."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def test_other_addresses_need_tls(host: str) -> None:
     with pytest.raises(StartError, match="--insecure"):
         check_exposure(Settings(host=host))
     check_exposure(Settings(host=host, insecure=True))
+
+
+def test_other_addresses_need_to_know_who_calls() -> None:
+    with pytest.raises(StartError, match="--api-keys or --client-ca"):
+        check_exposure(Settings(host="0.0.0.0", tls=TLS))
+    with pytest.raises(StartError, match="reads along"):
+        check_exposure(Settings(host="0.0.0.0", api_keys=Path("keys.json")))
+    check_exposure(Settings(host="0.0.0.0", tls=TLS, api_keys=Path("keys.json")))
+    check_exposure(Settings(host="0.0.0.0", tls=replace(TLS, client_ca=Path("ca.pem"))))
+    check_exposure(Settings(host="0.0.0.0", tls=TLS, insecure=True))
 
 
 def test_serve_on_all_addresses_without_protection_is_one_line(
