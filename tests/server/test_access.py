@@ -10,7 +10,7 @@ import quill
 from server.access import Access, AccessError, read_access
 from server.errors import StartError
 from server.exposure import check_exposure, is_loopback
-from server.settings import Settings
+from server.settings import Settings, read_settings
 from server.tls import TlsFiles
 
 TLS = TlsFiles(cert=Path("cert.pem"), key=Path("key.pem"))
@@ -40,11 +40,14 @@ def test_other_addresses_need_to_know_who_calls() -> None:
     check_exposure(Settings(host="0.0.0.0", tls=TLS, insecure=True))
 
 
-def test_serve_on_all_addresses_without_protection_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert quill.main(["serve", "/nowhere", "--host", "0.0.0.0"]) == 1
-    assert capsys.readouterr().err.startswith("quill: --host 0.0.0.0 can be reached from other")
+def settings_for(*options: str) -> Settings:
+    return read_settings(quill.build_parser().parse_args(["serve", "/nowhere", *options]))
+
+
+def test_serve_on_all_addresses_without_protection_is_refused() -> None:
+    with pytest.raises(StartError, match=r"--host 0\.0\.0\.0 can be reached from other"):
+        check_exposure(settings_for("--host", "0.0.0.0"))
+    check_exposure(settings_for("--host", "0.0.0.0", "--insecure"))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +58,9 @@ def test_serve_on_all_addresses_without_protection_is_one_line(
         (["--client-ca", "a"], "--client-ca needs"),
     ],
 )
-def test_half_of_tls_is_refused(
-    options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quill.main(["serve", "/nowhere", *options]) == 1
-    assert reason in capsys.readouterr().err
+def test_half_of_tls_is_refused(options: list[str], reason: str) -> None:
+    with pytest.raises(StartError, match=reason):
+        settings_for(*options)
 
 
 def test_certificate_and_key_come_together() -> None:
