@@ -83,7 +83,11 @@ def without_padding(answer: list[int]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"activation_function": "relu"}, {"activation_function": "gelu", "scale_embedding": False}],
+    [
+        {},
+        {"activation_function": "relu"},
+        {"activation_function": "gelu", "scale_embedding": False},
+    ],
     ids=["swish", "relu", "gelu"],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
