@@ -103,10 +103,13 @@ def with_seed(draw: Draw, request: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 def shortened(ask: Ask, max_new_tokens: int | None) -> Ask:
-    """The same, with at most so many tokens to generate."""
-    if max_new_tokens is None or not 0 < max_new_tokens < ask.request.max_new_tokens:
+    """The same, with at most so many tokens to generate. What must be refused stays as it is."""
+    if max_new_tokens is None or "INVALID_ARGUMENT" in ask.expected:
         return ask
     request = pb.GenerateRequest()
     request.CopyFrom(ask.request)
-    request.max_new_tokens = max_new_tokens
-    return replace(ask, request=request)
+    request.max_new_tokens = min(max_new_tokens, request.max_new_tokens)
+    early = ask.cancel_after
+    return replace(
+        ask, request=request, cancel_after=None if early is None else min(early, max_new_tokens)
+    )

@@ -17,6 +17,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_engine(kinds)
     _add_server(kinds)
+    _add_streams(kinds)
     _add_peers(kinds)
 
 
@@ -57,6 +58,18 @@ def _add_server(kinds: "Subparsers") -> None:
         help="also llama-cpp-python's server and a loop over onnxruntime-genai",
     )
     parser.set_defaults(run="loadtest.bench_server:run", extra="loadtest")
+
+
+def _add_streams(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "streams", help="gRPC against the bare engine, sampling, gaps, cancellation"
+    )
+    _add_common(parser)
+    parser.add_argument("--streams", type=_positive, default=32, metavar="N", help="default 32")
+    parser.add_argument(
+        "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
+    )
+    parser.set_defaults(run="loadtest.bench_streams:run", extra="loadtest")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,7 @@ class Collector:
         self._environment = environment
         self._rows: list[dict[str, str]] = []
         self._file = RecordFile(path) if path and not self._is_worker else None
+        self._num_parts = 1
         self._num_done = self._num_requests = self._num_tokens = self._num_errors = 0
         self._start_s = time.monotonic()
         self.crowd: Crowd | None = None
@@ -55,6 +56,13 @@ class Collector:
         self._start_s = time.monotonic()
         gevent.spawn(self._wait_until_done, crowd)
 
+    def share_out(self) -> int:
+        """Called where workers are led: how many parts the load has now, one for each."""
+        assert isinstance(self._environment.runner, MasterRunner)
+        self._start_s = time.monotonic()
+        self._num_parts, self._num_done = self._environment.runner.worker_count, 0
+        return self._num_parts
+
     def tell_progress(self) -> None:
         """A line a second, for the process that started this one."""
         while True:
@@ -76,12 +84,10 @@ class Collector:
         else:
             self._end()
 
-    def _on_done(self, environment: Environment, msg: Any, **_: Any) -> None:
+    def _on_done(self, msg: Any, **_: Any) -> None:
         self._write(msg.data["rows"])
         self._num_done += 1
-        assert isinstance(environment.runner, MasterRunner)
-        if self._num_done == environment.runner.worker_count:
-            self._num_done = 0
+        if self._num_done == self._num_parts:
             gevent.spawn(self._end)
 
     def _end(self) -> None:

@@ -5,7 +5,6 @@ Locust patches the standard library of the process that imports it: never this o
 """
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError
@@ -23,6 +22,7 @@ PROGRESS = "PROGRESS "
 _FAILED_REQUESTS = 1  # Locust's exit code then: the report tells of them
 _STOP_S = 30.0
 
+Process: TypeAlias = "subprocess.Popen[str]"
 Show = Callable[[dict[str, Any]], None]
 
 
@@ -48,10 +48,10 @@ def run_locust(load: Load, show: Show) -> None:
             _start(stack, ["--worker", "--master-port", str(port)], log.fileno())
             for _ in range(load.num_workers)
         ]
-        _follow(main, show)
-        codes = [process.wait(_STOP_S) for process in (main, *workers)]
-    if any(code not in (0, _FAILED_REQUESTS) for code in codes):
-        raise LoadtestError(f"Locust ended with code {max(codes)}; {load.log} says why")
+        _follow(main, workers, show, load.log)
+        code = main.wait()
+    if code not in (0, _FAILED_REQUESTS):
+        raise LoadtestError(f"Locust ended with code {code}; {load.log} says why")
 
 
 def free_port() -> int:
@@ -77,7 +77,7 @@ def _main_arguments(load: Load, port: int) -> list[str]:
     ]
 
 
-def _start(stack: ExitStack, arguments: Sequence[str], log: int) -> "subprocess.Popen[str]":
+def _start(stack: ExitStack, arguments: Sequence[str], log: int) -> Process:
     process = subprocess.Popen(
         [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *arguments],
         stdin=subprocess.DEVNULL,
@@ -89,20 +89,24 @@ def _start(stack: ExitStack, arguments: Sequence[str], log: int) -> "subprocess.
     return process
 
 
-def _follow(process: "subprocess.Popen[str]", show: Show) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
+def _follow(main: Process, workers: Sequence[Process], show: Show, log: Path) -> None:
+    assert main.stdout is not None
+    for line in main.stdout:
         if line.startswith(PROGRESS):
             show(json.loads(line.removeprefix(PROGRESS)))
+        if any(worker.poll() not in (None, 0, _FAILED_REQUESTS) for worker in workers):
+            raise LoadtestError(f"a Locust worker ended before its time; {log} says why")
 
 
-def _stop(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+def _stop(process: Process) -> None:
+    """A worker has heard from its master that it is over; whoever has not ended, is ended."""
+    for end in (process.terminate, process.kill):
+        if process.poll() is None:
+            end()
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            continue
+        break
     if process.stdout is not None:
         process.stdout.close()

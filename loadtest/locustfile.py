@@ -75,14 +75,14 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def on_test_start(environment: Environment, **_: Any) -> None:
-    if isinstance(environment.runner, MasterRunner):
-        return
     options, runner = environment.parsed_options, environment.runner
     assert options is not None
-    assert runner is not None
+    if isinstance(runner, MasterRunner):
+        options.num_parts = Shared.collector.share_out()  # travels to the workers
+        return
     part, num_parts = 0, 1
     if isinstance(runner, WorkerRunner):
-        part, num_parts = runner.worker_index, options.expect_workers
+        part, num_parts = runner.worker_index, options.num_parts
     plan = Plan(
         scenario=options.scenario,
         seed=options.seed,

@@ -16,6 +16,7 @@ from loadtest.records import Record
 SHARE = 0.95
 _FINE_ENOUGH = 1.1  # the search ends when the lowest failing rate is this near to the highest good
 _MAX_RATE = 10_000.0
+_GIVE_UP = 16  # times below the first rate
 
 # The slowest of each kind; None if the request had nothing of it.
 _MEASURES: Mapping[str, Callable[[Record], float | None]] = {
@@ -77,7 +78,7 @@ def next_rate(tried: Sequence[Tried], first: float) -> float | None:
     if bad > _MAX_RATE:
         return good * 2 if good < _MAX_RATE else None
     if good == 0:
-        return bad / 2 if bad > first / 64 else None
+        return bad / 2 if bad > first / _GIVE_UP else None
     # Chance may carry a rate above one that failed: then there is nothing between them.
     return None if bad <= good * _FINE_ENOUGH else (good + bad) / 2
 

@@ -12,6 +12,7 @@ import grpc
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access
 from server.asking import CHANNEL_OPTIONS, Options, Prompt, Retries, make_request, read_error
 from server.client import left, score_request
 
@@ -26,8 +27,11 @@ class AsyncClient:
         address: str,
         retries: Retries | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        access: Access | None = None,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        access = access or Access()
+        self._channel = _open(address, access)
+        self._metadata = access.metadata
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
@@ -48,7 +52,7 @@ class AsyncClient:
         request = make_request(prompt, options)
 
         async def call(left_s: float | None) -> pb.GenerateResponse:
-            return await self._stub.Generate(request, timeout=left_s)
+            return await self._stub.Generate(request, timeout=left_s, metadata=self._metadata)
 
         return await self._try(call, timeout_s)
 
@@ -59,7 +63,7 @@ class AsyncClient:
         request = make_request(prompt, options)
 
         async def begin(left_s: float | None) -> "_Begun":
-            chunks = self._stub.GenerateStream(request, timeout=left_s)
+            chunks = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             return chunks, await _next(chunks)
 
         call, chunk = await self._try(begin, timeout_s)
@@ -78,26 +82,32 @@ class AsyncClient:
         """How likely the model finds a text."""
 
         async def call(left_s: float | None) -> pb.ScoreResponse:
-            return await self._stub.Score(score_request(text), timeout=left_s)
+            return await self._stub.Score(
+                score_request(text), timeout=left_s, metadata=self._metadata
+            )
 
         return await self._try(call, timeout_s)
 
     async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         async def call(left_s: float | None) -> pb.TokenizeResponse:
-            return await self._stub.Tokenize(pb.TokenizeRequest(text=text), timeout=left_s)
+            return await self._stub.Tokenize(
+                pb.TokenizeRequest(text=text), timeout=left_s, metadata=self._metadata
+            )
 
         return list((await self._try(call, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         async def call(left_s: float | None) -> pb.DetokenizeResponse:
             request = pb.DetokenizeRequest(token_ids=token_ids)
-            return await self._stub.Detokenize(request, timeout=left_s)
+            return await self._stub.Detokenize(request, timeout=left_s, metadata=self._metadata)
 
         return (await self._try(call, timeout_s)).text
 
     async def model(self, *, timeout_s: float | None = None) -> pb.Model:
         async def call(left_s: float | None) -> pb.Model:
-            return await self._stub.GetModel(pb.GetModelRequest(), timeout=left_s)
+            return await self._stub.GetModel(
+                pb.GetModelRequest(), timeout=left_s, metadata=self._metadata
+            )
 
         return await self._try(call, timeout_s)
 
@@ -121,6 +131,13 @@ class AsyncClient:
 
 _Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
 _Begun = tuple[_Call, pb.GenerateChunk | None]
+
+
+def _open(address: str, access: Access) -> grpc.aio.Channel:
+    credentials = access.credentials(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
 
 async def _next(call: _Call) -> pb.GenerateChunk | None:

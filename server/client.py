@@ -15,6 +15,7 @@ import grpc
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access
 from server.asking import CHANNEL_OPTIONS, Options, Prompt, Retries, make_request, read_error
 
 _Result = TypeVar("_Result")
@@ -28,8 +29,11 @@ class Client:
         address: str,
         retries: Retries | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        access: Access | None = None,
     ) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        access = access or Access()
+        self._channel = _open(address, access)
+        self._metadata = access.metadata
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
@@ -48,7 +52,10 @@ class Client:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = make_request(prompt, options)
-        return self._try(lambda left_s: self._stub.Generate(request, timeout=left_s), timeout_s)
+        return self._try(
+            lambda left_s: self._stub.Generate(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+        )
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
@@ -57,7 +64,7 @@ class Client:
         request = make_request(prompt, options)
 
         def begin(left_s: float | None) -> tuple[Any, pb.GenerateChunk | None]:
-            call = self._stub.GenerateStream(request, timeout=left_s)
+            call = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             return call, next(call, None)
 
         call, chunk = self._try(begin, timeout_s)
@@ -75,21 +82,33 @@ class Client:
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
         request = score_request(text)
-        return self._try(lambda left_s: self._stub.Score(request, timeout=left_s), timeout_s)
+        return self._try(
+            lambda left_s: self._stub.Score(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+        )
 
     def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         request = pb.TokenizeRequest(text=text)
-        reply = self._try(lambda left_s: self._stub.Tokenize(request, timeout=left_s), timeout_s)
+        reply = self._try(
+            lambda left_s: self._stub.Tokenize(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+        )
         return list(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        reply = self._try(lambda left_s: self._stub.Detokenize(request, timeout=left_s), timeout_s)
+        reply = self._try(
+            lambda left_s: self._stub.Detokenize(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+        )
         return reply.text
 
     def model(self, *, timeout_s: float | None = None) -> pb.Model:
         request = pb.GetModelRequest()
-        return self._try(lambda left_s: self._stub.GetModel(request, timeout=left_s), timeout_s)
+        return self._try(
+            lambda left_s: self._stub.GetModel(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+        )
 
     def _try(self, call: Callable[[float | None], _Result], timeout_s: float | None) -> _Result:
         """Until it succeeds, or there is no use in trying again."""
@@ -105,6 +124,13 @@ class Client:
                     raise error from raised
             num_tried += 1
             self._sleep(delay_s)
+
+
+def _open(address: str, access: Access) -> grpc.Channel:
+    credentials = access.credentials(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:

@@ -8,10 +8,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server.access_options import add_access, add_protection
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-ADDRESS = "127.0.0.1:50051"
 
 
 # Where nothing is said of a default, it is the model's own, as its author wished.
@@ -37,6 +37,7 @@ def register(subparsers: "Subparsers") -> None:
     _add_serve(subparsers)
     _add_generate(subparsers)
     _add_chat(subparsers)
+    _add_keys(subparsers)
 
 
 def _add_serve(subparsers: "Subparsers") -> None:
@@ -67,6 +68,7 @@ def _add_serve(subparsers: "Subparsers") -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", help="which of the bundle's graphs (default: the fastest)")
     _add_sizes(parser)
+    add_protection(parser)
     parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
@@ -134,10 +136,35 @@ def _add_chat(subparsers: "Subparsers") -> None:
     parser.set_defaults(run="server.terminal:chat", extra="serve")
 
 
-def _add_asking(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
+def _add_keys(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "keys",
+        help="make, list and revoke the API keys of a server",
+        description="Makes, lists and revokes API keys. A running server notices by itself.",
     )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for action, function, text in (
+        ("add", "add", "make a key, and print it"),
+        ("list", "show", "names and limits"),
+        ("revoke", "revoke", "refuse a key from now on"),
+    ):
+        each = actions.add_parser(action, help=text, description=f"{text.capitalize()}.")
+        each.add_argument("file", type=Path, metavar="FILE", help="as for `quill serve --api-keys`")
+        if action != "list":
+            each.add_argument("name", metavar="NAME", help="the client's; logs show it")
+        if action == "add":
+            _add_limits(each)
+        each.set_defaults(run=f"server.key_commands:{function}", extra="serve")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    for name in ("requests-per-minute", "max-concurrent"):
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help="default: no limit")
+    parser.add_argument("--admin", action="store_true", help="may reload the bundle")
+
+
+def _add_asking(parser: argparse.ArgumentParser) -> None:
+    add_access(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
     for name, kind, text in _SAMPLING:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)

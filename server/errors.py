@@ -46,6 +46,22 @@ class OverloadedError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaError(OverloadedError):
+    """The caller's own limits are reached. Others are served."""
+
+
+class UnauthenticatedError(RequestError):
+    """No API key, or one that isn't known."""
+
+
+class RevokedError(RequestError):
+    """An API key that was good once."""
+
+
+class ForbiddenError(RequestError):
+    """A good API key that may not do this."""
+
+
 class DeadlineError(RequestError):
     """The deadline passed before there was anything to send."""
 
@@ -71,6 +87,10 @@ STATUS: dict[type[RequestError], str] = {
     UnsupportedError: "FAILED_PRECONDITION",
     UnimplementedError: "UNIMPLEMENTED",
     OverloadedError: "RESOURCE_EXHAUSTED",
+    QuotaError: "RESOURCE_EXHAUSTED",
+    UnauthenticatedError: "UNAUTHENTICATED",
+    RevokedError: "PERMISSION_DENIED",
+    ForbiddenError: "PERMISSION_DENIED",
     DeadlineError: "DEADLINE_EXCEEDED",
     CancelledError: "CANCELLED",
     SlowReaderError: "ABORTED",

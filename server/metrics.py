@@ -7,9 +7,8 @@ The names are documented in the README: change them there too.
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from server.errors import StartError
 from server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
 from server.record import Record
 
@@ -118,21 +117,3 @@ class Metrics:
             self._queue.observe(record.queue_ms / 1000)
         if record.first_token_ms is not None:
             self._first_token.observe(record.first_token_ms / 1000)
-
-
-def serve_metrics(metrics: Metrics, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Answers GET /metrics. The port it took, and what stops it."""
-    try:
-        server, thread = start_http_server(port, host, metrics.registry)
-    except OSError as error:
-        raise StartError(
-            f"can't serve metrics at {host}:{port}: {error.strerror}. Give another --metrics-port, "
-            "or --metrics-port off"
-        ) from error
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return server.server_port, stop

@@ -21,6 +21,7 @@ def new_request_id() -> str:
 @dataclass
 class Record:
     method: str
+    caller: str = ""  # the name of its API key or certificate, never the key
     request_id: str = field(default_factory=new_request_id)
     arrived_s: float = field(default_factory=time.monotonic)
     outcome: str = "OK"  # the name of a gRPC status

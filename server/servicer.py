@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.answer import Answer, Chunk, merge
+from server.caller import ANYBODY, CALLER, Caller
 from server.desk import Desk
 from server.errors import (
     RequestError,
@@ -26,6 +27,7 @@ from server.errors import (
     status_name,
 )
 from server.prompts import check_ids
+from server.quota import Quotas
 from server.record import Record
 from server.served import Served
 from server.status import grpc_status
@@ -64,6 +66,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         self._desk = desk
         self._report = report
         self._write_timeout_s = write_timeout_s
+        self._quotas = Quotas()
         self.served: Served | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -127,9 +130,11 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     @asynccontextmanager
     async def _call(self, method: str, context: Context) -> AsyncIterator[Record]:
         """Every call ends once, with a status of its own, and is accounted for."""
-        record, error = Record(method), None
+        caller = _caller(context)
+        record, error = Record(method, caller.name), None
         try:
-            yield record
+            with self._quotas.call(caller):
+                yield record
         except RequestError as raised:
             error = raised
             record.outcome = status_name(error)
@@ -195,6 +200,14 @@ def _arrival(record: Record, context: Context) -> Arrival:
 def _is_past(context: Context) -> bool:
     left_s = cast("float | None", context.time_remaining())
     return left_s is not None and left_s <= 0
+
+
+def _caller(context: Context) -> Caller:
+    """By its API key; without those, by its certificate, if it had to show one."""
+    caller, identities = CALLER.get(), context.peer_identities()
+    if caller is ANYBODY and identities:
+        return Caller(name=b",".join(identities).decode("utf-8", "replace"))
+    return caller
 
 
 def _text(served: Served) -> Text:

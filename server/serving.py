@@ -22,11 +22,16 @@ from server.default_model import default_bundle
 from server.desk import Desk
 from server.engine_thread import EngineThread
 from server.errors import StartError
-from server.metrics import Metrics, serve_metrics
+from server.exposure import check_exposure
+from server.gate import Gate
+from server.keyring import Keyring
+from server.metrics import Metrics
+from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
 from server.servicer import TextGeneration
 from server.settings import Settings, read_settings
 from server.starting import Load, prepare
+from server.tls import server_credentials
 from server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 def run(args: argparse.Namespace) -> None:
     set_up_logging(args.log_format)
     settings = read_settings(args)
+    check_exposure(settings)
     directory = args.bundle or default_bundle()
     load = prepare(directory, settings)
     asyncio.run(serve(load, settings))
@@ -73,6 +79,7 @@ class Server:
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._health = health.aio.HealthServicer()
+        self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
         self._thread: EngineThread | None = None
 
     def stop(self) -> None:
@@ -95,17 +102,24 @@ class Server:
             ("grpc.max_receive_message_length", self._settings.max_message_bytes),
             ("grpc.so_reuseport", 0),  # a second server on the same port is an error
         ]
-        server = grpc.aio.server(interceptors=[RefuseUnreadable(SERVICE)], options=options)
+        server = grpc.aio.server(interceptors=self._interceptors(), options=options)
         pb_grpc.add_TextGenerationServicer_to_server(self.servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         await self._set_health(False)
-        self.port = _bind(server, self._settings.host, self._settings.port)
+        self.port = _bind(server, self._settings)
         await server.start()
         self.listening.set()
         return server
+
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE)]
+        if self._keyring is not None:
+            gate = Gate(self._keyring, self._settings.open_reflection, self._report)
+            interceptors.insert(0, gate)
+        return interceptors
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
@@ -131,15 +145,23 @@ class Server:
         port = self._settings.metrics_port
         self._stop_metrics: Callable[[], None] = lambda: None
         if port is not None:
-            taken, stop = serve_metrics(self.metrics, self._settings.host, port)
+            keyring = None if self._settings.open_metrics else self._keyring
+            taken, stop = serve_metrics(
+                self.metrics.registry, self._settings.host, port, self._settings.tls, keyring
+            )
             self.metrics_port, self._stop_metrics = taken, stop
 
     def _say_ready(self) -> None:
         address = f"{self._settings.host}:{self.port}"
         if self.metrics_port is not None:
-            logger.info("metrics at http://%s:%d/metrics", self._settings.host, self.metrics_port)
+            scheme = "http" if self._settings.tls is None else "https"
+            logger.info(
+                "metrics at %s://%s:%d/metrics", scheme, self._settings.host, self.metrics_port
+            )
         print(f"Serving at {address}. Now type:", flush=True)
-        print(f'  {_front_door()} generate --address {address} "Once upon a time"', flush=True)
+        tls = "" if self._settings.tls is None else " --ca CA.pem"
+        line = f'{_front_door()} generate --address {address}{tls} "Once upon a time"'
+        print(f"  {line}", flush=True)
 
     async def _drain(self) -> None:
         await self._set_health(False)
@@ -191,9 +213,13 @@ def _front_door() -> str:
     return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, settings: Settings) -> int:
+    host, port = settings.host, settings.port
+    credentials = None if settings.tls is None else server_credentials(settings.tls)
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", credentials)
     except RuntimeError as error:
         raise StartError(
             f"can't listen at {host}:{port}: is another server there? Give another --port, or 0 "

@@ -5,6 +5,10 @@ Knows: the command line's names. Does not know: what the choices do.
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import StartError
+from server.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,11 @@ class Settings:
     max_message_bytes: int = 4 * 2**20
     grace_s: float = 30.0
     write_timeout_s: float = 60.0  # a reader that takes longer is ended
+    tls: TlsFiles | None = None  # None: in the clear
+    api_keys: Path | None = None  # None: anybody may call
+    open_reflection: bool = False  # to callers without a key
+    open_metrics: bool = False
+    insecure: bool = False  # other machines may call although nothing protects the server
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -44,4 +53,19 @@ def read_settings(args: argparse.Namespace) -> Settings:
         exact=args.exact,
         max_waiting=args.queue,
         grace_s=args.grace,
+        tls=_read_tls(args),
+        api_keys=args.api_keys,
+        open_reflection="reflection" in args.open,
+        open_metrics="metrics" in args.open,
+        insecure=args.insecure,
     )
+
+
+def _read_tls(args: argparse.Namespace) -> TlsFiles | None:
+    if args.tls_cert is None and args.tls_key is None:
+        if args.client_ca is not None:
+            raise StartError("--client-ca needs --tls-cert and --tls-key")
+        return None
+    if args.tls_cert is None or args.tls_key is None:
+        raise StartError("--tls-cert and --tls-key belong together: give both")
+    return TlsFiles(cert=args.tls_cert, key=args.tls_key, client_ca=args.client_ca)

@@ -11,6 +11,7 @@ from typing import cast
 from google.protobuf.json_format import MessageToJson
 
 from protos import generation_pb2 as pb
+from server.access import read_access
 from server.asking import CallError, Options, Prompt
 from server.client import Client
 
@@ -29,7 +30,7 @@ def generate(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
     options = _options(args)
-    with Client(args.address) as client:
+    with Client(args.address, access=read_access(args)) as client:
         if args.json or options.get("num_sequences", 1) > 1:
             answer = client.generate(prompt, timeout_s=args.timeout, **options)
             _show_whole(answer, args.json)
@@ -72,7 +73,7 @@ def chat(args: argparse.Namespace) -> None:
     if args.system:
         history.append({"role": "system", "content": args.system})
     options = _options(args)
-    with Client(args.address) as client:
+    with Client(args.address, access=read_access(args)) as client:
         print(f"Talking with {client.model().name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
         while (words := _listen()) is not None:
             if words:

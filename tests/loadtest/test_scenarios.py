@@ -62,6 +62,6 @@ def test_real_server_ends_each_request_as_the_scenario_expects(
     with grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
         for index in range(25 if name == "bad-requests" else 4):
-            ask = make_ask(name, 0, index, IDS)
+            ask = make_ask(name, 0, index, IDS, max_new_tokens=3 if index % 2 else None)
             heard = call(stub, ask, 0.0, sleep=lambda _: None).heard
             assert heard.status in ask.expected, (index, heard.message)

@@ -34,7 +34,7 @@ def test_request_is_served_well_only_if_every_limit_holds() -> None:
     assert SLO.share([made(), made(first_ms=900)]) == 0.5
 
 
-@pytest.mark.parametrize("first", [0.5, 1.0, 64.0])
+@pytest.mark.parametrize("first", [0.5, 1.0, 64.0, 150.0])
 def test_search_finds_the_highest_rate_that_is_carried(first: float) -> None:
     capacity, tried = 11.3, list[Tried]()
     while (rate := next_rate(tried, first)) is not None:

@@ -134,6 +134,7 @@ class Running:
             self.records.put(record)
 
         server.servicer._report = note
+        server._report = note  # type: ignore[method-assign]
         running = asyncio.ensure_future(server.run())
         await asyncio.wait({running, asyncio.ensure_future(server.listening.wait())},
                            return_when=asyncio.FIRST_COMPLETED)  # fmt: skip

@@ -17,7 +17,8 @@ from server.asking import CallError, Retries
 from server.client import Client
 from server.engine import MAX_FAILURES
 from server.errors import StartError
-from server.metrics import Metrics, serve_metrics
+from server.metrics import Metrics
+from server.metrics_http import serve_metrics
 from server.serving import Server
 from server.settings import Settings
 from tests.server.reciter import TIMEOUT_S
@@ -110,7 +111,7 @@ def test_port_that_is_taken_is_an_error_that_says_what_to_do() -> None:
         with pytest.raises(StartError, match="--port"):
             asyncio.run(second(Settings(port=running.server.port)))
         with pytest.raises(StartError, match="--metrics-port"):
-            serve_metrics(Metrics(), "127.0.0.1", running.server.metrics_port or 0)
+            serve_metrics(Metrics().registry, "127.0.0.1", running.server.metrics_port or 0)
 
 
 def test_server_can_be_stopped_while_it_is_loading() -> None:

@@ -1,0 +1,63 @@
+"""The options of this room's subcommands that have to do with who may call whom.
+
+Imports nothing heavy: `--help` must answer at once.
+"""
+
+import argparse
+from pathlib import Path
+
+ADDRESS = "127.0.0.1:50051"
+
+
+def add_protection(parser: argparse.ArgumentParser) -> None:
+    """For a server."""
+    parser.add_argument("--tls-cert", type=Path, metavar="PEM", help="the server's certificate")
+    parser.add_argument(
+        "--tls-key",
+        type=Path,
+        metavar="PEM",
+        help="its key. Both are read again when they change; streams go on",
+    )
+    parser.add_argument(
+        "--client-ca",
+        type=Path,
+        metavar="PEM",
+        help="only clients with a certificate signed by this authority may call",
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="only callers with one of these keys may call; made by `quill keys add`",
+    )
+    parser.add_argument(
+        "--open",
+        action="append",
+        default=[],
+        choices=("reflection", "metrics"),
+        help="to callers without a key, too; may be given twice (health always is)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other machines to call in the clear, or without proof of who they are",
+    )
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """For a client."""
+    parser.add_argument(
+        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
+    )
+    parser.add_argument(
+        "--tls", action="store_true", help="use TLS; the machine's own authorities are trusted"
+    )
+    parser.add_argument("--ca", type=Path, metavar="PEM", help="the same; trust this authority")
+    parser.add_argument("--cert", type=Path, metavar="PEM", help="the client's own certificate")
+    parser.add_argument("--key", type=Path, metavar="PEM", help="its key")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="holds the API key; or $QUILL_API_KEY"
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="send the API key in the clear, if there is no TLS"
+    )

@@ -1,0 +1,147 @@
+"""`quill loadtest` from its first word to its report."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+
+import quill
+from loadtest.asking import Facts
+from loadtest.calling import call
+from loadtest.own_server import OwnServer
+from loadtest.records import read_records, write_records
+from loadtest.scenarios import make_ask
+from protos import generation_pb2_grpc as pb_grpc
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    errors: str
+
+
+class Loadtest:
+    """Runs the command here; Locust and servers are processes of their own anyway."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, out: Path, *arguments: str) -> Done:
+        code = quill.main(["loadtest", "--out", str(out), *arguments])
+        return Done(code, *self._capfd.readouterr())
+
+
+@pytest.fixture
+def loadtest(capfd: pytest.CaptureFixture[str]) -> Iterator[Loadtest]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield Loadtest(capfd)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
+    loadtest: Loadtest, bundle: Path, tmp_path: Path
+) -> None:
+    done = loadtest(
+        tmp_path,
+        *("--bundle", str(bundle), "--precision", "fp32", "--serve", "--threads 1 --max-slots 4"),
+        *("--users", "6", "--requests", "40", "--scenario", "mixed", "--max-new-tokens", "6"),
+        "--verify",
+    )
+    assert done.code == 0, done.errors
+    assert "tiny, fp32 on cpu" in done.out
+    assert "verified: 40 of 40 answers are equal alone" in done.out
+    assert "stopped" in (tmp_path / "server.log").read_text()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for wanted in ("40 of 40", "fp32 on cpu", "commit", "command", "machine", "Queue depth"):
+        assert wanted in page
+    assert page.count("data:image/png") == 5
+    assert json.loads((tmp_path / "summary.json").read_text())["num_requests"] == 40
+
+
+def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_path: Path) -> None:
+    done = loadtest(
+        tmp_path,
+        *("--address", server.address, "--rate", "30", "--shape", "ramp", "--duration", "1500ms"),
+        *("--slo", "ttft=60s,gap=60s", "--max-new-tokens", "4"),
+    )
+    assert done.code == 0, done.errors
+    assert "served well: 100.0%; goodput" in done.out
+
+
+@pytest.fixture(scope="module")
+def recorded(server: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As a load leaves it."""
+    facts = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
+    path = tmp_path_factory.mktemp("recorded") / "requests.csv"
+    with grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        asked = [make_ask("short-chat", 0, index, facts) for index in range(8)]
+        write_records(
+            path,
+            [call(stub, ask, 0.0).record(ask, i, ask.kind, 0.0) for i, ask in enumerate(asked)],
+        )
+    return path
+
+
+def test_recorded_file_is_verified_and_a_changed_answer_is_found(
+    loadtest: Loadtest, recorded: Path, server: OwnServer, tmp_path: Path
+) -> None:
+    arguments = ("--address", server.address, "--verify", "--recorded")
+    same = loadtest(tmp_path, *arguments, str(recorded))
+    assert same.code == 0, same.errors
+    first, *others = read_records(recorded)
+    changed = tmp_path / "changed.csv"
+    tokens = ((first.token_ids[0] + 1) % 512, *first.token_ids[1:])
+    write_records(changed, [type(first)(**{**vars(first), "token_ids": tokens}), *others])
+    other = loadtest(tmp_path, *arguments, str(changed))
+    assert other.code == 1
+    assert other.errors.startswith(f"quill: 1 of {1 + len(others)} answers differ: request")
+    assert other.errors.count("\n") == 1
+
+
+def test_recorded_file_is_reported_on_without_a_server(
+    loadtest: Loadtest, recorded: Path, tmp_path: Path
+) -> None:
+    done = loadtest(tmp_path, "--recorded", str(recorded))
+    assert done.code == 0, done.errors
+    assert "left out" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_search_ends_with_a_rate_and_its_goodput(
+    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+) -> None:
+    # Nothing meets a limit of a millisecond: the search goes down and says so.
+    done = loadtest(
+        tmp_path,
+        *("--address", server.address, "--shape", "search", "--slo", "total=1ms"),
+        *("--rate", "40", "--duration", "200ms", "--requests", "2"),
+    )
+    assert done.code == 0, done.errors
+    assert "40 requests/s isn't carried: 0.0% served well" in done.out
+    assert "No rate was carried, down to" in done.out
+    assert (tmp_path / "search.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--shape", "search"), "--shape search needs --slo"),
+        (("--scenario", "polite"), "no scenario 'polite'"),
+        (("--duration", "soon"), "isn't a duration"),
+        (("--users", "0"), "must be above 0"),
+        (("--address", "x:1", "--precision", "fp32"), "--address names a server"),
+        (("--shape", "search", "--users", "3", "--slo", "ttft=1s"), "searches a --rate"),
+        (("--recorded", "/nowhere.csv"), "can't read /nowhere.csv"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    loadtest: Loadtest, arguments: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    done = loadtest(tmp_path, *arguments)
+    assert done.code in (1, 2)
+    assert reason in done.errors
+    assert done.errors.count("\n") == 1
