@@ -38,6 +38,12 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
         help="to callers without a key, too; may be given twice (health always is)",
     )
     parser.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="callers of all keys share what prompts' beginnings came to. Faster where they begin "
+        "alike; but by timing one can find out what others asked",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         help="allow other machines to call in the clear, or without proof of who they are",

@@ -1,6 +1,9 @@
 """Decides at the door whether a request may join the queue.
 
-Knows: how many wait, how fast they start. Does not know: steps, slots, gRPC.
+Knows: how many wait, whose they are, how fast they start. Does not know: steps, slots, gRPC.
+
+Where callers have names, nobody may have more requests waiting than there are places left. So one
+who floods gets half of the queue, two get a third each, and a newcomer finds a place.
 
 Belongs to the event loop's thread, so that a refusal needn't wait for the step under way. It
 learns from the engine's batches who has started.
@@ -8,6 +11,7 @@ learns from the engine's batches who has started.
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from server.errors import DeadlineError, OverloadedError
 from server.events import Batch, FailEvent, StartEvent
@@ -20,7 +24,7 @@ class Admission:
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_waiting = max_waiting
         self._clock = clock
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, str] = {}  # the owner of each request
         self._last_start_s: float | None = None  # None: nobody waited then
         self._interval_s = 0.0  # between two starts while somebody waits, smoothed
 
@@ -28,43 +32,53 @@ class Admission:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def expected_wait_s(self) -> float:
-        return len(self._waiting) * self._interval_s
+    def expected_wait_s(self, owner: str = "") -> float:
+        """Owners take turns: nobody waits for another's whole backlog."""
+        num_turns = (self._num_waiting_of(owner) + 1) * len({owner, *self._waiting.values()})
+        return min(len(self._waiting), num_turns) * self._interval_s
 
     def admit(self, request: Request) -> None:
         """Counts the request as waiting, or refuses it."""
+        owner = request.owner
         if request.deadline_s is not None:
-            self._check_deadline(request.deadline_s - self._clock())
-        if len(self._waiting) >= self._max_waiting:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting, which is the limit. Try again later",
-                self._retry_after_s(),
-            )
-        self._waiting.add(request.request_id)
+            self._check_deadline(request.deadline_s - self._clock(), owner)
+        num_left = self._max_waiting - len(self._waiting)
+        if num_left <= 0:
+            self._refuse(f"{len(self._waiting)} requests are waiting, which is the limit", owner)
+        num_own = self._num_waiting_of(owner)
+        if owner and num_own >= num_left:
+            self._refuse(f"{owner} has {num_own} requests waiting; the rest is for others", owner)
+        self._waiting[request.request_id] = owner
 
     def observe(self, batch: Batch) -> None:
         """Takes note of who has left the queue."""
         for event in batch.events:
             if isinstance(event, StartEvent):
-                self._waiting.discard(event.request_id)
+                self._waiting.pop(event.request_id, None)
                 self._note_start()
             elif isinstance(event, FailEvent):
-                self._waiting.discard(event.request_id)
+                self._waiting.pop(event.request_id, None)
 
-    def _check_deadline(self, left_s: float) -> None:
+    def _num_waiting_of(self, owner: str) -> int:
+        return sum(each == owner for each in self._waiting.values())
+
+    def _check_deadline(self, left_s: float, owner: str) -> None:
         if left_s <= 0:
             raise DeadlineError("the deadline has passed already")
-        if left_s < self.expected_wait_s:
+        wait_s = self.expected_wait_s(owner)
+        if left_s < wait_s:
             raise OverloadedError(
-                f"the deadline is in {left_s:.1f} s and the queue is about "
-                f"{self.expected_wait_s:.1f} s long. Try again later, or allow more time",
-                self._retry_after_s(),
+                f"the deadline is in {left_s:.1f} s and the queue is about {wait_s:.1f} s long. "
+                "Try again later, or allow more time",
+                self._retry_after_s(owner),
             )
 
-    def _retry_after_s(self) -> float:
+    def _refuse(self, reason: str, owner: str) -> NoReturn:
+        raise OverloadedError(f"{reason}. Try again later", self._retry_after_s(owner))
+
+    def _retry_after_s(self, owner: str) -> float:
         """Until about half of the queue is gone; never so soon that refusals become a load."""
-        return min(max(self.expected_wait_s / 2, 0.1), 30.0)
+        return min(max(self.expected_wait_s(owner) / 2, 0.1), 30.0)
 
     def _note_start(self) -> None:
         now_s = self._clock()

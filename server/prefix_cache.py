@@ -3,8 +3,9 @@
 Knows: token ids, positions as opaque arrays, bytes. Does not know: slots, requests, the model.
 
 A prompt is cut into blocks of BLOCK tokens. A block is known by its tokens and the block before
-it, so prompts that begin alike share their blocks. Only positions that prefill wrote may be kept:
-what decode writes differs in the last bits, and a cache must not change an answer.
+it, so prompts that begin alike share their blocks, if they are of the same scope: whoever asks in
+another can't learn from a quick answer what was asked here. Only positions that prefill wrote may
+be kept: what decode writes differs in the last bits, and a cache must not change an answer.
 """
 
 from collections import OrderedDict
@@ -15,7 +16,8 @@ from server.slots import CacheArray
 
 BLOCK = 16
 
-_Key = tuple[int, tuple[int, ...]]  # the number of the block before, this block's tokens
+# The number of the block before, or the scope if it is the first; this block's tokens.
+_Key = tuple[int | str, tuple[int, ...]]
 
 
 class _Block(NamedTuple):
@@ -38,22 +40,24 @@ class PrefixCache:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def match(self, ids: Sequence[int]) -> int:
+    def match(self, ids: Sequence[int], scope: str = "") -> int:
         """How many of the first tokens are kept."""
-        return BLOCK * len(self._path(ids))
+        return BLOCK * len(self._path(ids, scope))
 
-    def load(self, ids: Sequence[int]) -> list[CacheArray]:
+    def load(self, ids: Sequence[int], scope: str = "") -> list[CacheArray]:
         """The positions of the first tokens, block by block, as far as they are kept."""
-        path = self._path(ids)
+        path = self._path(ids, scope)
         self._touch(path)
         return [self._blocks[key].positions for key in path]
 
-    def keep(self, ids: Sequence[int], read: Callable[[int, int], CacheArray]) -> None:
+    def keep(
+        self, ids: Sequence[int], read: Callable[[int, int], CacheArray], scope: str = ""
+    ) -> None:
         """Keeps the whole blocks of `ids`; `read(start, stop)` copies positions."""
         if not self._max_bytes:
             return
-        path = self._path(ids)
-        number = self._blocks[path[-1]].number if path else 0
+        path = self._path(ids, scope)
+        number: int | str = self._blocks[path[-1]].number if path else scope
         for start in range(BLOCK * len(path), len(ids) - BLOCK + 1, BLOCK):
             positions = read(start, start + BLOCK)
             if positions.nbytes * (len(path) + 1) > self._max_bytes:
@@ -61,15 +65,15 @@ class PrefixCache:
             key = (number, tuple(ids[start : start + BLOCK]))
             self._num_made += 1
             number = self._num_made
-            self._blocks[key] = _Block(number, positions)
+            self._blocks[key] = _Block(self._num_made, positions)
             self._num_bytes += positions.nbytes
             path.append(key)
         self._touch(path)
         self._shrink()
 
-    def _path(self, ids: Sequence[int]) -> list[_Key]:
+    def _path(self, ids: Sequence[int], scope: str) -> list[_Key]:
         path: list[_Key] = []
-        number = 0
+        number: int | str = scope
         for start in range(0, len(ids) - BLOCK + 1, BLOCK):
             key = (number, tuple(ids[start : start + BLOCK]))
             if key not in self._blocks:

@@ -101,6 +101,8 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0  # higher is sooner
     deadline_s: float | None = None  # on the engine's clock, time.monotonic
+    owner: str = ""  # who asks: owners take turns; empty if anybody may call
+    cache_scope: str = ""  # beginnings of prompts are shared within it, and never across
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, "the servicer refuses empty prompts"

@@ -39,7 +39,7 @@ NOTHING_RANKED: Ranked = {}
 class PrefixIndex(Protocol):
     """Knows which prompts were read before."""
 
-    def match(self, ids: Sequence[int]) -> int:
+    def match(self, ids: Sequence[int], scope: str = "") -> int:
         """How many of the first tokens needn't be read again."""
 
 
@@ -127,7 +127,8 @@ class Scheduler:
         if request.prompt_logprobs is not None:
             return 0  # every position's logits are wanted
         most = len(request.prompt_ids) - MIN_CHUNK
-        return max(0, min(self._prefixes.match(request.prompt_ids), most))
+        kept = self._prefixes.match(request.prompt_ids, request.cache_scope)
+        return max(0, min(kept, most))
 
     def _chunk(self, prefill: _Prefill, max_chunk: int) -> PrefillPlan:
         if prefill.request.prompt_logprobs is not None:

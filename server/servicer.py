@@ -62,17 +62,19 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         desk: Desk,
         report: Callable[[Record], None],
         write_timeout_s: float,
+        share_cache: bool = False,
     ) -> None:
         self._desk = desk
         self._report = report
         self._write_timeout_s = write_timeout_s
+        self._share_cache = share_cache
         self._quotas = Quotas()
         self.served: Served | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._call("Generate", context) as record:
             served = self._ready()
-            asked = await _read(read_generate, request, served, _arrival(record, context))
+            asked = await _read(read_generate, request, served, self._arrival(record, context))
             chunks = await self._collect(asked, served, record)
             return response_message(merge(chunks, asked.request.num_sequences), served.text)
         raise AssertionError("the call was aborted")
@@ -83,7 +85,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         # It writes instead of yielding: a client that leaves during a write is noticed at once.
         async with self._call("GenerateStream", context) as record:
             served = self._ready()
-            asked = await _read(read_generate, request, served, _arrival(record, context))
+            asked = await _read(read_generate, request, served, self._arrival(record, context))
 
             async def tell(chunk: Chunk) -> None:
                 await self._write(chunk_message(chunk, served.text), context)
@@ -93,7 +95,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as record:
             served = self._ready()
-            asked = await _read(read_score, request, served, _arrival(record, context))
+            asked = await _read(read_score, request, served, self._arrival(record, context))
             chunks = await self._collect(asked, served, record)
             (whole,) = merge(chunks, 1)
             assert whole.finish is not None
@@ -151,6 +153,14 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         if error is not None:
             await context.abort_with_status(grpc_status(error, record.request_id))
 
+    def _arrival(self, record: Record, context: Context) -> Arrival:
+        return Arrival(
+            request_id=record.request_id,
+            deadline_s=_deadline_s(context),
+            owner=record.caller,
+            cache_scope="" if self._share_cache else record.caller,
+        )
+
     async def _answer(self, asked: Asked, served: Served, record: Record, tell: Tell) -> None:
         answer = Answer(asked, served.text)
         with self._desk.serve(asked.request) as inbox:
@@ -188,13 +198,12 @@ async def _read(read: Callable[..., _Result], message: Message, *rest: Any) -> _
     return await asyncio.to_thread(read, message, *rest)
 
 
-def _arrival(record: Record, context: Context) -> Arrival:
-    """The deadline is a little before the client's own, so that what was made still gets there."""
+def _deadline_s(context: Context) -> float | None:
+    """A little before the client's own, so that what was made still gets there."""
     left_s = cast("float | None", context.time_remaining())  # the stub forgets None
     if left_s is None:
-        return Arrival(request_id=record.request_id, deadline_s=None)
-    margin_s = min(MAX_MARGIN_S, MARGIN * left_s)
-    return Arrival(request_id=record.request_id, deadline_s=time.monotonic() + left_s - margin_s)
+        return None
+    return time.monotonic() + left_s - min(MAX_MARGIN_S, MARGIN * left_s)
 
 
 def _is_past(context: Context) -> bool:

@@ -70,7 +70,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self.metrics = Metrics()
         self.desk = Desk(self._loop, Admission(settings.max_waiting), self.metrics.observe)
-        self.servicer = TextGeneration(self.desk, self._report, settings.write_timeout_s)
+        self.servicer = TextGeneration(
+            self.desk, self._report, settings.write_timeout_s, settings.share_cache
+        )
         self.port = 0
         self.metrics_port: int | None = None
         self.listening = asyncio.Event()

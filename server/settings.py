@@ -23,6 +23,7 @@ class Settings:
     max_rows: int | None = None
     context: int | None = None
     cache_bytes: int | None = None
+    share_cache: bool = False  # between callers of different keys
     threads: int | None = None
     exact: bool = True
     max_waiting: int = 256
@@ -49,6 +50,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         max_rows=args.max_slots,
         context=args.context,
         cache_bytes=None if args.prefix_cache is None else args.prefix_cache * 2**20,
+        share_cache=args.share_prefix_cache,
         threads=args.threads,
         exact=args.exact,
         max_waiting=args.queue,

@@ -75,14 +75,16 @@ class Stepper:
         """Writes what the cache has into the slot, up to where the chunk starts."""
         start = 0
         if plan.cached:
-            for positions in self._prefix_cache.load(plan.request.prompt_ids):
+            request = plan.request
+            for positions in self._prefix_cache.load(request.prompt_ids, request.cache_scope):
                 self._session.write(plan.slot, start, positions[:, :, : plan.cached - start])
                 start += positions.shape[2]
         assert start >= plan.cached
 
     def _keep_prefix(self, plan: PrefillPlan) -> None:
         ids = plan.request.prompt_ids[: plan.stop]
-        self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b))
+        scope = plan.request.cache_scope
+        self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b), scope)
 
 
 def _wanted(plan: PrefillPlan) -> range:

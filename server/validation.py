@@ -26,6 +26,8 @@ class Arrival:
 
     request_id: str
     deadline_s: float | None  # on the engine's clock
+    owner: str = ""
+    cache_scope: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival)
         # An echoed prompt's tokens have their logprobs too.
         prompt_logprobs=max((each for each in wanted if each is not None), default=None),
         deadline_s=arrival.deadline_s,
+        owner=arrival.owner,
+        cache_scope=arrival.cache_scope,
         **fields,
     )
     return Asked(
@@ -89,6 +93,8 @@ def read_score(message: pb.ScoreRequest, served: Served, arrival: Arrival) -> As
         prompt_logprobs=0,
         priority=message.priority,
         deadline_s=arrival.deadline_s,
+        owner=arrival.owner,
+        cache_scope=arrival.cache_scope,
     )
     return Asked(request=request, prompt_logprobs=0)
 

@@ -12,6 +12,8 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
 from server.asking import CallError, Retries
 from server.client import Client
@@ -178,3 +180,45 @@ def test_without_keys_a_certificate_says_who_calls(tmp_path: Path) -> None:
         with Client(running.address, NEVER, access=access) as client:
             client.model(timeout_s=TIMEOUT_S)
         assert "localhost" in running.next_record("OK").caller
+
+
+def cached_tokens(running: Running, secret: str) -> int:
+    with Client(running.address, NEVER, access=Access(api_key=secret)) as client:
+        answer = client.generate("x" * 100, max_new_tokens=1, timeout_s=TIMEOUT_S)
+        return answer.usage.cached_tokens
+
+
+def test_prompts_of_one_key_are_not_found_by_another(running: Running, keys: Keys) -> None:
+    assert [cached_tokens(running, keys.alice) for _ in range(2)] == [0, 96]
+    assert [cached_tokens(running, keys.bob) for _ in range(2)] == [0, 96]
+
+
+def test_prompts_are_shared_on_purpose(keys: Keys) -> None:
+    with running_server(api_keys=keys.path, share_cache=True) as running:
+        assert cached_tokens(running, keys.alice) == 0
+        assert cached_tokens(running, keys.bob) == 96
+
+
+def test_flood_of_one_key_leaves_room_and_a_turn_for_another(keys: Keys) -> None:
+    def flood() -> None:
+        calls.append(stub.Generate.future(request, metadata=metadata, timeout=TIMEOUT_S))
+
+    request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+    metadata = Access(api_key=keys.alice).metadata
+    calls: list[Any] = []
+    with running_server(max_rows=1, max_waiting=8, api_keys=keys.path) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            stub: Any = pb_grpc.TextGenerationStub(channel)
+            for _ in range(12):
+                flood()
+            for _ in range(12 - 4):  # four get in: half of the queue
+                running.next_record("RESOURCE_EXHAUSTED")
+            quick = stub.Generate.future(
+                request, metadata=Access(api_key=keys.bob).metadata, timeout=TIMEOUT_S
+            )
+            running.wait_for_waiting(5)
+            running.session.let_go()
+            assert quick.result().sequences[0].text == "de"
+            owners = [running.next_record("OK").caller for _ in range(5)]
+            assert owners.index("bob") <= 2, "behind the one that ran and at most one more"

@@ -12,13 +12,13 @@ from server.prefix_cache import BLOCK, PrefixCache
 BLOCK_BYTES = BLOCK * 8
 
 
-def _keep(cache: PrefixCache, ids: list[int]) -> None:
+def _keep(cache: PrefixCache, ids: list[int], scope: str = "") -> None:
     """Each position 'holds' its token."""
 
     def read(start: int, stop: int) -> npt.NDArray[Any]:
         return np.array(ids[start:stop], np.int64)[None, None, :, None]
 
-    cache.keep(ids, read)
+    cache.keep(ids, read, scope)
 
 
 def _load(cache: PrefixCache, ids: list[int]) -> list[int]:
@@ -97,3 +97,17 @@ def test_memory_is_bounded_and_what_is_loaded_is_right(size: int, prompts: list[
         _keep(cache, prompt)
         assert cache.num_bytes <= size * BLOCK_BYTES
         assert cache.match(prompt) == BLOCK * min(size, len(prompt) // BLOCK)
+
+
+def test_scopes_share_nothing_and_go_by_age_together() -> None:
+    cache = PrefixCache(3 * BLOCK_BYTES)
+    prompt = _prompt(1, 1)
+    _keep(cache, prompt, "alice")
+    assert cache.match(prompt, "alice") == BLOCK
+    assert cache.match(prompt, "bob") == cache.match(prompt) == 0
+    assert cache.load(prompt, "bob") == []
+    _keep(cache, prompt, "bob")
+    assert cache.num_bytes == 2 * BLOCK_BYTES
+    _keep(cache, _prompt(2, 2), "bob")
+    assert cache.match(prompt, "alice") == 0, "the oldest goes, whosever it is"
+    assert cache.match(_prompt(2, 2), "bob") == 2 * BLOCK

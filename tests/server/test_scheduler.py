@@ -18,7 +18,7 @@ class Remembered:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self._ids = tuple(ids)
 
-    def match(self, ids: Sequence[int]) -> int:
+    def match(self, ids: Sequence[int], scope: str = "") -> int:
         num = 0
         while num < min(len(ids), len(self._ids)) and ids[num] == self._ids[num]:
             num += 1

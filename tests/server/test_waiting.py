@@ -1,5 +1,7 @@
 """Who is next, and that nobody waits for ever."""
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,8 +9,14 @@ from server.request import MAX_PRIORITY, Request
 from server.waiting import PLACES_PER_LEVEL, WaitingLine
 
 
-def _request(name: str, priority: int = 0) -> Request:
-    return Request(request_id=name, prompt_ids=(1,), priority=priority)
+def _request(name: str, priority: int = 0, owner: str = "", num_sequences: int = 1) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=(1,),
+        priority=priority,
+        owner=owner,
+        num_sequences=num_sequences,
+    )
 
 
 def _empty(line: WaitingLine) -> list[str]:
@@ -65,3 +73,95 @@ def test_low_priority_gets_through_an_endless_stream_of_high_priority() -> None:
         if first.request_id == "patient":
             break
     assert index <= PLACES_PER_LEVEL * 2 * MAX_PRIORITY
+
+
+def _take(line: WaitingLine) -> Request:
+    request = line.first()
+    assert request is not None
+    line.remove(request.request_id)
+    return request
+
+
+def test_owners_take_turns_whoever_sent_more() -> None:
+    line = WaitingLine()
+    for number in range(5):
+        line.add(_request(f"a{number}", owner="a"))
+    assert _take(line).request_id == "a0"
+    for number in range(2):
+        line.add(_request(f"b{number}", owner="b"))
+    assert _empty(line) == ["a1", "b0", "a2", "b1", "a3", "a4"]
+
+
+def test_several_sequences_cost_as_many_turns() -> None:
+    line = WaitingLine()
+    for number in range(2):
+        line.add(_request(f"a{number}", owner="a", num_sequences=3))
+    for number in range(4):
+        line.add(_request(f"b{number}", owner="b"))
+    assert _empty(line) == ["a0", "b0", "b1", "b2", "a1", "b3"]
+
+
+def test_backlog_that_was_served_is_not_held_against_its_owner() -> None:
+    line = WaitingLine()
+    for number in range(9):
+        line.add(_request(f"old{number}", owner="a"))
+    _empty(line)
+    line.add(_request("a", owner="a"))
+    line.add(_request("b", owner="b"))
+    assert _empty(line) == ["a", "b"]
+
+
+# An owner's number: a request of that owner comes. None: the next one starts.
+_Days = st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=120)
+
+
+@given(_Days)
+def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> None:
+    """From the moment that two wait until one doesn't, neither gets two more than the other."""
+    line, waiting, num_served = WaitingLine(), Counter[int](), Counter[int]()
+    since: dict[tuple[int, int], int] = {}  # the lead when both began to wait
+    for index, owner in enumerate([*day, *[None] * len(day)]):
+        if owner is not None:
+            line.add(_request(str(index), owner=str(owner)))
+            waiting[owner] += 1
+        elif len(line):
+            served = int(_take(line).owner)
+            waiting[served] -= 1
+            num_served[served] += 1
+        for a in range(4):
+            for b in range(a):
+                lead = num_served[a] - num_served[b]
+                if waiting[a] and waiting[b]:
+                    assert abs(lead - since.setdefault((a, b), lead)) <= 2
+                else:
+                    since.pop((a, b), None)
+    assert not len(line)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-MAX_PRIORITY, MAX_PRIORITY)), max_size=40)
+)
+def test_nobody_starves_whatever_others_send(others: list[tuple[int, int]]) -> None:
+    """All others go on for ever with the highest priority; everybody who waited gets through."""
+    line = WaitingLine()
+    for index, (owner, priority) in enumerate(others):
+        line.add(_request(f"early-{index}", priority, str(owner)))
+    num_left = len(others)
+    most = (len(others) + PLACES_PER_LEVEL * 2 * MAX_PRIORITY + 1) * 5
+    for index in range(most):
+        for owner in range(5):
+            if index % 5 == owner:
+                line.add(_request(f"late-{index}", MAX_PRIORITY, str(owner)))
+        num_left -= _take(line).request_id.startswith("early")
+        if not num_left:
+            break
+    assert not num_left
+
+
+def test_whoever_calls_everything_urgent_gains_no_greater_share() -> None:
+    line = WaitingLine()
+    for index in range(1000):
+        line.add(_request(f"a{index}", MAX_PRIORITY, "a"))
+        line.add(_request(f"b{index}", 0, "b"))
+    served = Counter(_take(line).owner for _ in range(1200))
+    assert served["a"] - served["b"] <= PLACES_PER_LEVEL * MAX_PRIORITY + 1
