@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help serve test check format protos peers clean
+.PHONY: help serve translate test check format protos peers clean
 
 help:
 	@echo "make serve   start the server on the default model"
+	@echo "make translate  train, export, serve and ask a translation model (an hour or less)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
@@ -33,6 +34,9 @@ $(VENV)/dev: $(VENV)/base
 
 serve: $(VENV)/base
 	$(BIN)/quill serve
+
+translate: $(VENV)/base
+	$(BIN)/quill translate
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest

@@ -19,6 +19,7 @@ def register(subparsers: "Subparsers") -> None:
     _add_train_speed(subparsers)
     _add_import(subparsers)
     _add_attend(subparsers)
+    _add_average(subparsers)
 
 
 def _add_train(subparsers: "Subparsers") -> None:
@@ -150,3 +151,16 @@ def _add_attend(subparsers: "Subparsers") -> None:
         help="where the picture goes (default: attention.png)",
     )
     parser.set_defaults(run="model.attend:run", extra="train")
+
+
+def _add_average(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "average",
+        help="the mean of a run's last checkpoints",
+        description="Writes a checkpoint whose weights are the mean of a run's last ones: the "
+        "paper's way to end a run. Train with --keep to have several.",
+    )
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="the --out of train")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="how many (default 5)")
+    parser.add_argument("--out", type=Path, required=True, metavar="CHECKPOINT")
+    parser.set_defaults(run="model.averaging:run", extra="train")

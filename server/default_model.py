@@ -35,8 +35,8 @@ def default_bundle() -> Path:
     print(f"The first start makes the default model, {NAME}. It takes a few minutes.", flush=True)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = cache_directory() / "checkpoints" / NAME
-    _run("[1/2] fetching and importing", "import", NAME)
-    _run("[2/2] exporting", "export", str(checkpoint), "--out", str(bundle))
+    run_step("[1/2] fetching and importing", "import", NAME)
+    run_step("[2/2] exporting", "export", str(checkpoint), "--out", str(bundle))
     return bundle
 
 
@@ -53,7 +53,8 @@ def _problem(bundle: Path) -> str | None:
     return None
 
 
-def _run(title: str, *arguments: str) -> None:
+def run_step(title: str, *arguments: str) -> None:
+    """Another command of ours, in a process of its own."""
     print(title, flush=True)
     # Whoever ends us means our child too: subprocess.run ends it when an exception passes.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -150,7 +150,7 @@ def test_gpt2_saved_without_its_head_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MarianMTModel"]}, "MarianMTModel; Quill reads LlamaForCausalLM"),
+        ({"architectures": ["T5Model"]}, "T5Model; Quill reads LlamaForCausalLM"),
         ({"architectures": ["GPT2Model"]}, "GPT2Model"),
         ({"architectures": "REMOVED"}, "not named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
