@@ -85,7 +85,8 @@ class Engine:
         """A step for whoever is next, and all events since the step before."""
         for request_id in self._ledger.expired(self._clock()):
             self.end(request_id, None, "deadline")
-        plan = self._scheduler.plan(self._pace.max_chunk(self._scheduler.num_rows))
+        max_chunk = self._pace.max_chunk(self._scheduler.num_rows)
+        plan = self._scheduler.plan(max_chunk, self._pace.may_go_on)
         return self._batch(None if plan is None else self._run(plan))
 
     def _run(self, plan: Plan) -> StepReport:

@@ -2,10 +2,10 @@
 
 Knows: lengths, free slots, the token budget. Does not know: text, ONNX, gRPC, threads, time.
 
-Running rows decode first; between two decode steps at most one chunk of one prompt is read, or
-the sources of a few translations. Rows fill the first slots without a gap; the prompt being read
-has the slot that was next when it began. Rows only leave while it is read, so its slot is never in
-their way.
+Running rows decode first; between two decode steps a chunk of a prompt is read, several short
+prompts while there is time, or the sources of a few translations. Rows fill the first slots without
+a gap; the prompt being read has the slot that was next when it began. Rows only leave while it is
+read, so its slot is never in their way.
 """
 
 from collections.abc import Sequence
@@ -82,11 +82,15 @@ class Scheduler:
         assert len(request.prompt_ids) < self._limits.context or not request.max_new_tokens
         self._waiting.add(request)
 
-    def plan(self, max_chunk: int) -> Plan | None:
-        """The next step, with at most so many tokens of a prompt. None: there is nothing to do."""
+    def plan(self, max_chunk: int, go_on: bool = False) -> Plan | None:
+        """The next step, with at most so many tokens of a prompt. None: there is nothing to do.
+
+        `go_on`: reading may go on for another step before rows decode again.
+        """
         request = self._next(len(self._rows)) if self._prefill is None else None
         is_reading = self._prefill is not None or request is not None
-        if self._rows and (self._decode_is_next or not is_reading):
+        decodes = self._decode_is_next and not go_on
+        if self._rows and (decodes or not is_reading):
             self._decode_is_next = False
             return DecodePlan(tuple(self._rows))
         self._decode_is_next = True

@@ -352,7 +352,6 @@ def test_encoder_that_fails_fails_its_requests_and_no_others() -> None:
     house.submit(first)
     house.step()
     house.submit(second)
-    house.step()
     house.session.failures.append(RuntimeError("broken"))
     house.run()
     assert isinstance(house.failed["bb"], StepError)

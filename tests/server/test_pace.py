@@ -14,6 +14,7 @@ def _settle(
         pace.note_decode(decode_s)
         chunk = pace.max_chunk(num_rows=8)
         pace.note_prefill(chunk, cost_s(chunk), num_waiting)
+    pace.note_decode(decode_s)
     return pace.max_chunk(num_rows=8)
 
 
@@ -53,3 +54,32 @@ def test_short_prompts_do_not_lengthen_chunks() -> None:
         pace.note_decode(0.05)
         pace.note_prefill(3, 0.001, num_waiting=0)
     assert pace.max_chunk(num_rows=1) == before
+
+
+def _num_read(pace: Pace, cost_s: float, num_waiting: int) -> int:
+    """How many prompts of this cost are read between two decode steps."""
+    pace.note_decode(0.080)
+    pace.note_prefill(4, cost_s, num_waiting)
+    num = 1
+    while pace.may_go_on:
+        pace.note_prefill(4, cost_s, num_waiting)
+        num += 1
+    return num
+
+
+def test_short_prompts_share_the_time_of_a_chunk() -> None:
+    pace = Pace()
+    assert _num_read(pace, 0.020, num_waiting=0) == int(STALL * 0.080 / 0.020)
+    assert _num_read(pace, 0.020, num_waiting=9) == int(QUEUE_STALL_S / 0.020)
+
+
+def test_a_chunk_that_took_its_time_is_alone() -> None:
+    assert _num_read(Pace(), STALL * 0.080, num_waiting=0) == 1
+
+
+def test_what_short_prompts_took_is_taken_off_the_next_chunk() -> None:
+    pace = Pace()
+    chunk = _settle(pace, 0.080, lambda tokens: 0.014 + 0.0018 * tokens)
+    pace.note_decode(0.080)
+    pace.note_prefill(4, STALL * 0.080 / 2, num_waiting=0)
+    assert pace.max_chunk(num_rows=8) == pytest.approx(chunk / 2, abs=1)
