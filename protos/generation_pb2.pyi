@@ -327,3 +327,13 @@ class Model(_message.Message):
     max_message_bytes: int
     max_num_beams: int
     def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ...) -> None: ...
+
+class ReloadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...

@@ -326,3 +326,88 @@ class TextGeneration:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdministrationStub:
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Reload = channel.unary_unary(
+                '/quill.v1.Administration/Reload',
+                request_serializer=protos_dot_generation__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=protos_dot_generation__pb2.ReloadResponse.FromString,
+                _registered_method=True)
+
+
+class AdministrationServicer:
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    def Reload(self, request, context):
+        """Loads the bundle that the server was started with again, from where it was, and puts it on duty.
+        Answers when new calls go to it; calls that run are finished on the old one.
+        PERMISSION_DENIED: not an admin's key. FAILED_PRECONDITION: the new bundle can't be served, or
+        the server is loading or stopping; the old one goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdministrationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=protos_dot_generation__pb2.ReloadRequest.FromString,
+                    response_serializer=protos_dot_generation__pb2.ReloadResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'quill.v1.Administration', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('quill.v1.Administration', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Administration:
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quill.v1.Administration/Reload',
+            protos_dot_generation__pb2.ReloadRequest.SerializeToString,
+            protos_dot_generation__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -150,3 +150,55 @@ class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
         """Everything a client needs to know about the model that is served."""
 
 def add_TextGenerationServicer_to_server(servicer: TextGenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class AdministrationStub:
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdministrationAsyncStub: ...
+    Reload: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReloadRequest, _generation_pb2.ReloadResponse]
+    """Loads the bundle that the server was started with again, from where it was, and puts it on duty.
+    Answers when new calls go to it; calls that run are finished on the old one.
+    PERMISSION_DENIED: not an admin's key. FAILED_PRECONDITION: the new bundle can't be served, or
+    the server is loading or stopping; the old one goes on.
+    """
+
+@_typing.type_check_only
+class AdministrationAsyncStub(AdministrationStub):
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Reload: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReloadRequest, _generation_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Loads the bundle that the server was started with again, from where it was, and puts it on duty.
+    Answers when new calls go to it; calls that run are finished on the old one.
+    PERMISSION_DENIED: not an admin's key. FAILED_PRECONDITION: the new bundle can't be served, or
+    the server is loading or stopping; the old one goes on.
+    """
+
+class AdministrationServicer(metaclass=_abc_1.ABCMeta):
+    """------------------------------------------------------------------------------ administration
+
+    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    """
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _generation_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ReloadResponse, _abc.Awaitable[_generation_pb2.ReloadResponse]]:
+        """Loads the bundle that the server was started with again, from where it was, and puts it on duty.
+        Answers when new calls go to it; calls that run are finished on the old one.
+        PERMISSION_DENIED: not an admin's key. FAILED_PRECONDITION: the new bundle can't be served, or
+        the server is loading or stopping; the old one goes on.
+        """
+
+def add_AdministrationServicer_to_server(servicer: AdministrationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,7 +32,7 @@ class Client:
         access: Access | None = None,
     ) -> None:
         access = access or Access()
-        self._channel = _open(address, access)
+        self._channel = open_channel(address, access)
         self._metadata = access.metadata
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
@@ -126,7 +126,7 @@ class Client:
             self._sleep(delay_s)
 
 
-def _open(address: str, access: Access) -> grpc.Channel:
+def open_channel(address: str, access: Access) -> grpc.Channel:
     credentials = access.credentials(address)
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.access_options import add_access, add_protection
+from server.argument_types import metrics_port, natural, port, positive, seconds
+from server.operator_commands import add_keys, add_operating
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -38,7 +40,8 @@ def register(subparsers: "Subparsers") -> None:
     _add_generate(subparsers)
     _add_chat(subparsers)
     _add_translate(subparsers)
-    _add_keys(subparsers)
+    add_keys(subparsers)
+    add_operating(subparsers)
 
 
 def _add_serve(subparsers: "Subparsers") -> None:
@@ -56,14 +59,12 @@ def _add_serve(subparsers: "Subparsers") -> None:
         help="a directory made by export (default: smollm2-135m, made on the first start)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
-    parser.add_argument(
-        "--port", type=_port, default=50051, help="0 takes a free one and prints it"
-    )
+    parser.add_argument("--port", type=port, default=50051, help="0 takes a free one and prints it")
     parser.add_argument(
         "--metrics-port",
         default="auto",
         metavar="PORT",
-        type=_metrics_port,
+        type=metrics_port,
         help="for Prometheus; 'off' for none (default: the next port, or a free one)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -84,28 +85,35 @@ def _add_serve(subparsers: "Subparsers") -> None:
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM (default 30)",
     )
+    parser.add_argument(
+        "--watchdog",
+        type=seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="health says NOT_SERVING while a step takes longer (default 60)",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.set_defaults(run="server.serving:run", extra="serve")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-slots", type=_positive, metavar="N", help="sequences that run at the same time"
+        "--max-slots", type=positive, metavar="N", help="sequences that run at the same time"
     )
     parser.add_argument(
-        "--context", type=_positive, metavar="TOKENS", help="prompt and answer together"
+        "--context", type=positive, metavar="TOKENS", help="prompt and answer together"
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument("--threads", type=positive, metavar="N", help="default: one a core")
     parser.add_argument(
         "--queue",
-        type=_positive,
+        type=positive,
         default=256,
         metavar="N",
         help="requests that may wait; one more is refused (default 256)",
     )
     parser.add_argument(
         "--prefix-cache",
-        type=_natural,
+        type=natural,
         metavar="MB",
         help="memory for prompts that begin alike; 0 turns it off",
     )
@@ -135,33 +143,6 @@ def _add_chat(subparsers: "Subparsers") -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
     _add_asking(parser)
     parser.set_defaults(run="server.terminal:chat", extra="serve")
-
-
-def _add_keys(subparsers: "Subparsers") -> None:
-    parser = subparsers.add_parser(
-        "keys",
-        help="make, list and revoke the API keys of a server",
-        description="Makes, lists and revokes API keys. A running server notices by itself.",
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    for action, function, text in (
-        ("add", "add", "make a key, and print it"),
-        ("list", "show", "names and limits"),
-        ("revoke", "revoke", "refuse a key from now on"),
-    ):
-        each = actions.add_parser(action, help=text, description=f"{text.capitalize()}.")
-        each.add_argument("file", type=Path, metavar="FILE", help="as for `quill serve --api-keys`")
-        if action != "list":
-            each.add_argument("name", metavar="NAME", help="the client's; logs show it")
-        if action == "add":
-            _add_limits(each)
-        each.set_defaults(run=f"server.key_commands:{function}", extra="serve")
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    for name in ("requests-per-minute", "max-concurrent"):
-        parser.add_argument(f"--{name}", type=_positive, metavar="N", help="default: no limit")
-    parser.add_argument("--admin", action="store_true", help="may reload the bundle")
 
 
 def _add_translate(subparsers: "Subparsers") -> None:
@@ -221,7 +202,7 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
 def _add_beams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beams",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="search with N beams instead of drawing; the answer comes whole, at the end",
     )
@@ -231,28 +212,6 @@ def _add_beams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--early-stopping", choices=("at-once", "never"), help="when a search may end"
     )
-
-
-def _port(text: str) -> int:
-    return _number(text, 0, 65535)
-
-
-def _metrics_port(text: str) -> str | int:
-    return text if text in ("auto", "off") else _port(text)
-
-
-def _positive(text: str) -> int:
-    return _number(text, 1, 2**31 - 1)
-
-
-def _natural(text: str) -> int:
-    return _number(text, 0, 2**31 - 1)
-
-
-def _number(text: str, least: int, most: int) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from {least} to {most}")
-    return int(text)
 
 
 def _bias(text: str) -> tuple[int, float]:

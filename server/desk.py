@@ -33,8 +33,9 @@ class Engine(Protocol):
 class Inbox:
     """One request's events that nobody has read yet."""
 
-    def __init__(self, request: Request, max_held: int) -> None:
+    def __init__(self, request: Request, engine: Engine, max_held: int) -> None:
         self.request_id = request.request_id
+        self.engine = engine
         self._max_held = max_held
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
@@ -77,13 +78,11 @@ class Desk:
         self._admission = admission
         self._observe = observe
         self._max_held = max_held
-        self._engine: Engine | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._is_open = False
         self._emptied = asyncio.Event()
 
-    def open(self, engine: Engine) -> None:
-        self._engine = engine
+    def open(self) -> None:
         self._is_open = True
 
     def close(self) -> None:
@@ -104,24 +103,19 @@ class Desk:
         return self._admission.num_waiting
 
     @contextmanager
-    def serve(self, request: Request) -> Iterator[Inbox]:
+    def serve(self, request: Request, engine: Engine) -> Iterator[Inbox]:
         """Hands a request in, or refuses it. Leaving early ends it."""
-        if not self._is_open or self._engine is None:
+        if not self._is_open:
             raise UnavailableError("the server is loading or stopping. Try another one, or later")
         self._admission.admit(request)
-        self._engine.submit(request)
-        inbox = self._inboxes[request.request_id] = Inbox(request, self._max_held)
+        engine.submit(request)
+        inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_held)
         try:
             yield inbox
         finally:
             if inbox.num_open:
-                self._engine.end(request.request_id)
+                engine.end(request.request_id)
             self._forget(request.request_id)
-
-    def stop(self, request_id: str, sequence: int) -> None:
-        """One sequence has reached a stop string."""
-        assert self._engine is not None
-        self._engine.end(request_id, sequence, "stop")
 
     def publish(self, batch: Batch) -> None:
         """Called from the engine's thread."""
@@ -132,8 +126,8 @@ class Desk:
         self._observe(batch)
         for event in batch.events:
             inbox = self._inboxes.get(event.request_id)
-            if inbox is not None and not inbox.put(event) and self._engine is not None:
-                self._engine.end(event.request_id)
+            if inbox is not None and not inbox.put(event):
+                inbox.engine.end(event.request_id)
                 del self._inboxes[event.request_id]  # its reader is told; nobody else listens
 
     def _forget(self, request_id: str) -> None:

@@ -44,6 +44,7 @@ class Engine:
         self._clock = clock
         self._events: list[Event] = []
         self._num_failures = 0
+        self._under_way: Plan | None = None  # what is being run; read from other threads, too
 
     @property
     def is_idle(self) -> bool:
@@ -54,6 +55,15 @@ class Engine:
     def is_broken(self) -> bool:
         """Step after step fails. It goes on trying; one success makes it whole again."""
         return self._num_failures >= MAX_FAILURES
+
+    def describe(self) -> str:
+        """What it is doing, for people. From any thread."""
+        plan = self._under_way
+        if plan is None:
+            return "between two runs of the model"
+        kind = "decode" if isinstance(plan, DecodePlan) else "prefill"
+        requests = ", ".join(sorted(_request_ids(plan)))
+        return f"a {kind} of {plan.num_tokens} tokens for the requests {requests}"
 
     def submit(self, request: Request, arrived_s: float) -> None:
         self._ledger.arrive(request, arrived_s)
@@ -92,6 +102,7 @@ class Engine:
     def _run(self, plan: Plan) -> StepReport:
         started_s = self._clock()
         self._start(plan, started_s)
+        self._under_way = plan
         try:
             result = self._stepper.run(plan)
         except Exception:
@@ -101,6 +112,7 @@ class Engine:
         else:
             self._num_failures = 0
             self._commit(plan, result)
+        self._under_way = None
         return self._report(plan, self._clock() - started_s)
 
     def _start(self, plan: Plan, now_s: float) -> None:

@@ -59,6 +59,7 @@ class EngineThread:
         self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._stopped = False
+        self.busy_since_s: float | None = None  # None: it waits for messages
 
     def start(self) -> None:
         self._thread.start()
@@ -74,6 +75,9 @@ class EngineThread:
     ) -> None:
         """Ends a request, or one of its sequences, at the next step. Unknown ones are ignored."""
         self._mailbox.put(_End(request_id, sequence, reason))
+
+    def describe(self) -> str:
+        return self._engine.describe()
 
     def stop(self) -> None:
         """Ends what is running with UNAVAILABLE, after the step under way. Doesn't wait for it."""
@@ -98,7 +102,9 @@ class EngineThread:
 
     def _serve(self) -> None:
         while self._receive():
+            self.busy_since_s = self._clock()
             batch = self._engine.step()
+            self.busy_since_s = None
             if batch.events or batch.step is not None:
                 self._publish(batch)
             if self._engine.is_broken == self._healthy:

@@ -62,6 +62,10 @@ class ForbiddenError(RequestError):
     """A good API key that may not do this."""
 
 
+class ReloadError(RequestError):
+    """A new bundle that can't be put on duty. The old one goes on."""
+
+
 class DeadlineError(RequestError):
     """The deadline passed before there was anything to send."""
 
@@ -91,6 +95,7 @@ STATUS: dict[type[RequestError], str] = {
     UnauthenticatedError: "UNAUTHENTICATED",
     RevokedError: "PERMISSION_DENIED",
     ForbiddenError: "PERMISSION_DENIED",
+    ReloadError: "FAILED_PRECONDITION",
     DeadlineError: "DEADLINE_EXCEEDED",
     CancelledError: "CANCELLED",
     SlowReaderError: "ABORTED",

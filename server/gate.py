@@ -10,6 +10,7 @@ import grpc
 
 from protos import generation_pb2 as pb
 from server.caller import CALLER
+from server.calls import Calls
 from server.errors import RequestError, status_name
 from server.keyring import Keyring
 from server.record import Record
@@ -27,12 +28,10 @@ _METHODS = {
 class Gate(grpc.aio.ServerInterceptor):
     """Health is open to all: whoever restarts or balances servers has no key."""
 
-    def __init__(
-        self, keyring: Keyring, open_reflection: bool, report: Callable[[Record], None]
-    ) -> None:
+    def __init__(self, keyring: Keyring, open_reflection: bool, calls: Calls) -> None:
         self._keyring = keyring
         self._open = (HEALTH, REFLECTION) if open_reflection else (HEALTH,)
-        self._report = report
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -61,7 +60,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             record.close()
-            self._report(record)
+            self._calls.report(record)
             await context.abort_with_status(grpc_status(error, record.request_id))
 
         return grpc.stream_stream_rpc_method_handler(answer)

@@ -1,6 +1,6 @@
 """`quill serve`: a server from the opening of its port to its end in good order.
 
-Knows: the order of starting and stopping, signals, ports. Does not know: what calls do.
+Knows: the order of starting and stopping, signals. Does not know: what calls do.
 """
 
 import argparse
@@ -12,31 +12,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from server.administration import Administration
 from server.admission import Admission
+from server.calls import Calls
 from server.default_model import default_bundle
 from server.desk import Desk
-from server.engine_thread import EngineThread
-from server.errors import StartError
+from server.duty import Duty
+from server.errors import ReloadError
 from server.exposure import check_exposure
-from server.gate import Gate
+from server.health import Health
 from server.keyring import Keyring
+from server.listening import SERVICE, bind, make_server
 from server.metrics import Metrics
 from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
+from server.served import Served
 from server.servicer import TextGeneration
 from server.settings import Settings, read_settings
 from server.starting import Load, prepare
-from server.tls import server_credentials
-from server.unreadable import RefuseUnreadable
 
 logger = logging.getLogger(__name__)
-
-SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,34 +41,40 @@ def run(args: argparse.Namespace) -> None:
     check_exposure(settings)
     directory = args.bundle or default_bundle()
     load = prepare(directory, settings)
-    asyncio.run(serve(load, settings))
+    asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
 
 
-async def serve(load: Load, settings: Settings) -> None:
+async def serve(load: Load, settings: Settings, load_again: Load) -> None:
     """Until a signal comes."""
-    server = Server(load, settings)
+    server = Server(load, settings, load_again)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
+    handlers = {
+        signal.SIGTERM: server.stop,
+        signal.SIGINT: server.stop,
+        signal.SIGHUP: server.reload_soon,
+    }
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         await server.run()
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 
 class Server:
     """One server, from the opening of its port to its end. Belongs to one event loop."""
 
-    def __init__(self, load: Load, settings: Settings) -> None:
+    def __init__(self, load: Load, settings: Settings, load_again: Load | None = None) -> None:
         self._load = load
+        self._load_again = load_again or load
         self._settings = settings
-        self._loop = asyncio.get_running_loop()
         self.metrics = Metrics()
-        self.desk = Desk(self._loop, Admission(settings.max_waiting), self.metrics.observe)
-        self.servicer = TextGeneration(
-            self.desk, self._report, settings.write_timeout_s, settings.share_cache
-        )
+        self.health = Health(SERVICE)
+        self.calls = Calls(self._report)
+        loop = asyncio.get_running_loop()
+        self.desk = Desk(loop, Admission(settings.max_waiting), self.metrics.observe)
+        self.duty = Duty(self.desk.publish, self.health.note_soon, settings.max_step_s)
         self.port = 0
         self.metrics_port: int | None = None
         self.listening = asyncio.Event()
@@ -80,9 +82,9 @@ class Server:
         self.closing = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
-        self._health = health.aio.HealthServicer()
         self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
-        self._thread: EngineThread | None = None
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self._reloads: set[asyncio.Task[Served]] = set()
 
     def stop(self) -> None:
         """The first time in good order, the second time at once."""
@@ -90,62 +92,69 @@ class Server:
             self._stopping_at_once.set()
         self._stopping.set()
 
+    async def reload(self) -> Served:
+        """Puts the bundle as it is on disk now on duty. A bad one is refused."""
+        station = await self.duty.reload(self._load_again)
+        self.metrics.set_slots(station.served.max_rows)
+        return station.served
+
+    def reload_soon(self) -> None:
+        """The same, for a signal: the log says how it went."""
+        task = asyncio.ensure_future(self.reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._end_reload)
+
+    def _end_reload(self, task: "asyncio.Task[Served]") -> None:
+        self._reloads.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), ReloadError):
+            logger.error("%s", task.exception())
+
     async def run(self) -> None:
         server = await self._listen()
+        watching = asyncio.ensure_future(self.duty.watch())
         try:
             if await self._open():
                 await self._stopping.wait()
                 await self._drain()
         finally:
+            watching.cancel()
             await self._close(server)
 
     async def _listen(self) -> grpc.aio.Server:
-        options = [
-            ("grpc.max_receive_message_length", self._settings.max_message_bytes),
-            ("grpc.so_reuseport", 0),  # a second server on the same port is an error
-        ]
-        server = grpc.aio.server(interceptors=self._interceptors(), options=options)
-        pb_grpc.add_TextGenerationServicer_to_server(self.servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        timeout_s, share_cache = self._settings.write_timeout_s, self._settings.share_cache
+        server = make_server(
+            self._settings,
+            self._keyring,
+            self.calls,
+            TextGeneration(self.desk, self.duty, self.calls, timeout_s, share_cache),
+            Administration(self.calls, self.reload),
+            self.health.servicer,
         )
-        await self._set_health(False)
-        self.port = _bind(server, self._settings)
+        await self.health.begin()
+        self.port = bind(server, self._settings)
         await server.start()
         self.listening.set()
         return server
 
-    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE)]
-        if self._keyring is not None:
-            gate = Gate(self._keyring, self._settings.open_reflection, self._report)
-            interceptors.insert(0, gate)
-        return interceptors
-
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        loading = asyncio.ensure_future(self.duty.take_over(self._load))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not loading.done():
+            loading.cancel()
             return False
-        loaded = loading.result()
-        self._thread = EngineThread(loaded.engine, self.desk.publish, self._on_health)
-        self._thread.start()
-        self.metrics.set_slots(loaded.served.max_rows)
-        self.servicer.served = loaded.served
-        self.desk.open(self._thread)
+        self.metrics.set_slots(loading.result().served.max_rows)
+        self.desk.open()
         self._open_metrics()
-        await self._set_health(True)
+        await self.health.note("loading", False)
         self._say_ready()
         self.ready.set()
         return True
 
     def _open_metrics(self) -> None:
         port = self._settings.metrics_port
-        self._stop_metrics: Callable[[], None] = lambda: None
         if port is not None:
             keyring = None if self._settings.open_metrics else self._keyring
             taken, stop = serve_metrics(
@@ -166,7 +175,7 @@ class Server:
         print(f"  {line}", flush=True)
 
     async def _drain(self) -> None:
-        await self._set_health(False)
+        await self.health.note("stopping", True)
         self.desk.close()
         logger.info("stopping: %d requests are running or waiting", len(self.desk))
         waits = {
@@ -182,27 +191,10 @@ class Server:
     async def _close(self, server: grpc.aio.Server) -> None:
         """What is still running ends with UNAVAILABLE."""
         self.closing.set()
-        if self._thread is not None:
-            self._thread.stop()
-            await asyncio.to_thread(self._thread.join, 30.0)
-            self._stop_metrics()
+        await self.duty.close()
+        self._stop_metrics()
         await server.stop(1.0)
         logger.info("stopped")
-
-    def _on_health(self, healthy: bool) -> None:
-        """Called from the engine's thread."""
-        if healthy:
-            logger.info("steps succeed again")
-        else:
-            logger.error("step after step fails; health says NOT_SERVING until one succeeds")
-        asyncio.run_coroutine_threadsafe(self._set_health(healthy), self._loop)
-
-    async def _set_health(self, healthy: bool) -> None:
-        serving = healthy and not self._stopping.is_set()
-        states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for service in ("", SERVICE):
-            await self._health.set(service, state)
 
     def _report(self, record: Record) -> None:
         self.metrics.finish(record)
@@ -213,17 +205,3 @@ def _front_door() -> str:
     """How this very program was called, so that the line can be typed as it is."""
     called = Path(sys.argv[0])
     return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"
-
-
-def _bind(server: grpc.aio.Server, settings: Settings) -> int:
-    host, port = settings.host, settings.port
-    credentials = None if settings.tls is None else server_credentials(settings.tls)
-    try:
-        if credentials is None:
-            return server.add_insecure_port(f"{host}:{port}")
-        return server.add_secure_port(f"{host}:{port}", credentials)
-    except RuntimeError as error:
-        raise StartError(
-            f"can't listen at {host}:{port}: is another server there? Give another --port, or 0 "
-            "for any free one"
-        ) from error

@@ -29,6 +29,7 @@ class Settings:
     max_waiting: int = 256
     max_message_bytes: int = 4 * 2**20
     grace_s: float = 30.0
+    max_step_s: float = 60.0  # a step that takes longer hangs, and health says so
     write_timeout_s: float = 60.0  # a reader that takes longer is ended
     tls: TlsFiles | None = None  # None: in the clear
     api_keys: Path | None = None  # None: anybody may call
@@ -55,6 +56,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         exact=args.exact,
         max_waiting=args.queue,
         grace_s=args.grace,
+        max_step_s=args.watchdog,
         tls=_read_tls(args),
         api_keys=args.api_keys,
         open_reflection="reflection" in args.open,

@@ -115,6 +115,7 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
+        self.load_again: Callable[[], Loaded] = self._load
 
     def _load(self) -> Loaded:
         assert self.loading.wait(TIMEOUT_S)
@@ -126,15 +127,14 @@ class Running:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = Server(self._load, self._settings)
-        report = server.servicer._report
+        server = Server(self._load, self._settings, lambda: self.load_again())
+        report = server.calls.report
 
         def note(record: Record) -> None:
             report(record)
             self.records.put(record)
 
-        server.servicer._report = note
-        server._report = note  # type: ignore[method-assign]
+        server.calls.report = note
         running = asyncio.ensure_future(server.run())
         await asyncio.wait({running, asyncio.ensure_future(server.listening.wait())},
                            return_when=asyncio.FIRST_COMPLETED)  # fmt: skip

@@ -34,9 +34,9 @@ class Engine:
         self.ended.append((request_id, sequence, reason))
 
 
-def open_desk(engine: Engine, **settings: Any) -> Desk:
+def open_desk(**settings: Any) -> Desk:
     desk = Desk(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
-    desk.open(engine)
+    desk.open()
     return desk
 
 
@@ -49,8 +49,8 @@ FINISH = FinishEvent("r", 0, "length", 7, Usage(1, 0, 3), Timings(1.0, 2.0, 3.0)
 
 def test_reader_that_was_away_gets_one_larger_chunk() -> None:
     async def main() -> list[Event]:
-        desk = open_desk(Engine())
-        with desk.serve(REQUEST) as inbox:
+        desk = open_desk()
+        with desk.serve(REQUEST, Engine()) as inbox:
             for letter in "abc":
                 desk.publish(Batch((token(letter),), None))
             desk.publish(Batch((FINISH,), None))
@@ -65,8 +65,8 @@ def test_reader_that_was_away_gets_one_larger_chunk() -> None:
 
 def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
     async def main(engine: Engine) -> list[Event]:
-        desk = open_desk(engine, max_held=2)
-        with desk.serve(REQUEST) as inbox:
+        desk = open_desk(max_held=2)
+        with desk.serve(REQUEST, engine) as inbox:
             desk.publish(Batch(tuple(token(letter) for letter in "abcd"), None))
             await asyncio.sleep(0)
             return await inbox.take()
@@ -80,7 +80,7 @@ def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
 
 def test_reader_that_leaves_early_ends_its_request() -> None:
     async def main(engine: Engine) -> None:
-        with open_desk(engine).serve(REQUEST):
+        with open_desk().serve(REQUEST, engine):
             pass
 
     engine = Engine()
@@ -91,8 +91,8 @@ def test_reader_that_leaves_early_ends_its_request() -> None:
 
 def test_request_that_ended_is_not_ended_again() -> None:
     async def main(engine: Engine) -> None:
-        desk = open_desk(engine)
-        with desk.serve(REQUEST) as inbox:
+        desk = open_desk()
+        with desk.serve(REQUEST, engine) as inbox:
             desk.publish(Batch((token("a"), FINISH), None))
             await inbox.take()
 
@@ -103,13 +103,13 @@ def test_request_that_ended_is_not_ended_again() -> None:
 
 def test_closed_desk_refuses_and_waits_for_the_last_one() -> None:
     async def main() -> None:
-        desk = open_desk(Engine())
-        with desk.serve(REQUEST):
+        desk = open_desk()
+        with desk.serve(REQUEST, Engine()):
             desk.close()
             empty = asyncio.ensure_future(desk.wait_until_empty())
             await asyncio.sleep(0)
             assert not empty.done()
-            with pytest.raises(UnavailableError), desk.serve(REQUEST):
+            with pytest.raises(UnavailableError), desk.serve(REQUEST, Engine()):
                 pass
         await asyncio.wait_for(empty, 10)
 

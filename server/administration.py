@@ -1,0 +1,33 @@
+"""Answers the calls of those who run the server. Only offered where callers have API keys.
+
+Knows: grpc.aio, who may do what. Does not know: how a bundle is loaded.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
+from server.calls import Calls, Context, caller_of
+from server.errors import ForbiddenError
+from server.served import Served
+from server.wire import model_message
+
+
+class Administration(pb_grpc.AdministrationServicer):
+    def __init__(self, calls: Calls, reload: Callable[[], Awaitable[Served]]) -> None:
+        self._calls = calls
+        self._reload = reload
+
+    async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.ReloadResponse:
+        async with self._calls.call("Reload", context):
+            caller = caller_of(context)
+            if not caller.admin:
+                raise ForbiddenError(
+                    f"the API key {caller.name} may not reload. `quill keys add --admin` makes one "
+                    "that may"
+                )
+            # Once begun it goes on, even if whoever asked for it leaves.
+            served = await asyncio.shield(asyncio.ensure_future(self._reload()))
+            return pb.ReloadResponse(model=model_message(served))
+        raise AssertionError("the call was aborted")

@@ -1,0 +1,35 @@
+"""Numbers on the command line, each with its range. Imports nothing heavy."""
+
+import argparse
+
+
+def port(text: str) -> int:
+    return number(text, 0, 65535)
+
+
+def metrics_port(text: str) -> str | int:
+    return text if text in ("auto", "off") else port(text)
+
+
+def positive(text: str) -> int:
+    return number(text, 1, 2**31 - 1)
+
+
+def natural(text: str) -> int:
+    return number(text, 0, 2**31 - 1)
+
+
+def number(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from {least} to {most}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds above 0")
+    return seconds

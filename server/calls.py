@@ -1,0 +1,67 @@
+"""Every call from its beginning to its one end: who makes it, within which limits, how it ended.
+
+Knows: grpc.aio's contexts, callers, quotas, records. Does not know: what calls do.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+
+from server.caller import ANYBODY, CALLER, Caller
+from server.errors import RequestError, StepError, status_name
+from server.quota import Quotas
+from server.record import Record
+from server.status import grpc_status
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Calls:
+    """`report` is told of each call when it has ended."""
+
+    def __init__(self, report: Callable[[Record], None]) -> None:
+        self.report = report
+        self._quotas = Quotas()
+
+    @asynccontextmanager
+    async def call(self, method: str, context: Context) -> AsyncIterator[Record]:
+        """Every call ends once, with a status of its own, and is accounted for."""
+        caller = caller_of(context)
+        record, error = Record(method, caller.name), None
+        try:
+            with self._quotas.call(caller):
+                yield record
+        except RequestError as raised:
+            error = raised
+            record.outcome = status_name(error)
+        except asyncio.CancelledError:
+            record.outcome = "DEADLINE_EXCEEDED" if _is_past(context) else "CANCELLED"
+            raise
+        except Exception:
+            logger.exception("a bug in %s, request %s", method, record.request_id)
+            error = StepError(f"a bug in the server; its log has more under {record.request_id}")
+            record.outcome = status_name(error)
+        finally:
+            record.close()
+            self.report(record)
+        if error is not None:
+            await context.abort_with_status(grpc_status(error, record.request_id))
+
+
+def caller_of(context: Context) -> Caller:
+    """By its API key; without those, by its certificate, if it had to show one."""
+    caller, identities = CALLER.get(), context.peer_identities()
+    if caller is ANYBODY and identities:
+        return Caller(name=b",".join(identities).decode("utf-8", "replace"))
+    return caller
+
+
+def _is_past(context: Context) -> bool:
+    left_s = cast("float | None", context.time_remaining())  # the stub forgets None
+    return left_s is not None and left_s <= 0

@@ -1,0 +1,107 @@
+"""Which bundle is on duty, and how another one takes over without anybody noticing.
+
+Knows: stations, loading, the watchdog. Does not know: gRPC, ports, signals.
+
+The new bundle is loaded beside the old one and tried out. If anything is wrong with it, it is
+refused and the old one goes on. Otherwise new calls go to the new one; the old one finishes its
+calls, and then its memory is freed.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+
+from server.errors import ReloadError
+from server.events import Batch
+from server.starting import Load
+from server.station import Station
+from server.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+OnHealth = Callable[[str, bool], None]
+
+
+class Duty:
+    """Belongs to the event loop. `on_health(problem, is_there)` may be called from any thread."""
+
+    def __init__(
+        self, publish: Callable[[Batch], None], on_health: OnHealth, max_step_s: float
+    ) -> None:
+        self._publish = publish
+        self._on_health = on_health
+        self._watchdog = Watchdog(max_step_s)
+        self.station: Station | None = None  # None: nothing is loaded yet
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._is_reloading = False
+        self._is_closed = False
+
+    async def take_over(self, load: Load) -> Station:
+        """Loads a bundle and puts it on duty. The one before it retires."""
+        loaded = await asyncio.to_thread(load)
+        if self._is_closed:
+            raise ReloadError("the server is stopping")
+        station, before = Station(loaded, self._publish, self._note_health), self.station
+        self.station = station
+        self._on_health("failing", False)
+        if before is not None:
+            task = asyncio.ensure_future(self._retire(before))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        return station
+
+    async def reload(self, load: Load) -> Station:
+        """The same, for a server that serves already: whatever goes wrong leaves it serving."""
+        if self._is_reloading or self.station is None or self._is_closed:
+            state = "stopping" if self._is_closed else "loading a bundle already"
+            raise ReloadError(f"the server is {state}. Try again later")
+        self._is_reloading = True
+        try:
+            station = await self.take_over(load)
+        except Exception as error:  # whatever a bundle can do to us: it was never on duty
+            logger.error("the new bundle is refused, and the old one goes on: %s", error)
+            raise ReloadError(
+                f"the new bundle is refused, and the old one goes on: {error}"
+            ) from error
+        finally:
+            self._is_reloading = False
+        logger.info("the bundle %s is on duty now", station.served.manifest.name)
+        return station
+
+    async def watch(self) -> None:
+        """Until it is cancelled: looks whether a step hangs."""
+        while True:
+            await asyncio.sleep(self._watchdog.period_s)
+            if self.station is not None:
+                engine = self.station.engine
+                hangs = self._watchdog.look(engine.busy_since_s, engine.describe)
+                self._on_health("hanging", hangs)
+
+    async def close(self) -> None:
+        """What is still running ends with UNAVAILABLE."""
+        self._is_closed = True
+        if self.station is not None:
+            await self.station.stop()
+        for task in list(self._retiring):
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+
+    async def _retire(self, station: Station) -> None:
+        name, num_calls = station.served.manifest.name, station.num_calls
+        logger.info("the old bundle %s retires; %d calls are still on it", name, num_calls)
+        try:
+            await station.wait_until_idle()
+        finally:
+            ended = await station.stop()
+        del station
+        gc.collect()  # engine and thread know each other: now, not some time later
+        if ended:
+            logger.info("the old bundle %s has gone", name)
+        else:
+            logger.error("the old bundle %s hangs in a step: its memory isn't freed", name)
+
+    def _note_health(self, station: Station, healthy: bool) -> None:
+        """Called from a station's own thread."""
+        if station is self.station:
+            self._on_health("failing", not healthy)

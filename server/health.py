@@ -1,0 +1,52 @@
+"""What the health service says: SERVING as long as there is no problem.
+
+Knows: gRPC's health service, the names of problems. Does not know: what causes them.
+"""
+
+import asyncio
+import logging
+
+from grpc_health.v1 import health, health_pb2
+
+logger = logging.getLogger(__name__)
+
+_NOW = {
+    "failing": "step after step fails; health says NOT_SERVING until one succeeds",
+    "stopping": "health says NOT_SERVING: the server is stopping",
+}
+_OVER = {"failing": "steps succeed again"}
+
+
+class Health:
+    """Belongs to the event loop, but for `note_soon`."""
+
+    def __init__(self, service: str) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._services = ("", service)
+        self._loop = asyncio.get_running_loop()
+        self._problems = {"loading"}
+
+    async def begin(self) -> None:
+        await self._tell()
+
+    async def note(self, problem: str, is_there: bool) -> None:
+        if is_there == (problem in self._problems):
+            return
+        if is_there:
+            self._problems.add(problem)
+        else:
+            self._problems.discard(problem)
+        said = (_NOW if is_there else _OVER).get(problem)
+        if said is not None:
+            logger.log(logging.ERROR if problem == "failing" and is_there else logging.INFO, said)
+        await self._tell()
+
+    def note_soon(self, problem: str, is_there: bool) -> None:
+        """From any thread."""
+        asyncio.run_coroutine_threadsafe(self.note(problem, is_there), self._loop)
+
+    async def _tell(self) -> None:
+        states = health_pb2.HealthCheckResponse
+        state = states.NOT_SERVING if self._problems else states.SERVING
+        for service in self._services:
+            await self.servicer.set(service, state)

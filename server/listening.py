@@ -1,0 +1,66 @@
+"""The gRPC server: what it offers, who guards it, where it listens.
+
+Knows: grpc.aio, TLS, ports. Does not know: when it starts and stops, what calls do.
+"""
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
+from server.administration import Administration
+from server.calls import Calls
+from server.errors import StartError
+from server.gate import Gate
+from server.keyring import Keyring
+from server.servicer import TextGeneration
+from server.settings import Settings
+from server.tls import server_credentials
+from server.unreadable import RefuseUnreadable
+
+SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
+
+
+def make_server(
+    settings: Settings,
+    keyring: Keyring | None,
+    calls: Calls,
+    servicer: TextGeneration,
+    administration: Administration,
+    health_servicer: health.aio.HealthServicer,
+) -> grpc.aio.Server:
+    """Without API keys nobody is an administrator, so that service isn't offered."""
+    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE)]
+    names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    if keyring is not None:
+        guards = [Gate(keyring, settings.open_reflection, calls), *guards]
+        guards.append(RefuseUnreadable(ADMINISTRATION))
+        names.append(ADMINISTRATION)
+    options = [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is an error
+    ]
+    server = grpc.aio.server(interceptors=guards, options=options)
+    pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if keyring is not None:
+        pb_grpc.add_AdministrationServicer_to_server(administration, server)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def bind(server: grpc.aio.Server, settings: Settings) -> int:
+    """The port that it took."""
+    host, port = settings.host, settings.port
+    credentials = None if settings.tls is None else server_credentials(settings.tls)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", credentials)
+    except RuntimeError as error:
+        raise StartError(
+            f"can't listen at {host}:{port}: is another server there? Give another --port, or 0 "
+            "for any free one"
+        ) from error

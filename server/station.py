@@ -1,0 +1,60 @@
+"""One bundle on duty: what is served, and the engine's thread that serves it.
+
+Knows: calls that use it, how it is retired. Does not know: what else is on duty, gRPC.
+
+A call keeps to the station that it began with, so another one may take over at any moment: this
+one goes on until the last of its calls has ended.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from server.engine_thread import EngineThread
+from server.events import Batch
+from server.served import Served
+from server.starting import Loaded
+
+STOP_S = 30.0  # how long a step under way may take to end
+
+
+class Station:
+    """Belongs to the event loop, but for the engine's own thread."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        publish: Callable[[Batch], None],
+        on_health: Callable[["Station", bool], None],
+    ) -> None:
+        self.served: Served = loaded.served
+        self.engine = EngineThread(loaded.engine, publish, lambda healthy: on_health(self, healthy))
+        self.engine.start()
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def call(self) -> Iterator["Station"]:
+        """For as long as a call relies on it."""
+        self._num_calls += 1
+        self._idle.clear()
+        try:
+            yield self
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._idle.set()
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    async def wait_until_idle(self) -> None:
+        """Once no new calls begin here."""
+        await self._idle.wait()
+
+    async def stop(self) -> bool:
+        """Ends what is left. False: a step under way doesn't end."""
+        self.engine.stop()
+        return await asyncio.to_thread(self.engine.join, STOP_S)
