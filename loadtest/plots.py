@@ -74,7 +74,8 @@ def latency_over_time(records: Sequence[Record], path: Path) -> None:
         _percentile_lines(panel, points, bounds)
         panel.set_ylabel(f"{name} (ms)")
         panel.set_ylim(bottom=0)
-    panels[0].legend(loc="upper right", title="percentile", ncols=3, framealpha=0.9)
+    panels[0].set_ylim(top=1.2 * panels[0].get_ylim()[1])  # room for the legend
+    panels[0].legend(loc="upper center", ncols=3, frameon=False)
     panels[-1].set_xlabel("seconds since the start (first tokens: when the request was due)")
     save(figure, path)
 
@@ -96,7 +97,7 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
 
     def draw(values: Sequence[float], path: Path) -> None:
         figure, (panel,) = new_figure(f"{name[0].upper()}{name[1:]}")
-        # Tokens that came together have no gap between them; 0.1 ms is below what can be felt.
+        # Tokens that came together have no gap between them: all below 0.1 ms is one column.
         shown = np.maximum(np.array(values), 0.1)
         low, high = shown.min(), max(shown.max(), shown.min() * 1.5)
         panel.hist(shown, bins=np.geomspace(low, high, 50).tolist(), color=BLUE, alpha=0.75)
@@ -109,9 +110,11 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-        panel.set_xlabel(f"{name} (ms, logarithmic)")
+        below = ", 0.1 and less in one" if min(values) < 0.1 else ""
+        panel.set_xlabel(f"{name} (ms, logarithmic{below})")
         panel.set_ylabel(f"number of {'gaps' if 'gap' in name else 'requests'}")
-        panel.legend()
+        panel.set_ylim(top=1.25 * panel.get_ylim()[1])  # room for the legend
+        panel.legend(loc="upper center", ncols=3, frameon=False)
         save(figure, path)
 
     return draw
@@ -133,14 +136,16 @@ def concurrency(records: Sequence[Record], path: Path) -> None:
     )
     panel.set_xlabel("requests in flight (mean over the window)")
     panel.set_ylabel("tokens/s received")
-    panel.set_xlim(left=0)
+    panel.set_xlim(0, 1.05 * in_flight.max())
     panel.set_ylim(bottom=0)
-    panel.legend()
+    panel.legend(loc="best")
     save(figure, path)
 
 
-def server_load(looks: Sequence[Look], path: Path) -> None:
-    seconds = np.array([look.at_s for look in looks]) - looks[0].at_s
+def server_load(looks: Sequence[Look], start_s: float, path: Path) -> None:
+    """`start_s`: of the load, since 1970. Before it the server only waits for Locust to start."""
+    looks = [look for look in looks if look.at_s >= start_s] or looks
+    seconds = np.array([look.at_s for look in looks]) - start_s
     figure, panels = new_figure("The server: queue depth and running rows", 2)
     series: tuple[tuple[str, list[float], str], ...] = (
         ("requests waiting", [look.queue_depth for look in looks], RED),
@@ -151,6 +156,7 @@ def server_load(looks: Sequence[Look], path: Path) -> None:
         panel.fill_between(seconds, values, step="post", color=colour, alpha=0.15)
         panel.set_ylabel(name)
         panel.set_ylim(0, max(1.0, 1.1 * max(values)))
+        panel.yaxis.get_major_locator().set_params(integer=True)
     panels[-1].set_xlabel("seconds since the start")
     save(figure, path)
 

@@ -30,6 +30,8 @@ class Record:
     late_ms: float = 0.0  # how much later than meant it was sent
     first_token_ms: float | None = None
     total_ms: float = 0.0
+    server_first_token_ms: float | None = None  # as the server says, from its arrival there
+    server_queue_ms: float | None = None
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -75,7 +77,8 @@ def from_row(row: dict[str, str]) -> Record:
     for name in ("intended_at_s", "offered_rate", "late_ms", "total_ms"):
         values[name] = float(row[name])
     values["ok"] = row["ok"] == "True"
-    values["first_token_ms"] = float(row["first_token_ms"]) if row["first_token_ms"] else None
+    for name in ("first_token_ms", "server_first_token_ms", "server_queue_ms"):
+        values[name] = float(row[name]) if row[name] else None
     values["seed"] = int(row["seed"]) if row["seed"] else None
     values["token_ids"] = tuple(map(int, row["token_ids"].split()))
     values["arrivals_ms"] = tuple(map(float, row["arrivals_ms"].split()))

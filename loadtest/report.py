@@ -76,7 +76,8 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
         drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
     if run.looks:
         write_looks(directory / "server.csv", run.looks)
-        plots.server_load(run.looks, directory / "server.png")
+        start_s = min(record.intended_at_s for record in run.records)
+        plots.server_load(run.looks, start_s, directory / "server.png")
         drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
     else:
         run.notes.append(

@@ -66,9 +66,13 @@ def span_s(records: Sequence[Record]) -> float:
 def measures(records: Sequence[Record]) -> dict[str, list[float]]:
     """All values of what is measured in milliseconds, under the names that people see."""
     first = [record.first_token_ms for record in records]
+    said = [record.server_first_token_ms for record in records]
+    queued = [record.server_queue_ms for record in records]
     per_token = [record.per_token_ms for record in records]
     return {
         "time to first token": [value for value in first if value is not None],
+        "… as the server says": [value for value in said if value is not None],
+        "… waiting in its queue": [value for value in queued if value is not None],
         "gap between tokens": [gap for record in records for gap in record.gaps_ms],
         "time per output token": [value for value in per_token if value is not None],
         "whole answer": [record.total_ms for record in records if record.status == "OK"],

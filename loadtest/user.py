@@ -16,6 +16,7 @@ are listed by gRPC status.
 import time
 from typing import Any
 
+import gevent
 import grpc
 import grpc.experimental.gevent as grpc_gevent
 from locust import User
@@ -26,6 +27,11 @@ from loadtest.records import Record
 from protos import generation_pb2_grpc as pb_grpc
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
+
+# gRPC waits for each channel's events in a thread of gevent's pool, up to 200 ms at a time. With
+# gevent's own limit of 10, the channels of 32 users take turns: answers lie about unread, and
+# count as slow (seen: 44 s to first tokens that had left the server after 29).
+gevent.get_hub().threadpool.maxsize = 4096
 
 # A connection for each user, as from machines of their own.
 _CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]

@@ -34,6 +34,9 @@ def test_answer_is_recorded_whole(stub: pb_grpc.TextGenerationStub) -> None:
     assert len(record.arrivals_ms) == 20
     assert list(record.arrivals_ms) == sorted(record.arrivals_ms)
     assert record.first_token_ms == record.arrivals_ms[0]
+    assert record.server_first_token_ms is not None
+    assert record.server_first_token_ms > 0
+    assert record.server_queue_ms is not None
     assert record.seed is not None
     assert from_json(record.request) == REQUEST
 
