@@ -13,6 +13,7 @@ import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from loadtest.metrics import Look
 from loadtest.records import Record
@@ -46,6 +47,11 @@ def new_figure(title: str, num_panels: int = 1) -> tuple[Figure, list[Any]]:
     return figure, list(panels)
 
 
+def legend_above(panel: Any) -> None:
+    """Where it hides nothing."""
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+
+
 def save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
@@ -74,8 +80,8 @@ def latency_over_time(records: Sequence[Record], path: Path) -> None:
         _percentile_lines(panel, points, bounds)
         panel.set_ylabel(f"{name} (ms)")
         panel.set_ylim(bottom=0)
-    panels[0].set_ylim(top=1.2 * panels[0].get_ylim()[1])  # room for the legend
-    panels[0].legend(loc="upper center", ncols=3, frameon=False)
+        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    legend_above(panels[0])
     panels[-1].set_xlabel("seconds since the start (first tokens: when the request was due)")
     save(figure, path)
 
@@ -108,13 +114,13 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
                 label=f"p{percent}: {at:,.1f} ms",
             )  # fmt: skip
         panel.set_xscale("log")
-        panel.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        panel.xaxis.set_minor_locator(NullLocator())
         below = ", 0.1 and less in one" if min(values) < 0.1 else ""
         panel.set_xlabel(f"{name} (ms, logarithmic{below})")
         panel.set_ylabel(f"number of {'gaps' if 'gap' in name else 'requests'}")
-        panel.set_ylim(top=1.25 * panel.get_ylim()[1])  # room for the legend
-        panel.legend(loc="upper center", ncols=3, frameon=False)
+        legend_above(panel)
         save(figure, path)
 
     return draw
@@ -138,7 +144,7 @@ def concurrency(records: Sequence[Record], path: Path) -> None:
     panel.set_ylabel("tokens/s received")
     panel.set_xlim(0, 1.05 * in_flight.max())
     panel.set_ylim(bottom=0)
-    panel.legend(loc="best")
+    legend_above(panel)
     save(figure, path)
 
 
@@ -175,5 +181,5 @@ def search(tried: Sequence[Tried], path: Path) -> None:
     panels[1].set_ylim(bottom=0)
     panels[1].set_xlabel("offered rate (requests/s, Poisson arrivals)")
     for panel in panels:
-        panel.legend()
+        legend_above(panel)
     save(figure, path)
