@@ -16,6 +16,7 @@ from server.errors import RequestError, StepError, status_name
 from server.quota import Quotas
 from server.record import Record
 from server.status import grpc_status
+from server.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Calls:
     """`report` is told of each call when it has ended."""
 
-    def __init__(self, report: Callable[[Record], None]) -> None:
+    def __init__(self, report: Callable[[Record], None], is_traced: bool = False) -> None:
         self.report = report
+        self._is_traced = is_traced
         self._quotas = Quotas()
 
     @asynccontextmanager
@@ -34,6 +36,8 @@ class Calls:
         """Every call ends once, with a status of its own, and is accounted for."""
         caller = caller_of(context)
         record, error = Record(method, caller.name), None
+        if self._is_traced:
+            record.trace_headers = _trace_headers(context)
         try:
             with self._quotas.call(caller):
                 yield record
@@ -60,6 +64,11 @@ def caller_of(context: Context) -> Caller:
     if caller is ANYBODY and identities:
         return Caller(name=b",".join(identities).decode("utf-8", "replace"))
     return caller
+
+
+def _trace_headers(context: Context) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {name: str(value) for name, value in metadata if name in HEADERS}
 
 
 def _is_past(context: Context) -> bool:

@@ -92,6 +92,11 @@ def _add_serve(subparsers: "Subparsers") -> None:
         metavar="SECONDS",
         help="health says NOT_SERVING while a step takes longer (default 60)",
     )
+    parser.add_argument(
+        "--tracing",
+        action="store_true",
+        help="send OpenTelemetry spans; $OTEL_EXPORTER_OTLP_ENDPOINT says where to",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.set_defaults(run="server.serving:run", extra="serve")
 

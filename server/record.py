@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from server.events import FinishEvent
@@ -32,6 +33,8 @@ class Record:
     queue_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float = 0.0
+    submitted_s: float | None = None  # when it was handed to the engine
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # empty unless tracing is on
 
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""
@@ -52,7 +55,8 @@ class Record:
 
     def _fields(self) -> dict[str, object]:
         fields = asdict(self)
-        del fields["arrived_s"]
+        for name in ("arrived_s", "submitted_s", "trace_headers"):
+            del fields[name]
         fields["finish_reasons"] = ",".join(self.finish_reasons)
         for name in ("queue_ms", "first_token_ms", "total_ms"):
             fields[name] = None if fields[name] is None else round(fields[name], 1)

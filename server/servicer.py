@@ -133,6 +133,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     async def _answer(self, asked: Asked, call: _Call, tell: Tell) -> None:
         answer, engine = Answer(asked, call.served.text), call.station.engine
+        call.record.submitted_s = time.monotonic()
         with self._desk.serve(asked.request, engine) as inbox:
             while not answer.is_over:
                 chunks = answer.take(await inbox.take())

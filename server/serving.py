@@ -31,6 +31,7 @@ from server.served import Served
 from server.servicer import TextGeneration
 from server.settings import Settings, read_settings
 from server.starting import Load, prepare
+from server.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class Server:
         self._settings = settings
         self.metrics = Metrics()
         self.health = Health(SERVICE)
-        self.calls = Calls(self._report)
+        self._tracing = open_tracing() if settings.tracing else None
+        self.calls = Calls(self._report, settings.tracing)
         loop = asyncio.get_running_loop()
         self.desk = Desk(loop, Admission(settings.max_waiting), self.metrics.observe)
         self.duty = Duty(self.desk.publish, self.health.note_soon, settings.max_step_s)
@@ -194,11 +196,15 @@ class Server:
         await self.duty.close()
         self._stop_metrics()
         await server.stop(1.0)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         logger.info("stopped")
 
     def _report(self, record: Record) -> None:
         self.metrics.finish(record)
         record.log()
+        if self._tracing is not None:
+            self._tracing.report(record)
 
 
 def _front_door() -> str:

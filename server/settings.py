@@ -31,6 +31,7 @@ class Settings:
     grace_s: float = 30.0
     max_step_s: float = 60.0  # a step that takes longer hangs, and health says so
     write_timeout_s: float = 60.0  # a reader that takes longer is ended
+    tracing: bool = False
     tls: TlsFiles | None = None  # None: in the clear
     api_keys: Path | None = None  # None: anybody may call
     open_reflection: bool = False  # to callers without a key
@@ -57,6 +58,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         max_waiting=args.queue,
         grace_s=args.grace,
         max_step_s=args.watchdog,
+        tracing=args.tracing,
         tls=_read_tls(args),
         api_keys=args.api_keys,
         open_reflection="reflection" in args.open,

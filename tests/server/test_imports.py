@@ -15,6 +15,7 @@ for room in (server, protos):
     for module in pkgutil.iter_modules(room.__path__, room.__name__ + "."):
         if module.name != "protos.generate":  # a development tool
             importlib.import_module(module.name)
+assert "opentelemetry" not in sys.modules, "only a server that traces pays for it"
 print(*sorted(name for name in sys.modules if name.startswith("export.")))
 """
 
