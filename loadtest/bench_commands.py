@@ -19,6 +19,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_server(kinds)
     _add_streams(kinds)
     _add_peers(kinds)
+    _add_translate(kinds)
 
 
 def _add_engine(kinds: "Subparsers") -> None:
@@ -37,6 +38,30 @@ def _add_peers(kinds: "Subparsers") -> None:
     _add_common(parser)
     _add_rounds(parser)
     parser.set_defaults(run="loadtest.bench:run_peers", extra="loadtest")
+
+
+def _add_translate(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "translate",
+        help="a translation model, greedy and with beams, also beside CTranslate2",
+        description="Translates a file's lines, greedily 16 at once and with 4 beams 8 at once.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a translation model's")
+    parser.add_argument("sources", type=Path, metavar="FILE", help="a sentence a line")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="what the bundle was exported from: CTranslate2 gets its weights. Needs `make peers`",
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, metavar="PYTHON", help="default: that of `make peers`"
+    )
+    parser.add_argument("--precision", default="fp32", metavar="NAMES", help="default fp32")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument("--limit", type=_positive, default=200, metavar="N", help="default 200")
+    _add_rounds(parser)
+    parser.set_defaults(run="loadtest.bench_translate:run", extra="loadtest")
 
 
 def _add_server(kinds: "Subparsers") -> None:

@@ -14,10 +14,3 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_bundle
 
     return make_tiny_bundle(tmp_path_factory.mktemp("server") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
-    from tests.server.tiny_bundle import make_tiny_translator
-
-    return make_tiny_translator(tmp_path_factory.mktemp("server") / "translator")

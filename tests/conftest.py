@@ -1,0 +1,16 @@
+"""What tests of several rooms may ask for."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.server.tiny_bundle import TinyBundle
+
+
+@pytest.fixture(scope="session")
+def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
+    # Torch takes seconds to import, and most tests do without.
+    from tests.server.tiny_bundle import make_tiny_translator
+
+    return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
