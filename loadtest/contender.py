@@ -51,7 +51,13 @@ class Contender(Protocol):
         """Predicts every token of each passage but the first."""
 
 
-def serve(contender: Contender) -> None:
+class Named(Protocol):
+    """Whoever answers orders; what it can do, its methods say."""
+
+    about: About
+
+
+def serve(contender: Named) -> None:
     """Answers lines until there are no more."""
     reply, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)  # libraries print; only answers may be on the pipe
@@ -65,7 +71,7 @@ def serve(contender: Contender) -> None:
         print(json.dumps(answer), file=reply, flush=True)
 
 
-def _answer(contender: Contender, order: dict[str, Any]) -> dict[str, Any]:
+def _answer(contender: Named, order: dict[str, Any]) -> dict[str, Any]:
     task = order.pop("do")
     if task == "memory":
         return {"peak_bytes": peak_bytes()}
