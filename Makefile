@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help serve translate test check format protos peers clean
+.PHONY: help serve translate test check format protos pins peers clean
 
 help:
 	@echo "make serve   start the server on the default model"
@@ -15,6 +15,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
 	@echo "make protos  make the Python code of protos/generation.proto"
 	@echo "make peers   install the programs that quill bench peers compares with (minutes)"
 
@@ -50,6 +51,9 @@ check: $(VENV)/dev
 format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+pins: $(VENV)/base
+	$(BIN)/python pins.py
 
 protos: $(VENV)/dev
 	$(BIN)/python -m protos.generate

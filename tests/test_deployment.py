@@ -1,0 +1,84 @@
+"""The files that put a server into production say what the commands understand."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import quill
+from server.exposure import check_exposure
+from server.settings import Settings, read_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def settings_of(words: list[str]) -> Settings:
+    """What `quill serve` makes of them; other machines may call, so it must be protected."""
+    settings = read_settings(quill.build_parser().parse_args(words))
+    check_exposure(settings)
+    assert settings.host == "0.0.0.0"
+    assert settings.tls is not None
+    assert settings.api_keys is not None
+    return settings
+
+
+def dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+
+
+def image_command(instruction: str) -> list[str]:
+    (found,) = re.findall(rf"^{instruction} (\[.*\])$", dockerfile(), re.MULTILINE)
+    words: list[str] = json.loads(found)
+    return words
+
+
+def container() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pod, and the container in it."""
+    deployment = next(yaml.safe_load_all((ROOT / "kubernetes.yaml").read_text()))
+    pod = deployment["spec"]["template"]["spec"]
+    return pod, pod["containers"][0]
+
+
+def unit(name: str) -> str:
+    text = (ROOT / "quill.service").read_text().replace("\\\n", "")
+    (found,) = re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
+    return str(found)
+
+
+def test_image_serves_protected_and_not_as_root() -> None:
+    assert image_command("ENTRYPOINT") == ["quill", "serve"]
+    settings_of([*image_command("ENTRYPOINT")[1:], *image_command("CMD")])
+    stages = dockerfile().split("\nFROM ")[2:]
+    users = [re.findall(r"^USER (\S+)$", stage, re.MULTILINE) for stage in stages]
+    assert [each[-1] for each in users] == ["10001", "10001"]
+    assert "--require-hashes -r requirements-serve.txt" in dockerfile()
+
+
+def test_image_asks_for_health_as_the_command_is_called() -> None:
+    (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])$", dockerfile(), re.MULTILINE)
+    (options,) = re.findall(r'QUILL_HEALTH="(.*)"', dockerfile())
+    words = shlex.split(json.loads(check)[2].replace("$QUILL_HEALTH", options))
+    assert quill.build_parser().parse_args(words[1:]).run == "server.operating:health"
+
+
+def test_pod_serves_protected_and_has_time_to_drain() -> None:
+    pod, main = container()
+    settings = settings_of(["serve", *main["args"]])
+    _, pause = main["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["terminationGracePeriodSeconds"] > float(pause) + settings.grace_s
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_are_commands_that_exist(probe: str) -> None:
+    words = container()[1][probe]["exec"]["command"]
+    assert quill.build_parser().parse_args(words[1:]).run == "server.operating:health"
+
+
+def test_unit_serves_protected_and_has_time_to_drain() -> None:
+    settings = settings_of(shlex.split(unit("ExecStart"))[1:])
+    assert float(unit("TimeoutStopSec")) > settings.grace_s
+    assert "-HUP" in unit("ExecReload")
