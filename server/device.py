@@ -4,12 +4,12 @@ Knows: what the runtime offers, what the bundle has. Does not know: how graphs a
 Never in silence: what was asked for and can't be had is an error, what was chosen is said.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import onnxruntime
 
 from export.manifest import Graphs, Manifest
 from server.errors import StartError
+from server.opening import cuda_problem
 
 # On the CPU int4 is some three times as fast for few rows. It goes first where export has measured
 # that it is as good.
@@ -23,11 +23,44 @@ class Choice:
     why: str  # for the log
 
 
-def choose_graphs(manifest: Manifest, device: str, precision: str | None) -> Choice:
+def choose_graphs(
+    manifest: Manifest,
+    device: str,
+    precision: str | None,
+    find_problem: Callable[[], str | None] = cuda_problem,
+) -> Choice:
     """`device` is auto, cpu or cuda; `precision` None: the best for the device."""
-    if device == "cuda":
-        raise StartError(_cuda_problem())
-    why = "as asked" if device == "cpu" else "this version of Quill serves on the CPU only"
+    if device == "cpu":
+        return _on_cpu(manifest, precision, "as asked")
+    on_cuda: dict[str, Graphs] = {
+        graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cuda"
+    }
+    problem = _fitting_problem(manifest, list(on_cuda), precision) or find_problem()
+    if problem is None:
+        why = "as asked" if device == "cuda" else "CUDA works here"
+        return Choice(on_cuda[precision or "fp16"], f"{why}; no prefix cache there")
+    if device == "cuda" or precision in on_cuda:
+        raise StartError(
+            f"CUDA can't be used: {problem}. It takes an NVIDIA card with its driver, CUDA 13, "
+            "cuDNN 9, and a bundle with fp16 graphs. Or use --device cpu"
+        )
+    return _on_cpu(manifest, precision, f"without CUDA: {problem}")
+
+
+def _fitting_problem(
+    manifest: Manifest, on_cuda: Sequence[str], precision: str | None
+) -> str | None:
+    """Why this bundle can't run on CUDA, wherever it is."""
+    if manifest.family != "causal":
+        return "translation models are served on the CPU only"
+    if not on_cuda:
+        return "the bundle has no fp16 graphs"
+    if precision is not None and precision not in on_cuda:
+        return f"{precision} is for the CPU"
+    return None
+
+
+def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
     on_cpu = {graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"}
     known = ", ".join(on_cpu) or "none"
     if precision is not None:
@@ -38,9 +71,10 @@ def choose_graphs(manifest: Manifest, device: str, precision: str | None) -> Cho
             )
         return Choice(on_cpu[precision], why)
     if not on_cpu:
-        raise StartError("the bundle has no graphs for the CPU. Export it with --precision fp32")
-    graphs = sorted(on_cpu.values(), key=_rank)[0]
-    return Choice(graphs, why)
+        raise StartError(
+            f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
+        )
+    return Choice(sorted(on_cpu.values(), key=_rank)[0], why)
 
 
 def _rank(graphs: Graphs) -> tuple[bool, int]:
@@ -54,12 +88,3 @@ def _is_good(graphs: Graphs) -> bool:
     return (
         proof is not None and proof.perplexity <= MAX_PERPLEXITY_RATIO * proof.reference_perplexity
     )
-
-
-def _cuda_problem() -> str:
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        return (
-            "this ONNX Runtime has no CUDA provider. Install onnxruntime-gpu, CUDA 13 and cuDNN 9, "
-            "or use --device cpu"
-        )
-    return "this version of Quill serves on the CPU only. Use --device cpu"

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import Graphs, Manifest, check_files, read_manifest
+from export.manifest import Device, Graphs, Manifest, check_files, read_manifest
+from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError
+from server.opening import SessionSettings, open_graph
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
-from server.session import OrtSession, SessionSettings, open_graph
+from server.session import OrtSession
 from server.slots import Slots, SlotShape
 from server.sources import Sources
 from server.tiles import padded
@@ -71,15 +73,19 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
     num_slots = padded(settings.max_rows) if pad else settings.max_rows
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
-    decoder = open_graph(bundle.directory / graphs.decoder, session_settings)
+    decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
     sources = None
     if graphs.encoder is not None:
         encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
         sources = Sources(encoder, Slots(num_slots, shape))
-    slots = Slots(num_slots, shape)
+    slots = _make_slots(num_slots, shape, graphs.device)
     session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
     limits = Limits(max_rows=settings.max_rows, context=settings.context)
     return Engine(session, limits, PrefixCache(settings.cache_bytes))
+
+
+def _make_slots(num_slots: int, shape: SlotShape, device: Device) -> Slots | DeviceSlots:
+    return Slots(num_slots, shape) if device == "cpu" else DeviceSlots(num_slots, shape, device)
 
 
 def _check(bundle: Bundle, settings: EngineSettings) -> None:
@@ -88,9 +94,12 @@ def _check(bundle: Bundle, settings: EngineSettings) -> None:
             f"{bundle.directory} holds a translation model and doesn't say which token its answers "
             "begin after. Export it again from a checkpoint with a bos token"
         )
-    if bundle.graphs.device != "cpu":
-        precision, device = bundle.graphs.precision, bundle.graphs.device
-        raise StartError(f"the {precision} graphs are meant for {device}, which isn't served yet")
+    if bundle.graphs.device != "cpu" and bundle.manifest.family != "causal":
+        raise StartError("translation models are served on the CPU only. Use --device cpu")
+    if bundle.graphs.device != "cpu" and settings.cache_bytes:
+        raise StartError(
+            "there is no prefix cache on CUDA. Leave --prefix-cache out, or use --device cpu"
+        )
     most = bundle.manifest.sizes.context
     if not 2 <= settings.context <= most:
         raise StartError(f"the context is {settings.context}; it must be from 2 to {most}")

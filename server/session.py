@@ -5,18 +5,18 @@ it is. What is special about encoder–decoders is in server/sources.py.
 
 Caches are bound to the slots' memory once for each number of rows; the graph extends them in
 place. Between two decode steps only a few small integers change: binding 60 caches anew from
-Python would cost almost as much as a small model's step.
+Python would cost almost as much as a small model's step. A device copies those integers when they
+are bound and never looks at them again, so there they are bound for each step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
 
 from export import contract
+from server.device_slots import DeviceCache, DeviceSlots
 from server.leaders import FloatArray as LogitsArray
 from server.plan import Copy
 from server.slots import CacheArray, Slots
@@ -56,24 +56,8 @@ class Session(Protocol):
         """Puts back what was read before, into any slot."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    num_threads: int = 0  # 0: as many as there are cores
-    spinning: bool = True  # worker threads stay awake for a while after a step: faster, but busy
-
-
-def open_graph(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSession:
-    """Loads a graph for the CPU."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = settings.num_threads
-    spinning = "1" if settings.spinning else "0"
-    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
-    options.log_severity_level = 3  # errors only; they come as exceptions too
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
 class OrtSession:
-    """A decoder on the CPU, with the sources that it translates if there is an encoder.
+    """A decoder with its slots, and the sources that it translates if there is an encoder.
 
     With `pad`, no row of a step is alone in its tile, nor a position whose logits are wanted: in
     int4 it would get another answer (server/tiles.py). Without, a lone row is faster.
@@ -82,13 +66,14 @@ class OrtSession:
     def __init__(
         self,
         decoder: onnxruntime.InferenceSession,
-        slots: Slots,
+        slots: Slots | DeviceSlots,
         vocab_size: int,
         pad: bool,
         sources: Sources | None = None,
     ) -> None:
         self._decoder = decoder
         self._slots = slots
+        self._on_device = isinstance(slots, DeviceSlots)
         self._vocab_size = vocab_size
         self._pad = pad
         self._sources = sources
@@ -106,7 +91,8 @@ class OrtSession:
     ) -> LogitsArray:
         ids_1T = np.array([ids], np.int64)
         stop = start + len(ids)
-        num_padding = self._padded(len(wanted)) - len(wanted)
+        # No kernel of a device is trusted with an empty product.
+        num_padding = max(self._padded(len(wanted)), int(self._on_device)) - len(wanted)
         indices_L = np.array([*wanted, *[len(ids) - 1] * num_padding], np.int64)
         logits_LV = np.empty((len(indices_L), self._vocab_size), np.float32)
         self._seqlens_R[slot] = stop - 1
@@ -146,9 +132,11 @@ class OrtSession:
             self._sources.copy(copy.source, copy.target)
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:
+        assert isinstance(self._slots, Slots), "nothing is kept of what is on a device"
         return self._slots.read(slot, start, stop)
 
     def write(self, slot: int, start: int, positions: CacheArray) -> None:
+        assert isinstance(self._slots, Slots), "nothing is kept of what is on a device"
         self._slots.write(slot, start, positions)
         self._held[slot] = start + positions.shape[2]
 
@@ -156,32 +144,44 @@ class OrtSession:
         return padded_to_tiles(num) if self._pad else num
 
     def _decode_binding(self, num_rows: int) -> Any:
-        if num_rows not in self._decode_bindings:
-            rows = slice(0, num_rows)
+        rows = slice(0, num_rows)
+        is_new = num_rows not in self._decode_bindings
+        if is_new:
             binding = self._bind_rows(rows)
-            bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
             bind(binding.bind_input, contract.LOGIT_INDICES, self._indices_R[rows])
             bind(binding.bind_output, contract.LOGITS, self._logits_RV[rows])
             self._decode_bindings[num_rows] = binding
-        return self._decode_bindings[num_rows]
+        binding = self._decode_bindings[num_rows]
+        if is_new or self._on_device:
+            bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
+            self._bind_lengths(binding, rows)
+        return binding
 
     def _prefill_binding(self, slot: int) -> Any:
-        if slot not in self._prefill_bindings:
-            self._prefill_bindings[slot] = self._bind_rows(slice(slot, slot + 1))
-        return self._prefill_bindings[slot]
+        rows = slice(slot, slot + 1)
+        is_new = slot not in self._prefill_bindings
+        if is_new:
+            self._prefill_bindings[slot] = self._bind_rows(rows)
+        binding = self._prefill_bindings[slot]
+        if is_new or self._on_device:
+            self._bind_lengths(binding, rows)
+        return binding
+
+    def _bind_lengths(self, binding: Any, rows: slice) -> None:
+        bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
+        bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
 
     def _bind_rows(self, rows: slice) -> Any:
         """The caches of some slots, as past and as present: the graph extends them in place."""
         binding = self._decoder.io_binding()
-        bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
-        bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
         num_layers = self._slots.shape.num_layers
         names = zip(
             contract.cache_names("past", num_layers),
             contract.cache_names("present", num_layers),
             strict=True,
         )
-        for (past, present), cache in zip(names, self._slots.caches(), strict=True):
+        caches: Sequence[CacheArray | DeviceCache] = self._slots.caches()
+        for (past, present), cache in zip(names, caches, strict=True):
             bind(binding.bind_input, past, cache[rows])
             bind(binding.bind_output, present, cache[rows])
         if self._sources is not None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from export import contract
+from server.device_slots import View
 from server.plan import Copy
 from server.slots import CacheArray, Slots
 
@@ -73,6 +74,9 @@ class Sources:
         return zip(names, self._slots.caches(), strict=True)
 
 
-def bind(bind_side: Callable[..., None], name: str, array: npt.NDArray[Any]) -> None:
-    assert array.flags.c_contiguous
-    bind_side(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+def bind(bind_side: Callable[..., None], name: str, array: npt.NDArray[Any] | View) -> None:
+    if isinstance(array, View):
+        bind_side(name, *array)
+    else:
+        assert array.flags.c_contiguous
+        bind_side(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

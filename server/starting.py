@@ -17,6 +17,7 @@ from server.engine import Engine
 from server.errors import StartError
 from server.events import FailEvent
 from server.loading import Bundle, EngineSettings, open_bundle, open_engine
+from server.opening import cuda_free_bytes
 from server.request import Request
 from server.served import Served
 from server.settings import Settings
@@ -39,13 +40,14 @@ def prepare(directory: Path, settings: Settings) -> Load:
     """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
     manifest = read_manifest(directory)
     choice = choose_graphs(manifest, settings.device, settings.precision)
+    on_cuda = choice.graphs.device == "cuda"
     sizing = choose_sizes(
         manifest,
         choice.graphs,
-        available_bytes(),
+        cuda_free_bytes() if on_cuda else available_bytes(),
         max_rows=settings.max_rows,
         context=settings.context,
-        cache_bytes=settings.cache_bytes,
+        cache_bytes=settings.cache_bytes or 0 if on_cuda else settings.cache_bytes,
     )
     threads = settings.threads or num_cores()
     _say_choice(manifest.name, choice, sizing, threads)
@@ -60,7 +62,8 @@ def prepare(directory: Path, settings: Settings) -> Load:
 
 
 def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
-    logger.info("bundle %s: %s on the cpu (%s)", name, choice.graphs.precision, choice.why)
+    graphs = choice.graphs
+    logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
     logger.info(
         "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
         sizing.max_rows,
@@ -96,7 +99,7 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
     return Served(
         manifest=bundle.manifest,
         graphs=bundle.graphs,
-        device="cpu",
+        device=bundle.graphs.device,
         runtime_version=onnxruntime.__version__,
         deterministic=bundle.is_invariant and engine_settings.exact,
         context=engine_settings.context,

@@ -14,3 +14,11 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_bundle
 
     return make_tiny_bundle(tmp_path_factory.mktemp("server") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_for_both(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
+    """With graphs for the CPU and for CUDA."""
+    from tests.server.tiny_bundle import make_tiny_bundle
+
+    return make_tiny_bundle(tmp_path_factory.mktemp("server") / "both", ("fp32", "fp16"))

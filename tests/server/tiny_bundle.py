@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from export.bundle import Wishes, write_bundle
-from export.manifest import Manifest
+from export.manifest import Manifest, Precision
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tokenizer import SpecialTokens, byte_tokenizer
 from model.transformer import Transformer
 from server.loading import Bundle
-from server.session import OrtSession, SessionSettings, open_graph
+from server.opening import SessionSettings, open_graph
+from server.session import OrtSession
 from server.slots import Slots, SlotShape
 from server.sources import Sources
 from server.tiles import padded
@@ -57,6 +58,8 @@ SEQ2SEQ = ModelConfig(
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
 
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int4")
+
 # The network is tiny; threads that wait for each other only make it slower.
 torch.set_num_threads(1)
 
@@ -81,18 +84,25 @@ class TinyBundle:
         return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad, sources)
 
 
-def make_tiny_bundle(directory: Path) -> TinyBundle:
-    return _make_bundle(directory, CAUSAL)
+def make_tiny_bundle(directory: Path, precisions: tuple[Precision, ...] = PRECISIONS) -> TinyBundle:
+    return _make_bundle(directory, CAUSAL, precisions)
 
 
 def make_tiny_translator(directory: Path) -> TinyBundle:
     special = SpecialTokens(bos=0, eos=EOS)
     return _make_bundle(
-        directory, SEQ2SEQ, tokenizer=byte_tokenizer(), special_tokens=special, stop_ids=(EOS,)
+        directory,
+        SEQ2SEQ,
+        PRECISIONS,
+        tokenizer=byte_tokenizer(),
+        special_tokens=special,
+        stop_ids=(EOS,),
     )
 
 
-def _make_bundle(directory: Path, config: ModelConfig, **rest: Any) -> TinyBundle:
+def _make_bundle(
+    directory: Path, config: ModelConfig, precisions: tuple[Precision, ...], **rest: Any
+) -> TinyBundle:
     """Untrained, but with weights large enough that its distributions have peaks."""
     torch.manual_seed(0)
     weights = Transformer(config).state_dict()
@@ -100,6 +110,6 @@ def _make_bundle(directory: Path, config: ModelConfig, **rest: Any) -> TinyBundl
         if weight.ndim == 2:
             weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
     checkpoint = Checkpoint(config, weights, **rest)
-    wishes = Wishes(precisions=("fp32", "int4"), quantiser="rtn", verify=False)
+    wishes = Wishes(precisions=precisions, quantiser="rtn", verify=False)
     manifest = write_bundle(directory, checkpoint, wishes, lambda _: nullcontext())
     return TinyBundle(directory, manifest, checkpoint.build())
