@@ -169,6 +169,7 @@ def read_manifest(directory: Path) -> Manifest:
     except RecordError as error:
         raise BundleError(f"{path} is damaged: {error}. Export the bundle again") from error
     _check_names(path, manifest)
+    _check_numbers(path, manifest)
     return manifest
 
 
@@ -198,6 +199,20 @@ def _check_names(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"{path}: causal has no encoder, seq2seq has one; {graphs.precision}")
 
 
+def _check_numbers(path: Path, manifest: Manifest) -> None:
+    for name, size in dataclasses.asdict(manifest.sizes).items():
+        if size < (0 if name == "num_encoder_layers" else 1):
+            raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")
+    special = dataclasses.asdict(manifest.special_tokens).values()
+    for token in [*manifest.stop_ids, *(token for token in special if token is not None)]:
+        if not 0 <= token < manifest.sizes.vocab_size:
+            most = manifest.sizes.vocab_size - 1
+            raise BundleError(
+                f"{path} is damaged: it has a token {token}, and the vocabulary ends at {most}. "
+                "Export the bundle again"
+            )
+
+
 def describe_file(directory: Path, name: str) -> File:
     path = directory / name
     return File(name=name, size=path.stat().st_size, sha256=_sha256(path))
@@ -216,6 +231,10 @@ def _check_file(path: Path, file: File) -> None:
         size = path.stat().st_size
         if not path.is_file():
             raise BundleError(f"{path} is not a file. {advice}")
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise BundleError(
+                f"{path} is a link to {path.resolve()}, outside of the bundle. Copy the file itself"
+            )
         if size != file.size:
             raise BundleError(f"{path} has {size} bytes; it should have {file.size}. {advice}")
         found = _sha256(path)

@@ -7,7 +7,8 @@ Conventions. A field marked `optional` means something else when unset than when
 is said at the field. Token ids are the bundle's own, from 0 to vocab_size - 1. Times are
 milliseconds. Limits that depend on the model or on how the server was started are in GetModel.
 Whatever breaks a limit is refused with INVALID_ARGUMENT and google.rpc.BadRequest naming the
-field; nothing is clipped in silence.
+field; nothing is clipped in silence. Only a message of more than Model.max_message_bytes isn't
+read at all: gRPC itself refuses it with RESOURCE_EXHAUSTED.
 """
 
 from collections import abc as _abc

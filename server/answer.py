@@ -44,10 +44,15 @@ class Answer:
         self._num_open = len(self._sequences)
         self._has_begun = False
         self.stopped: list[int] = []
+        self.num_cached: int | None = None  # None: the prompt hasn't been read yet
 
     @property
     def is_over(self) -> bool:
         return not self._num_open
+
+    @property
+    def num_generated(self) -> int:
+        return sum(sequence.num_tokens for sequence in self._sequences)
 
     def take(self, events: Iterable[Event]) -> list[Chunk]:
         """One chunk for each sequence that has something new. Raises what ended the request."""
@@ -57,7 +62,9 @@ class Answer:
                 raise event.error
             if isinstance(event, PromptEvent):
                 self._prompt_logprobs += event.logprobs
-            elif not isinstance(event, StartEvent):
+            elif isinstance(event, StartEvent):
+                self.num_cached = event.cached
+            else:
                 self._begin(chunks)
                 chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
                 self._add(chunk, event)
@@ -90,8 +97,7 @@ class Answer:
     def _echo(self, chunk: Chunk) -> None:
         prompt_ids = self._asked.request.prompt_ids
         chunk.token_ids += prompt_ids
-        if self._text is not None:
-            chunk.text += self._text.decode(prompt_ids)
+        chunk.text += self._sequences[chunk.sequence].read(prompt_ids)
         if self._asked.logprobs is not None:
             chunk.logprobs += _shortened(self._prompt_logprobs, self._asked.logprobs)
 
@@ -101,14 +107,20 @@ class _Sequence:
         self._ends = asked.request.stop_ids | asked.request.eos_ids
         self._decoder = None if text is None else text.decoder()
         self._stops = StopStrings(asked.stop)
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._is_stopped = False
+
+    def read(self, prompt_ids: Sequence[int]) -> str:
+        """The prompt's text. A character that it begins may end in the answer."""
+        if self._decoder is None:
+            return ""
+        return "".join(map(self._decoder.add, prompt_ids))
 
     def add(self, chunk: Chunk, event: TokenEvent) -> bool:
         """Whether a stop string ends here. What the engine made after that is dropped."""
         if self._is_stopped:
             return False
-        self._num_tokens += 1
+        self.num_tokens += 1
         chunk.token_ids.append(event.token_id)
         if event.logprobs is not None:
             chunk.logprobs.append(event.logprobs)
@@ -121,7 +133,7 @@ class _Sequence:
             self._show(chunk, self._decoder.end())
             if not self._is_stopped:
                 chunk.text += self._stops.end()
-        usage = replace(event.usage, generated=self._num_tokens)
+        usage = replace(event.usage, generated=self.num_tokens)
         reason = "stop" if self._is_stopped else event.reason
         chunk.finish = replace(event, reason=reason, usage=usage)
 

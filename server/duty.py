@@ -8,13 +8,15 @@ calls, and then its memory is freed.
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
+import threading
 from collections.abc import Callable
 
 from server.errors import ReloadError
 from server.events import Batch
-from server.starting import Load
+from server.starting import Load, Loaded
 from server.station import Station
 from server.watchdog import Watchdog
 
@@ -39,7 +41,7 @@ class Duty:
 
     async def take_over(self, load: Load) -> Station:
         """Loads a bundle and puts it on duty. The one before it retires."""
-        loaded = await asyncio.to_thread(load)
+        loaded = await _in_thread(load)
         if self._is_closed:
             raise ReloadError("the server is stopping")
         station, before = Station(loaded, self._publish, self._note_health), self.station
@@ -105,3 +107,29 @@ class Duty:
         """Called from a station's own thread."""
         if station is self.station:
             self._on_health("failing", not healthy)
+
+
+async def _in_thread(load: Load) -> Loaded:
+    """In a thread that nobody waits for at the end: loading may take long, and stopping mustn't."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Loaded] = loop.create_future()
+
+    def settle(loaded: Loaded | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif loaded is not None:
+            future.set_result(loaded)
+
+    def work() -> None:
+        loaded, error = None, None
+        try:
+            loaded = load()
+        except BaseException as raised:  # raised again where it is waited for
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, loaded, error)
+
+    threading.Thread(target=work, name="loading", daemon=True).start()
+    return await future

@@ -32,11 +32,11 @@ def make_server(
     health_servicer: health.aio.HealthServicer,
 ) -> grpc.aio.Server:
     """Without API keys nobody is an administrator, so that service isn't offered."""
-    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE)]
+    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE, calls)]
     names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         guards = [Gate(keyring, settings.open_reflection, calls), *guards]
-        guards.append(RefuseUnreadable(ADMINISTRATION))
+        guards.append(RefuseUnreadable(ADMINISTRATION, calls))
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),

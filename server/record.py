@@ -39,9 +39,6 @@ class Record:
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""
         self.finish_reasons.append(finish.reason)
-        self.num_prompt = finish.usage.prompt
-        self.num_cached = finish.usage.cached
-        self.num_generated += finish.usage.generated
         self.queue_ms = finish.timings.queue_ms
         if finish.timings.first_token_ms:
             self.first_token_ms = finish.timings.first_token_ms

@@ -17,7 +17,6 @@ from server.errors import InvalidFieldError
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_STOP_IDS = 64
 MAX_PRIORITY = 10
 
 
@@ -39,8 +38,8 @@ class Sampling:
         self._require("top_k", self.top_k >= 0, "at least 0, where 0 is off")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, where 1 is off")
         self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1, where 0 is off")
-        positive = 0 < self.repetition_penalty < math.inf
-        self._require("repetition_penalty", positive, "finite and above 0, where 1 is off")
+        allowed = 0.01 <= self.repetition_penalty <= 100
+        self._require("repetition_penalty", allowed, "from 0.01 to 100, where 1 is off")
         self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
         self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
         self._check_logit_bias()
@@ -114,7 +113,6 @@ class Request:
             most = self.beams.num_beams
             allowed = self.num_sequences <= most
             self._require("num_sequences", allowed, f"at most num_beams, which is {most}")
-        self._check_number_of_stop_ids()
         priority_allowed = abs(self.priority) <= MAX_PRIORITY
         self._require("priority", priority_allowed, f"from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -135,8 +133,3 @@ class Request:
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
             raise InvalidFieldError(name, f"is {getattr(self, name)}; it must be {rule}")
-
-    def _check_number_of_stop_ids(self) -> None:
-        if len(self.stop_ids) > MAX_STOP_IDS:
-            reason = f"has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed"
-            raise InvalidFieldError("stop_token_ids", reason)

@@ -134,16 +134,22 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def _answer(self, asked: Asked, call: _Call, tell: Tell) -> None:
         answer, engine = Answer(asked, call.served.text), call.station.engine
         call.record.submitted_s = time.monotonic()
-        with self._desk.serve(asked.request, engine) as inbox:
-            while not answer.is_over:
-                chunks = answer.take(await inbox.take())
-                for sequence in answer.stopped:
-                    engine.end(asked.request.request_id, sequence, "stop")
-                answer.stopped.clear()
-                for chunk in chunks:
-                    if chunk.finish is not None:
-                        call.record.note(chunk.finish)
-                    await tell(chunk)
+        try:
+            with self._desk.serve(asked.request, engine) as inbox:
+                while not answer.is_over:
+                    chunks = answer.take(await inbox.take())
+                    for sequence in answer.stopped:
+                        engine.end(asked.request.request_id, sequence, "stop")
+                    answer.stopped.clear()
+                    for chunk in chunks:
+                        if chunk.finish is not None:
+                            call.record.note(chunk.finish)
+                        await tell(chunk)
+        finally:  # a client that left has had its tokens too
+            if answer.num_cached is not None:
+                call.record.num_prompt = asked.request.num_prompt
+                call.record.num_cached = answer.num_cached
+                call.record.num_generated = answer.num_generated
 
     async def _collect(self, asked: Asked, call: _Call) -> list[Chunk]:
         chunks: list[Chunk] = []

@@ -105,5 +105,13 @@ def _too_little(rows: int, context: int, slot: int, weights: int, available: int
     )
 
 
+def choose_threads(wanted: int | None) -> int:
+    """One a core. More would only wait for each other, and thousands take minutes to make."""
+    most = num_cores()
+    if wanted is not None and wanted > most:
+        raise StartError(f"--threads is {wanted}; this machine has {most} cores for them")
+    return wanted or most
+
+
 def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GB"

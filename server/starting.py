@@ -21,7 +21,7 @@ from server.opening import cuda_free_bytes
 from server.request import Request
 from server.served import Served
 from server.settings import Settings
-from server.sizing import Sizing, available_bytes, choose_sizes, gigabytes, num_cores
+from server.sizing import Sizing, available_bytes, choose_sizes, choose_threads, gigabytes
 from server.text import Text
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def prepare(directory: Path, settings: Settings) -> Load:
         context=settings.context,
         cache_bytes=settings.cache_bytes or 0 if on_cuda else settings.cache_bytes,
     )
-    threads = settings.threads or num_cores()
+    threads = choose_threads(settings.threads)
     _say_choice(manifest.name, choice, sizing, threads)
     engine_settings = EngineSettings(
         max_rows=sizing.max_rows,

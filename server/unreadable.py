@@ -12,9 +12,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from server.calls import Calls
 from server.errors import InvalidFieldError
-from server.record import new_request_id
-from server.status import grpc_status
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -27,8 +26,9 @@ class _Unreadable:
 class RefuseUnreadable(grpc.aio.ServerInterceptor):
     """Answers INVALID_ARGUMENT for one service; the others are left as they are."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, calls: Calls) -> None:
         self._prefix = f"/{service}/"
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -41,11 +41,22 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):
         make = grpc.unary_unary_rpc_method_handler
         if handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
+        method = handler_call_details.method.removeprefix(self._prefix)
         return make(
-            _refusing(handler.unary_stream or handler.unary_unary),
+            self._refusing(method, handler.unary_stream or handler.unary_unary),
             request_deserializer=_forgiving(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+    def _refusing(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+        async def answer(request: Any, context: Any) -> Any:
+            if not isinstance(request, _Unreadable):
+                return await behaviour(request, context)
+            async with self._calls.call(method, context):
+                raise InvalidFieldError("message", f"can't be read: {request.reason}")
+            raise AssertionError("the call was aborted")
+
+        return answer
 
 
 def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -56,13 +67,3 @@ def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unreadable(str(error))
 
     return read
-
-
-def _refusing(behaviour: _Behaviour) -> _Behaviour:
-    async def answer(request: Any, context: Any) -> Any:
-        if isinstance(request, _Unreadable):
-            error = InvalidFieldError("message", f"can't be read: {request.reason}")
-            await context.abort_with_status(grpc_status(error, new_request_id()))
-        return await behaviour(request, context)
-
-    return answer

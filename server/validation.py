@@ -18,6 +18,7 @@ from server.served import Served
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
+MAX_STOP_IDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class Asked:
 def read_generate(message: pb.GenerateRequest, served: Served, arrival: Arrival) -> Asked:
     """May take long for long texts: not for the event loop."""
     _check_stops(message.stop)
+    if len(message.stop_token_ids) > MAX_STOP_IDS:
+        given = f"has {len(message.stop_token_ids)} entries"
+        raise InvalidFieldError("stop_token_ids", f"{given}; at most {MAX_STOP_IDS} are allowed")
     _check_family(message, served)
     check_ids("stop_token_ids", message.stop_token_ids, served)
     check_ids("logit_bias", message.logit_bias, served)

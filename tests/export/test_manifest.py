@@ -143,6 +143,8 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "newer format": (lambda m: m.update(format_version=2), "format version 2; .* reads 1"),
     "no format": (lambda m: m.pop("format_version"), "format version None"),
     "true for one": (lambda m: m.update(format_version=True), "format version True"),
+    "no such token": (lambda m: m.update(stop_ids=[99999]), "a token 99999.* ends at"),
+    "negative size": (lambda m: m["sizes"].update(head_size=-1), "sizes.head_size is -1"),
     "entry missing": (lambda m: m.pop("family"), "family is missing"),
     "entry unknown": (lambda m: m.update(colour="red"), "colour is unknown"),
     "deep entry missing": (lambda m: m["sizes"].pop("d_ff"), r"sizes\.d_ff is missing"),
@@ -310,3 +312,12 @@ def test_a_files_description_is_its_size_and_hash(tmp_path: Path) -> None:
         size=3,
         sha256="ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     )
+
+
+def test_a_file_that_is_a_link_out_of_the_bundle_is_refused(bundle: Path) -> None:
+    manifest, path = read_manifest(bundle), bundle / "weights.fp32.bin"
+    elsewhere = bundle.parent / "elsewhere.bin"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(BundleError, match="outside of the bundle"):
+        check_files(bundle, manifest)

@@ -73,7 +73,8 @@ def test_stream_that_is_closed_ends_the_request() -> None:
         chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
         assert next(chunks).text == "d"
         chunks.close()
-        running.next_record("CANCELLED")
+        record = running.next_record("CANCELLED")
+        assert (record.num_prompt, record.num_generated) == (3, 1)
         running.session.let_go()
 
 

@@ -13,7 +13,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("top_k", -1),
     *(("top_p", value) for value in (0.0, 2.0, -0.5, math.nan)),
     *(("min_p", value) for value in (-0.1, 1.1, math.nan)),
-    *(("repetition_penalty", value) for value in (0.0, -1.0, math.inf, math.nan)),
+    *(("repetition_penalty", value) for value in (0.0, 5e-324, 101.0, math.nan)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, math.nan)),
     *(("presence_penalty", value) for value in (-2.1, 2.1, math.nan)),
     *(("logit_bias", {7: value}) for value in (101.0, -101.0, math.nan)),
@@ -42,12 +42,6 @@ def test_request_outside_its_range_is_refused_by_name(name: str, value: Any) -> 
     with pytest.raises(InvalidFieldError, match=name) as caught:
         Request(request_id="r", prompt_ids=(1,), **{name: value})
     assert caught.value.field == name
-
-
-def test_too_many_stop_ids_are_refused_under_the_name_on_the_wire() -> None:
-    with pytest.raises(InvalidFieldError) as caught:
-        Request(request_id="r", prompt_ids=(1,), stop_ids=frozenset(range(65)))
-    assert caught.value.field == "stop_token_ids"
 
 
 @pytest.mark.parametrize(

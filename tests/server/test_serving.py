@@ -118,6 +118,12 @@ def test_echo_puts_the_prompt_before_the_answer(client: Client) -> None:
     assert all(len(each.top) == 1 for each in sequence.logprobs[1:])
 
 
+def test_echo_joins_a_character_that_the_prompt_begins_and_the_answer_ends(client: Client) -> None:
+    half = [token_of(ord("a")), token_of(0xC3)]
+    (sequence,) = generate(client, half, echo=True, max_new_tokens=1).sequences
+    assert sequence.text == "aé"
+
+
 def test_prompt_logprobs_come_with_the_first_chunk_only(client: Client) -> None:
     chunks = list(client.stream("abc", prompt_logprobs=2, max_new_tokens=3, timeout_s=TIMEOUT_S))
     assert [len(chunk.prompt_logprobs) for chunk in chunks] == [3] + [0] * (len(chunks) - 1)
@@ -177,7 +183,9 @@ def raw_call(running: Running, message: bytes) -> grpc.StatusCode:
 
 
 def test_text_that_is_no_utf8_is_refused(running: Running, client: Client) -> None:
+    running.records.queue.clear()  # of the tests before
     assert raw_call(running, b"\x0a\x02\xff\xfe") == grpc.StatusCode.INVALID_ARGUMENT
+    assert running.next_record("INVALID_ARGUMENT").method == "Generate"
     assert generate(client, max_new_tokens=1).sequences[0].text == "d"
 
 

@@ -8,7 +8,14 @@ import pytest
 from export.manifest import File, Graphs, Manifest, Verification
 from server.device import choose_graphs
 from server.errors import StartError
-from server.sizing import MAX_ROWS, Sizing, available_bytes, choose_sizes
+from server.sizing import (
+    MAX_ROWS,
+    Sizing,
+    available_bytes,
+    choose_sizes,
+    choose_threads,
+    num_cores,
+)
 from tests.server.running import make_manifest
 
 # One token takes 8 bytes, a slot of 200 tokens 1,600.
@@ -87,3 +94,10 @@ def test_what_cannot_be_had_is_an_error() -> None:
         choose_graphs(MANIFEST, "cpu", "int8")
     with pytest.raises(StartError, match="no graphs for the CPU"):
         choose_graphs(manifest_with(graphs_in("fp16", device="cuda")), "auto", None)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    assert choose_threads(None) == num_cores()
+    assert choose_threads(1) == 1
+    with pytest.raises(StartError, match="--threads is 100000; this machine has"):
+        choose_threads(100_000)

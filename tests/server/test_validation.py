@@ -53,6 +53,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("stop", {"stop": ["é" * 129]}),
     ("stop_token_ids", {"stop_token_ids": [257]}),
     ("stop_token_ids", {"stop_token_ids": range(65)}),
+    ("stop_token_ids", {"stop_token_ids": [7] * 65}),
     ("logit_bias", {"logit_bias": {257: 1.0}}),
     ("logit_bias", {"logit_bias": {5: math.nan}}),
     ("logit_bias", {"logit_bias": {5: 101.0}}),
