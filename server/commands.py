@@ -110,6 +110,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=positive, metavar="N", help="default: one a core")
     parser.add_argument(
+        "--spinning",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="threads stay awake between steps, which is faster; --no-spinning is for cores that "
+        "other programs keep busy too (default: spinning)",
+    )
+    parser.add_argument(
         "--queue",
         type=positive,
         default=256,

@@ -25,6 +25,7 @@ class Settings:
     cache_bytes: int | None = None
     share_cache: bool = False  # between callers of different keys
     threads: int | None = None
+    spinning: bool = True
     exact: bool = True
     max_waiting: int = 256
     max_message_bytes: int = 4 * 2**20
@@ -54,6 +55,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         cache_bytes=None if args.prefix_cache is None else args.prefix_cache * 2**20,
         share_cache=args.share_prefix_cache,
         threads=args.threads,
+        spinning=args.spinning,
         exact=args.exact,
         max_waiting=args.queue,
         grace_s=args.grace,

@@ -56,6 +56,7 @@ def prepare(directory: Path, settings: Settings) -> Load:
         context=sizing.context,
         cache_bytes=sizing.cache_bytes,
         num_threads=threads,
+        spinning=settings.spinning,
         exact=settings.exact,
     )
     return lambda: _load(directory, choice, engine_settings, settings)
