@@ -48,7 +48,8 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
     ids = _added_tokens(tokenizer_json)
     _check_ids(ids, vocab_size)
     special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
-    if settings.flag("is_encoder_decoder", False):
+    translates = settings.flag("is_encoder_decoder", False)
+    if translates:
         start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
         special = replace(special, bos=min(_ids(start, vocab_size), default=special.bos))
     stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
@@ -60,12 +61,12 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
         tokenizer=tokenizer,
         special_tokens=special,
         # For seq2seq bos begins the answer, whatever its texts begin with.
-        prepend_bos=not settings.flag("is_encoder_decoder", False)
+        prepend_bos=not translates
         and special.bos is not None
         and special.bos == _first_id(tokenizer_json, ids),
         stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
         chat_template=_chat_template(directory, tokenizer_config),
-        generation=_defaults(generation),
+        generation=_defaults(generation, samples=not translates),
     )
 
 
@@ -136,9 +137,12 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
     return template if isinstance(template, str) else None
 
 
-def _defaults(generation: dict[str, Any]) -> dict[str, float | int]:
-    """The author's settings. Without sampling the answer is greedy: temperature 0."""
-    greedy = generation.get("do_sample") is False
+def _defaults(generation: dict[str, Any], samples: bool) -> dict[str, float | int]:
+    """The author's settings. Without sampling the answer is greedy: temperature 0.
+
+    `samples`: whether a model samples whose author says nothing about it.
+    """
+    greedy = not generation.get("do_sample", samples)
     names = _PENALTIES if greedy else (*_SAMPLING, *_PENALTIES)
     defaults: dict[str, float | int] = {"temperature": 0.0} if greedy else {}
     for name in names:

@@ -140,6 +140,8 @@ class Run:
             tokenizer=self._material.tokenizer,
             special_tokens=special,
             stop_ids=() if special.eos is None else (special.eos,),
+            # Of a translation people want the likeliest, unless they say otherwise.
+            generation={"temperature": 0.0} if model.config.family == "seq2seq" else {},
             provenance={"trained_by": "quill", "recipe": self._recipe.to_dict()},
         )
 

@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> None:
         run_step("[2/4] exporting", "export", str(run_directory), "--out", str(bundle))
     print("[3/4] serving", flush=True)
     with _serving(bundle) as address:
-        for way in (["--temperature", "0"], ["--beams", "4"]):
-            title = f'[4/4] quill generate "{args.text}" {" ".join(way)}'
+        for way in ([], ["--beams", "4"]):
+            title = " ".join([f'[4/4] quill generate "{args.text}"', *way])
             run_step(title, "generate", args.text, "--address", address, *way)
 
 

@@ -52,6 +52,7 @@ def test_mean_of_the_last_checkpoints_is_a_checkpoint(
     for name, weight in mean.items():
         assert torch.equal(weight, ((parts[0][name].double() + parts[1][name]) / 2).float()), name
     assert load_checkpoint(out).tokenizer is not None
+    assert load_checkpoint(out).generation == {"temperature": 0.0}
 
 
 def test_more_checkpoints_than_there_are_is_refused(

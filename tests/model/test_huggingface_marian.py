@@ -106,6 +106,7 @@ def test_greedy_and_beam_answers_are_those_of_transformers(tmp_path: Path) -> No
     checkpoint = read_huggingface(saved(theirs, tmp_path))
     assert checkpoint.special_tokens.bos == PAD
     assert checkpoint.stop_ids == (EOS,)
+    assert checkpoint.generation["temperature"] == 0.0, "a translation is greedy by default"
     ours, stop_ids = checkpoint.build(), frozenset(checkpoint.stop_ids)
     greedy = SamplingParameters(temperature=0.0, max_new_tokens=12, stop_ids=stop_ids)
     num_stopped = 0

@@ -31,7 +31,7 @@ def test_trained_and_exported_model_is_served_and_asked(
     assert quill.main(["translate", "Stop", *given]) == 0
     said = capfd.readouterr().out
     assert f"[1/4] {run} is trained already" in said
-    assert '[4/4] quill generate "Stop" --temperature 0\n' in said
+    assert '[4/4] quill generate "Stop"\n' in said
     assert '[4/4] quill generate "Stop" --beams 4\n' in said
 
 
