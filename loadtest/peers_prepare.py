@@ -72,6 +72,7 @@ def _make_hugging_face(gguf: Path, tokenizer: Path, out: Path) -> None:
     plain.save_pretrained(out)
     shutil.copy(tokenizer, out / "tokenizer.json")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    settings |= {"bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"}  # CTranslate2 wants all
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
