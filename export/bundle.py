@@ -29,7 +29,13 @@ from export.manifest import (
     describe_file,
     write_manifest,
 )
-from export.precision import Prepared, check_exportable, prepare, prepare_packed
+from export.precision import (
+    Prepared,
+    check_exportable,
+    prepare,
+    prepare_packed,
+    prepare_rounded,
+)
 from export.proof import Proof
 from export.quantisation import Quantisation, quantise
 from export.tracing import trace
@@ -100,17 +106,14 @@ def _fill(
 def _quantisation(
     checkpoint: Checkpoint, precision: Precision, quantiser: str
 ) -> Quantisation | None:
-    return quantise(checkpoint, precision, quantiser) if precision in ("int4", "int8") else None
+    return quantise(checkpoint, quantiser) if precision == "int4" else None
 
 
 def write_graphs(
     directory: Path, checkpoint: Checkpoint, precision: Precision, quantisation: Quantisation | None
 ) -> Graphs:
     """Traces the network in one precision and writes its graphs and their weights."""
-    if quantisation is not None:
-        prepared = prepare_packed(checkpoint, quantisation)
-    else:
-        prepared = prepare(checkpoint, torch.float16 if precision == "fp16" else torch.float32)
+    prepared = _prepare(checkpoint, precision, quantisation)
     is_seq2seq = checkpoint.config.family == "seq2seq"
     graphs = Graphs(
         precision=precision,
@@ -119,12 +122,28 @@ def write_graphs(
         encoder=f"encoder.{precision}.onnx" if is_seq2seq else None,
         weights=f"weights.{precision}.bin",
         cache_type="float16" if precision == "fp16" else "float32",
-        quantisation=None if quantisation is None else quantisation.description,
+        quantisation=_describe_quantisation(precision, quantisation),
         verification=None,
         invariance=None,
     )
     _write_models(directory, graphs, prepared)
     return graphs
+
+
+def _prepare(
+    checkpoint: Checkpoint, precision: Precision, quantisation: Quantisation | None
+) -> Prepared:
+    if quantisation is not None:
+        return prepare_packed(checkpoint, quantisation)
+    if precision == "int8":
+        return prepare_rounded(checkpoint)
+    return prepare(checkpoint, torch.float16 if precision == "fp16" else torch.float32)
+
+
+def _describe_quantisation(precision: Precision, quantisation: Quantisation | None) -> str | None:
+    if precision == "int8":
+        return "weights rounded by output, activations by row"
+    return None if quantisation is None else quantisation.description
 
 
 def _write_models(directory: Path, graphs: Graphs, prepared: Prepared) -> None:

@@ -4,7 +4,7 @@ Knows: which modules hold weights, how to swap them for packed ones.
 Does not know: which integers stand for a weight (export/quantisation.py), files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
 from export.packed import PackedEmbedding, PackedLinear
 from export.quantisation import Quantisation
+from export.quantisers import eight_bits
+from export.rotation import can_turn, turn
+from export.rounded import RoundedLinear, RoundedProjection
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -60,6 +63,23 @@ def prepare_packed(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepar
     """The network with integers for weights."""
     model = checkpoint.build()
     return Prepared(model, pack(model, quantisation), torch.float32)
+
+
+def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
+    """The network with weights and activations rounded to 8 bits."""
+    # Its own copy: turning changes weights in place.
+    own = {name: weight.clone() for name, weight in checkpoint.weights.items()}
+    model = replace(checkpoint, weights=own).build()
+    projection = model.embedding if model.projection is None else model.projection
+    project = RoundedProjection(turn(model) if can_turn(model) else projection.weight)
+    model.projection = None
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, RoundedLinear(child.weight, child.bias))
+    embedding = PackedEmbedding(eight_bits(model.embedding.weight.detach()))
+    model.embedding = embedding  # type: ignore[assignment]
+    return Prepared(model, project, torch.float32)
 
 
 def pack(model: Transformer, quantisation: Quantisation) -> Project:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from export.errors import UnsupportedModelError
-from export.manifest import Precision
 from export.outliers import find_outliers
 from export.quantisers import QUANTISERS, Quantiser, eight_bits
 from model.checkpoint import Checkpoint
@@ -50,10 +49,10 @@ def check_quantisable(config: ModelConfig) -> None:
             )
 
 
-def quantise(checkpoint: Checkpoint, precision: Precision, quantiser: str) -> Quantisation:
+def quantise(checkpoint: Checkpoint, quantiser: str) -> Quantisation:
     """Takes the source's own integers where there are any: quantising twice ruins a model."""
     check_quantisable(checkpoint.config)
-    find = QUANTISERS[quantiser] if precision == "int4" else eight_bits
+    find = QUANTISERS[quantiser]
     weights, num_found = {}, 0
     for name, tensor in checkpoint.weights.items():
         if tensor.ndim == 2 and name != NOT_QUANTISED:

@@ -13,7 +13,7 @@ from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantised_at_source
 
 def test_the_sources_own_integers_are_taken_as_they_are() -> None:
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
-    found = quantise(checkpoint, "int4", "rtn")
+    found = quantise(checkpoint, "rtn")
     assert found.is_source
     assert found.description == "the source's own values (q4_1, q8_0)"
     assert found.weights == checkpoint.quantised
@@ -23,7 +23,7 @@ def test_what_the_source_kept_in_full_precision_is_quantised_here() -> None:
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
     name = "decoder.1.feed_forward.up.weight"
     del checkpoint.quantised[name]
-    found = quantise(checkpoint, "int4", "rtn")
+    found = quantise(checkpoint, "rtn")
     assert not found.is_source
     assert found.description == "the source's own values, and rtn for 1 matrices (q4_1, q8_0)"
     assert found.weights[name].kind == "q4_1"
@@ -31,17 +31,12 @@ def test_what_the_source_kept_in_full_precision_is_quantised_here() -> None:
 
 def test_every_matrix_is_quantised_and_those_of_the_vocabulary_to_eight_bits() -> None:
     checkpoint = make_checkpoint(GPT)
-    found = quantise(checkpoint, "int4", "rtn")
+    found = quantise(checkpoint, "rtn")
     matrices = {name for name, tensor in checkpoint.weights.items() if tensor.ndim == 2}
     assert set(found.weights) == matrices - {"position_embedding.weight"}
     kinds = {name: weight.kind for name, weight in found.weights.items()}
     assert kinds["embedding.weight"] == kinds["projection.weight"] == "q8_0"
     assert kinds["decoder.0.attention.qkv.weight"] == "q4_1"
-
-
-def test_int8_has_eight_bits_everywhere() -> None:
-    found = quantise(make_checkpoint(GPT), "int8", "rtn")
-    assert {weight.kind for weight in found.weights.values()} == {"q8_0"}
 
 
 def test_a_four_bit_embedding_becomes_eight_bits_without_loss() -> None:
@@ -50,14 +45,14 @@ def test_a_four_bit_embedding_becomes_eight_bits_without_loss() -> None:
     q = torch.randint(0, 256, (LLAMA.vocab_size, LLAMA.d_model // 2)).to(torch.uint8)
     four_bits = QuantisedWeight("q4_0", q, before.scale_NG)
     checkpoint.quantised["embedding.weight"] = four_bits
-    found = quantise(checkpoint, "int4", "rtn").weights["embedding.weight"]
+    found = quantise(checkpoint, "rtn").weights["embedding.weight"]
     assert found.kind == "q8_0"
     assert torch.equal(found.dequantise(), four_bits.dequantise())
 
 
 def test_the_dequantised_checkpoint_has_the_values_of_the_integers() -> None:
     checkpoint = make_checkpoint(LLAMA)
-    quantisation = quantise(checkpoint, "int4", "rtn")
+    quantisation = quantise(checkpoint, "rtn")
     values = dequantised(checkpoint, quantisation).weights
     name = "decoder.0.attention.out.weight"
     assert torch.equal(values[name], quantisation.weights[name].dequantise())

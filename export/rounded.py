@@ -1,0 +1,77 @@
+"""Layers that round weights and inputs to 8 bits and multiply integers.
+
+Knows: com.microsoft::MatMulIntegerToFloat, scales. Does not know: which layers there are.
+
+Each output's weights have one scale, and so has each row of inputs: the kernel multiplies whole
+rows of integers, which processors with VNNI do four times as fast as floats (MatMulNBits, with a
+scale for every 32 inputs, gains nothing from it beyond a few rows). A row's scale depends on that
+row alone, and sums of integers are exact: no row's answer can depend on its company.
+
+Without VNNI the runtime's kernel adds pairs of products in 16 bits, and two large ones overflow. So
+the server takes these graphs by itself only on processors that have it (server/device.py).
+Unsigned weights wouldn't overflow, but take a kernel that is three times slower.
+"""
+
+import torch
+from torch import Tensor, nn
+
+# N outputs · I inputs
+
+LARGEST = 127
+ZERO = 128  # of inputs: the kernel wants them unsigned
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer of integers."""
+
+    q_IN: Tensor
+    scale_N: Tensor
+    bias_N: Tensor | None
+
+    def __init__(self, weight_NI: Tensor, bias_N: Tensor | None = None) -> None:
+        super().__init__()
+        scale_N = weight_NI.abs().amax(dim=1).clamp_min(1e-30) / LARGEST
+        q_NI = (weight_NI / scale_N.unsqueeze(1)).round()
+        self.num_outputs = len(weight_NI)
+        self.register_buffer("q_IN", q_NI.to(torch.int8).T.contiguous())
+        self.register_buffer("scale_N", scale_N)
+        self.register_buffer("bias_N", bias_N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = self._largest(x)  # becomes 127 in each row
+        y = self._multiply(_quantise(x / largest)) * largest
+        return y if self.bias_N is None else y + self.bias_N
+
+    def _largest(self, x: Tensor) -> Tensor:
+        return x.abs().amax(dim=-1, keepdim=True)
+
+    def _multiply(self, q: Tensor) -> Tensor:
+        zero = torch.tensor(ZERO, dtype=torch.uint8)
+        y: Tensor = torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulIntegerToFloat",
+            [q, self.q_IN, torch.tensor(1 / LARGEST), self.scale_N, zero],
+            dtype=torch.float32,
+            shape=[*q.shape[:-1], self.num_outputs],
+            version=1,
+        )
+        return y
+
+
+class RoundedProjection(RoundedLinear):
+    """The vocabulary projection, which may have no rows at all to project."""
+
+    def _largest(self, x: Tensor) -> Tensor:
+        # The runtime's ReduceMax (1.31.1) leaves the shape of an empty input as it was.
+        return x.abs().topk(1, dim=-1).values
+
+
+def _quantise(x: Tensor) -> Tensor:
+    """From -1 … 1 to 1 … 255."""
+    q: Tensor = torch.onnx.ops.symbolic(
+        "QuantizeLinear",
+        [x, torch.tensor(1 / LARGEST), torch.tensor(ZERO, dtype=torch.uint8)],
+        dtype=torch.uint8,
+        shape=list(x.shape),
+        version=21,
+    )
+    return q
