@@ -15,7 +15,7 @@ from export.packed import PackedEmbedding, PackedLinear
 from export.quantisation import Quantisation
 from export.quantisers import eight_bits
 from export.rotation import can_turn, turn
-from export.rounded import RoundedLinear, RoundedProjection
+from export.rounded import MixedLinear, RoundedLinear, RoundedProjection
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -76,7 +76,8 @@ def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                setattr(parent, name, RoundedLinear(child.weight, child.bias))
+                kind = MixedLinear if name == "down" else RoundedLinear
+                setattr(parent, name, kind(child.weight, child.bias))
     embedding = PackedEmbedding(eight_bits(model.embedding.weight.detach()))
     model.embedding = embedding  # type: ignore[assignment]
     return Prepared(model, project, torch.float32)

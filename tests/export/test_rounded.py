@@ -1,20 +1,18 @@
 """Graphs whose weights and inputs are rounded to 8 bits."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from export.rounded import RoundedLinear
+from export.rounded import RoundedLinear, hadamard
 from export.runner import Runner
 from tests.export.tiny import LLAMA, Exported, export, make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def rounded(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Exported:
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     out = tmp_path_factory.mktemp("bundles") / "rounded"
-    return export(out, make_checkpoint(LLAMA), "fp32", "int8", text=text)
+    return export(out, make_checkpoint(LLAMA), "fp32", "int8")
 
 
 def test_each_output_has_a_scale_and_keeps_its_weights_within_half_a_step() -> None:
@@ -24,6 +22,13 @@ def test_each_output_has_a_scale_and_keeps_its_weights_within_half_a_step() -> N
     found_NI = layer.q_IN.T * layer.scale_N.unsqueeze(1)
     assert layer.q_IN.dtype == torch.int8
     assert ((found_NI - weight_NI).abs() <= layer.scale_N.unsqueeze(1) * 0.5001).all()
+
+
+@pytest.mark.parametrize(("num_inputs", "size"), [(1536, 64), (96, 32), (35, 1)])
+def test_mixing_twice_gives_back_what_was_mixed(num_inputs: int, size: int) -> None:
+    mix_BB = hadamard(num_inputs)
+    assert mix_BB.shape == (size, size)
+    torch.testing.assert_close(mix_BB @ mix_BB, torch.eye(size))
 
 
 def test_weights_of_nothing_stay_nothing() -> None:
