@@ -32,7 +32,7 @@ def _add_export(subparsers: "Subparsers") -> None:
         default=None,
         metavar="LIST",
         help="which graphs to write, from fp32, int4, int8 (for the CPU) and fp16 (for CUDA), "
-        "separated by commas (default: fp32,int4,fp16; int4 only if the model's shape allows it)",
+        "separated by commas (default: all; int4 and int8 only if the model's shape allows it)",
     )
     parser.add_argument(
         "--verify",

@@ -22,7 +22,7 @@ from model.config import ModelConfig
 from model.training_state import resolve_checkpoint
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "fp16")
+DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "int8", "fp16")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -48,8 +48,8 @@ def _precisions(wanted: str | None, config: ModelConfig, console: Console) -> tu
     try:
         check_quantisable(config)
     except UnsupportedModelError as error:
-        console.print(f"Leaving int4 out: {error}")
-        return tuple(name for name in DEFAULT_PRECISIONS if name != "int4")
+        console.print(f"Leaving int4 and int8 out: {error}")
+        return tuple(name for name in DEFAULT_PRECISIONS if name not in ("int4", "int8"))
     return DEFAULT_PRECISIONS
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
 from export.packed import PackedEmbedding, PackedLinear
-from export.quantisation import Quantisation
+from export.quantisation import Quantisation, check_quantisable
 from export.quantisers import eight_bits
 from export.rotation import can_turn, turn
-from export.rounded import MixedLinear, RoundedLinear, RoundedProjection
+from export.rounded import EvenLinear, MixedLinear, RoundedLinear, RoundedProjection
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -67,16 +67,22 @@ def prepare_packed(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepar
 
 def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
     """The network with weights and activations rounded to 8 bits."""
+    check_quantisable(checkpoint.config)
     # Its own copy: turning changes weights in place.
     own = {name: weight.clone() for name, weight in checkpoint.weights.items()}
     model = replace(checkpoint, weights=own).build()
-    projection = model.embedding if model.projection is None else model.projection
-    project = RoundedProjection(turn(model) if can_turn(model) else projection.weight)
+    kinds: dict[str, type[RoundedLinear]] = {"down": MixedLinear}
+    if can_turn(model):
+        kinds |= {"qkv": EvenLinear, "up": EvenLinear}
+        project: RoundedLinear = EvenLinear(turn(model))
+    else:
+        projection = model.embedding if model.projection is None else model.projection
+        project = RoundedProjection(projection.weight)
     model.projection = None
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                kind = MixedLinear if name == "down" else RoundedLinear
+                kind = kinds.get(name, RoundedLinear)
                 setattr(parent, name, kind(child.weight, child.bias))
     embedding = PackedEmbedding(eight_bits(model.embedding.weight.detach()))
     model.embedding = embedding  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 LARGEST = 127
 MAX_MIXED = 64
+MAX_EVEN = 4.5
 ZERO = 128  # of inputs: the kernel wants them unsigned
 
 
@@ -44,17 +45,17 @@ class RoundedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         largest = self._largest(x)  # becomes 127 in each row
-        y = self._multiply(_quantise(x / largest)) * largest
+        y = self._multiply(_quantise(x / largest, 1.0), 1.0) * largest
         return y if self.bias_N is None else y + self.bias_N
 
     def _largest(self, x: Tensor) -> Tensor:
         return x.abs().amax(dim=-1, keepdim=True)
 
-    def _multiply(self, q: Tensor) -> Tensor:
+    def _multiply(self, q: Tensor, largest: float) -> Tensor:
         zero = torch.tensor(ZERO, dtype=torch.uint8)
         y: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::MatMulIntegerToFloat",
-            [q, self.q_IN, torch.tensor(1 / LARGEST), self.scale_N, zero],
+            [q, self.q_IN, torch.tensor(largest / LARGEST), self.scale_N, zero],
             dtype=torch.float32,
             shape=[*q.shape[:-1], self.num_outputs],
             version=1,
@@ -95,6 +96,18 @@ def _mixed(x: Tensor, mix_BB: Tensor) -> Tensor:
     return (x.unflatten(-1, (-1, len(mix_BB))) @ mix_BB).flatten(-2)
 
 
+class EvenLinear(RoundedLinear):
+    """Reads what a norm without gains made of a turned stream (export/rotation.py).
+
+    Such inputs are much like normal numbers, whatever the token. So one scale will do for all rows,
+    known beforehand: one in some hundred thousand inputs is cut off at MAX_EVEN.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._multiply(_quantise(x, MAX_EVEN), MAX_EVEN)
+        return y if self.bias_N is None else y + self.bias_N
+
+
 class RoundedProjection(RoundedLinear):
     """The vocabulary projection, which may have no rows at all to project."""
 
@@ -103,11 +116,11 @@ class RoundedProjection(RoundedLinear):
         return x.abs().topk(1, dim=-1).values
 
 
-def _quantise(x: Tensor) -> Tensor:
-    """From -1 … 1 to 1 … 255."""
+def _quantise(x: Tensor, largest: float) -> Tensor:
+    """From -largest … largest to 1 … 255; what is beyond is cut off."""
     q: Tensor = torch.onnx.ops.symbolic(
         "QuantizeLinear",
-        [x, torch.tensor(1 / LARGEST), torch.tensor(ZERO, dtype=torch.uint8)],
+        [x, torch.tensor(largest / LARGEST), torch.tensor(ZERO, dtype=torch.uint8)],
         dtype=torch.uint8,
         shape=list(x.shape),
         version=21,

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from export.manifest import Graphs, Manifest
 from server.errors import StartError
 from server.opening import cuda_problem
+from server.processor import multiplies_integers
 
-# On the CPU int4 is some three times as fast for few rows. It goes first where export has measured
-# that it is as good.
-PREFERRED = ("int4", "fp32", "int8")
+# A precision goes before another where it is faster, if export has measured that it is as good.
+# int4 is fastest for a row or two; int8 for many and for prompts, on processors that can multiply
+# integers. On others it is slower, and its kernel may overflow.
+PREFERRED = ("int8", "int4", "fp32") if multiplies_integers() else ("int4", "fp32", "int8")
 MAX_PERPLEXITY_RATIO = 1.02
 
 

@@ -1,12 +1,14 @@
 """Graphs whose weights and inputs are rounded to 8 bits."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from export.rounded import RoundedLinear, hadamard
 from export.runner import Runner
-from tests.export.tiny import LLAMA, Exported, export, make_checkpoint
+from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, export, make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,16 @@ def test_no_row_depends_on_its_company_even_alone(rounded: Exported) -> None:
     graphs = rounded.manifest.graphs_in("int8")
     assert graphs.invariance is not None
     assert graphs.invariance.holds
+    assert graphs.invariance.min_rows == 1
+
+
+def test_a_translator_can_be_rounded_too(tmp_path: Path) -> None:
+    exported = export(tmp_path / "seq2seq", make_checkpoint(SEQ2SEQ), "int8")
+    graphs = exported.manifest.graphs_in("int8")
+    assert graphs.verification is not None
+    proof = graphs.verification
+    assert proof.perplexity == pytest.approx(proof.reference_perplexity, rel=0.05)
+    assert graphs.invariance is not None
     assert graphs.invariance.min_rows == 1
 
 
