@@ -69,4 +69,5 @@ def _rotation(size: int) -> Tensor:
     """A random one: the Q of a matrix of normal numbers."""
     generator = torch.Generator().manual_seed(SEED)
     numbers_DD = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(numbers_DD).Q.to(torch.float32)
+    rotation_DD: Tensor = torch.linalg.qr(numbers_DD).Q
+    return rotation_DD.to(torch.float32)

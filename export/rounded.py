@@ -93,7 +93,8 @@ def hadamard(num_inputs: int) -> Tensor:
 
 
 def _mixed(x: Tensor, mix_BB: Tensor) -> Tensor:
-    return (x.unflatten(-1, (-1, len(mix_BB))) @ mix_BB).flatten(-2)
+    blocks = x.reshape(*x.shape[:-1], -1, len(mix_BB))
+    return (blocks @ mix_BB).flatten(-2)
 
 
 class EvenLinear(RoundedLinear):
