@@ -20,6 +20,7 @@ from server.tls import TlsFiles, http_context
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
+_MAX_CALLERS = 16
 _POLL_S = 0.1  # how long stopping may take
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,23 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = threading.Semaphore(_MAX_CALLERS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Hangs up on callers that are too many: threads are for those who want text."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A handshake that failed, a caller that left: theirs, not ours."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -149,3 +150,24 @@ def test_metrics_use_the_same_certificate_and_a_silent_caller_blocks_nobody(
             url = f"https://127.0.0.1:{port}/metrics"
             with urllib.request.urlopen(url, context=context, timeout=TIMEOUT_S) as reply:
                 assert b"quill_slots 4.0" in reply.read()
+
+
+def test_crowd_of_silent_callers_takes_only_so_many_threads(
+    ours: Authority, signed: Signed, tmp_path: Path
+) -> None:
+    with running_server(tls=write(tmp_path, signed), metrics_port=0) as running:
+        address = ("127.0.0.1", running.server.metrics_port or 0)
+        before = threading.active_count()
+        callers = [socket.create_connection(address, TIMEOUT_S) for _ in range(60)]
+        # All that came too late are hung up on; then all that came in time have their threads.
+        assert sum(_was_hung_up(each) for each in callers[16:]) == 44
+        assert threading.active_count() - before <= 16
+        for each in callers:
+            each.close()
+
+
+def _was_hung_up(caller: socket.socket) -> bool:
+    try:
+        return caller.recv(1) == b""
+    except ConnectionResetError:
+        return True
