@@ -9,13 +9,13 @@ calls, and then its memory is freed.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Callable
 
 from server.errors import ReloadError
 from server.events import Batch
+from server.memory import give_back
 from server.starting import Load, Loaded
 from server.station import Station
 from server.watchdog import Watchdog
@@ -75,10 +75,14 @@ class Duty:
         """Until it is cancelled: looks whether a step hangs."""
         while True:
             await asyncio.sleep(self._watchdog.period_s)
-            if self.station is not None:
-                engine = self.station.engine
-                hangs = self._watchdog.look(engine.busy_since_s, engine.describe)
-                self._on_health("hanging", hangs)
+            self._look()
+
+    def _look(self) -> None:
+        """By itself, so that no bundle stays in a variable until the next look."""
+        if self.station is not None:
+            engine = self.station.engine
+            hangs = self._watchdog.look(engine.busy_since_s, engine.describe)
+            self._on_health("hanging", hangs)
 
     async def close(self) -> None:
         """What is still running ends with UNAVAILABLE."""
@@ -97,7 +101,7 @@ class Duty:
         finally:
             ended = await station.stop()
         del station
-        gc.collect()  # engine and thread know each other: now, not some time later
+        await asyncio.to_thread(give_back)
         if ended:
             logger.info("the old bundle %s has gone", name)
         else:

@@ -1,10 +1,12 @@
 """Another bundle takes over: nobody notices, and nothing of the old one stays."""
 
+import gc
 import json
 import shutil
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,33 @@ def test_new_calls_go_to_the_new_bundle_and_old_ones_are_finished_on_the_old() -
         caller.close()
         running.wait_for(lambda: old() is None)
         assert health_of(running) == SERVING
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what frees by itself, or collects on purpose, frees."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
+    looked = threading.Event()
+
+    def look(*arguments: Any) -> bool:
+        looked.set()
+        return False
+
+    with running_server(max_step_s=2.0) as running:
+        running.load_again = second
+        duty = running.server.duty
+        old = weakref.ref(duty.station.engine)  # type: ignore[union-attr]
+        duty._watchdog.look = look  # type: ignore[method-assign]
+        assert looked.wait(TIMEOUT_S), "the watchdog must not hold on to what it has seen"
+        running.call(running.server.reload())
+        running.wait_for(lambda: not duty._retiring)
+        assert old() is None
 
 
 def test_waiting_calls_are_finished_too() -> None:
