@@ -62,7 +62,6 @@ class Duty:
         try:
             station = await self.take_over(load)
         except Exception as error:  # whatever a bundle can do to us: it was never on duty
-            logger.error("the new bundle is refused, and the old one goes on: %s", error)
             raise ReloadError(
                 f"the new bundle is refused, and the old one goes on: {error}"
             ) from error

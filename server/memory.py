@@ -10,8 +10,8 @@ import gc
 def give_back() -> None:
     """May take tens of milliseconds: not for the event loop.
 
-    glibc keeps what was freed: after SmolLM2 in fp32 had been loaded beside itself three times, 1.4 GB
-    were held without this, and 1.0 GB with it.
+    glibc keeps what was freed: after SmolLM2 in fp32 had been loaded beside itself three times,
+    1.4 GB were held without this, and 1.0 GB with it.
     """
     gc.collect()  # engine and thread know each other: now, not some time later
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

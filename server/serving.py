@@ -96,7 +96,11 @@ class Server:
 
     async def reload(self) -> Served:
         """Puts the bundle as it is on disk now on duty. A bad one is refused."""
-        station = await self.duty.reload(self._load_again)
+        try:
+            station = await self.duty.reload(self._load_again)
+        except ReloadError as error:
+            logger.error("%s", error)
+            raise
         self.metrics.set_slots(station.served.max_rows)
         return station.served
 
@@ -108,8 +112,8 @@ class Server:
 
     def _end_reload(self, task: "asyncio.Task[Served]") -> None:
         self._reloads.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), ReloadError):
-            logger.error("%s", task.exception())
+        if not task.cancelled() and not isinstance(task.exception(), ReloadError | None):
+            logger.error("a bug in reloading", exc_info=task.exception())
 
     async def run(self) -> None:
         server = await self._listen()
