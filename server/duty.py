@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from server.errors import ReloadError
@@ -21,6 +22,8 @@ from server.station import Station
 from server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+UNWIND_S = 5.0
 
 OnHealth = Callable[[str, bool], None]
 
@@ -99,7 +102,12 @@ class Duty:
             await station.wait_until_idle()
         finally:
             ended = await station.stop()
+        gone = asyncio.Event()
+        weakref.finalize(station, gone.set).atexit = False
         del station
+        with contextlib.suppress(TimeoutError):
+            # The last call has ended, but for its last few lines.
+            await asyncio.wait_for(gone.wait(), UNWIND_S)
         await asyncio.to_thread(give_back)
         if ended:
             logger.info("the old bundle %s has gone", name)

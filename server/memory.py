@@ -13,7 +13,7 @@ def give_back() -> None:
     glibc keeps what was freed: after SmolLM2 in fp32 had been loaded beside itself three times,
     1.4 GB were held without this, and 1.0 GB with it.
     """
-    gc.collect()  # engine and thread know each other: now, not some time later
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # not glibc: nothing to be done
         trim(0)

@@ -7,6 +7,7 @@ one goes on until the last of its calls has ended.
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,14 @@ class Station:
         on_health: Callable[["Station", bool], None],
     ) -> None:
         self.served: Served = loaded.served
-        self.engine = EngineThread(loaded.engine, publish, lambda healthy: on_health(self, healthy))
+        station = weakref.ref(self)  # no ring: what nobody uses any more is freed at once
+
+        def note_health(healthy: bool) -> None:
+            here = station()
+            if here is not None:
+                on_health(here, healthy)
+
+        self.engine = EngineThread(loaded.engine, publish, note_health)
         self.engine.start()
         self._num_calls = 0
         self._idle = asyncio.Event()
