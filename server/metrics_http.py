@@ -35,6 +35,7 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 64  # connections that wait to be accepted
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
