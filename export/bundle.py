@@ -16,7 +16,7 @@ import onnxruntime
 import torch
 
 from export.cuda_kernels import check_cuda_kernels
-from export.errors import BundleError
+from export.errors import BundleError, VerificationError
 from export.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -45,6 +45,7 @@ from model.checkpoint import Checkpoint
 from model.transformer import Transformer
 
 Stage = Callable[[str], AbstractContextManager[None]]  # shows what is going on while it lasts
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +54,20 @@ class Wishes:
 
     precisions: tuple[Precision, ...]
     quantiser: str
+    optional: tuple[Precision, ...] = ()  # of those: left out, in words, if they fail their proof
     verify: bool = True
     text: Path | None = None  # to verify on; None: export/held_out.py decides
 
 
-def write_bundle(out: Path, checkpoint: Checkpoint, wishes: Wishes, stage: Stage) -> Manifest:
+def write_bundle(
+    out: Path, checkpoint: Checkpoint, wishes: Wishes, stage: Stage, say: Say = print
+) -> Manifest:
     """Exports, verifies, writes. When anything fails, what stood at `out` is still there."""
     check_exportable(checkpoint.config)
     check_replaceable(out)
     try:
         with atomic_directory(out) as directory:
-            return _fill(directory, out.resolve().name, checkpoint, wishes, stage)
+            return _fill(directory, out.resolve().name, checkpoint, wishes, stage, say)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise BundleError(f"can't write the bundle {out}: {reason}") from error
@@ -80,7 +84,7 @@ def check_replaceable(out: Path) -> None:
 
 
 def _fill(
-    directory: Path, name: str, checkpoint: Checkpoint, wishes: Wishes, stage: Stage
+    directory: Path, name: str, checkpoint: Checkpoint, wishes: Wishes, stage: Stage, say: Say
 ) -> Manifest:
     sizes = describe_sizes(checkpoint)
     proof = None
@@ -94,13 +98,26 @@ def _fill(
         with stage(f"{precision}: tracing and writing"):
             quantisation = _quantisation(checkpoint, precision, wishes.quantiser)
             graphs = write_graphs(directory, checkpoint, precision, quantisation)
-        if proof is not None:
-            with stage(f"{precision}: verifying"):
-                graphs = proof.prove(directory, graphs, sizes, quantisation)
-        all_graphs.append(graphs)
+        try:
+            if proof is not None:
+                with stage(f"{precision}: verifying"):
+                    graphs = proof.prove(directory, graphs, sizes, quantisation)
+        except VerificationError as error:
+            if precision not in wishes.optional:
+                raise
+            say(f"Leaving {precision} out: {error}")
+            _remove(directory, graphs)
+        else:
+            all_graphs.append(graphs)
     manifest = describe(directory, name, checkpoint, sizes, tuple(all_graphs))
     write_manifest(directory, manifest)
     return manifest
+
+
+def _remove(directory: Path, graphs: Graphs) -> None:
+    for name in (graphs.decoder, graphs.encoder, graphs.weights):
+        if name is not None:
+            (directory / name).unlink()
 
 
 def _quantisation(

@@ -31,11 +31,12 @@ def run(args: argparse.Namespace) -> None:
     wishes = Wishes(
         precisions=_precisions(args.precision, checkpoint.config, console),
         quantiser=args.quantiser,
+        optional=("int8",) if args.precision is None else (),
         verify=args.verify,
         text=args.text,
     )
     stages = Stages(console, num_stages(wishes))
-    manifest = write_bundle(args.out, checkpoint, wishes, stages)
+    manifest = write_bundle(args.out, checkpoint, wishes, stages, console.print)
     _warn(console, manifest)
     console = Console(highlight=False)
     console.print(summary(manifest))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 LARGEST = 127
 MAX_MIXED = 64
-MAX_EVEN = 4.5
+MAX_EVEN = 5.0
 ZERO = 128  # of inputs: the kernel wants them unsigned
 
 
@@ -101,7 +101,9 @@ class EvenLinear(RoundedLinear):
     """Reads what a norm without gains made of a turned stream (export/rotation.py).
 
     Such inputs are much like normal numbers, whatever the token. So one scale will do for all rows,
-    known beforehand: one in some hundred thousand inputs is cut off at MAX_EVEN.
+    known beforehand: hardly one in a million inputs is cut off at MAX_EVEN. Perplexity of SmolLM2
+    above float32's, by MAX_EVEN: 4 +0.41%, 4.5 +0.63%, 5 +0.20%, 5.5 +0.41%, 6.5 +1.37%. Below 6
+    the order is chance: it is the noise of 4,000 tokens.
     """
 
     def forward(self, x: Tensor) -> Tensor:

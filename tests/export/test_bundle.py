@@ -98,6 +98,23 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optional_precision_that_fails_its_proof_is_left_out_in_words(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(LLAMA)
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def doubt_int8(title: str) -> Iterator[None]:
+        yield
+        if title == "int8: verifying":
+            raise VerificationError("as if it had been found wrong")
+
+    wishes = Wishes(precisions=("fp32", "int8"), optional=("int8",), quantiser="rtn")
+    manifest = write_bundle(tmp_path / "bundle", checkpoint, wishes, doubt_int8, said.append)
+    assert manifest.precisions == ("fp32",)
+    assert said == ["Leaving int8 out: as if it had been found wrong"]
+    assert not list((tmp_path / "bundle").glob("*int8*"))
+
+
 def test_ctrl_c_leaves_the_old_bundle_in_place(llama: Exported, tmp_path: Path) -> None:
     import shutil
 
