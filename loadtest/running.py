@@ -138,7 +138,20 @@ def _load(settings: Settings, target: Target) -> Loaded:
     with Watcher(target.metrics_url) as watcher:
         run_locust(load, lambda told: line.show(describe(told)))
     line.end()
-    return Loaded(read_records(records), watcher.looks, [])
+    found = read_records(records)
+    if not settings.num_workers:  # whose parts end at different numbers
+        check_all_recorded(found, log)
+    return Loaded(found, watcher.looks, [])
+
+
+def check_all_recorded(records: list[Record], log: Path) -> None:
+    """Requests are numbered as they begin: a number that is missing was lost by the load itself."""
+    num_begun = max((record.index for record in records), default=-1) + 1
+    if num_begun != len(records):
+        raise LoadtestError(
+            f"{num_begun - len(records)} of {num_begun} requests have no record: a bug in their "
+            f"scenario, or in the user. {log} has more"
+        )
 
 
 def _search(settings: Settings, target: Target, slo: Slo) -> Loaded:

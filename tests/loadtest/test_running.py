@@ -12,10 +12,13 @@ import pytest
 import quill
 from loadtest.asking import Facts
 from loadtest.calling import call
+from loadtest.errors import LoadtestError
 from loadtest.own_server import OwnServer
 from loadtest.records import read_records, write_records
+from loadtest.running import check_all_recorded
 from loadtest.scenarios import make_ask
 from protos import generation_pb2_grpc as pb_grpc
+from tests.loadtest.made import made
 
 
 class Done(NamedTuple):
@@ -145,3 +148,9 @@ def test_options_that_do_not_go_together_are_refused(
     assert done.code in (1, 2)
     assert reason in done.errors
     assert done.errors.count("\n") == 1
+
+
+def test_request_that_was_begun_and_has_no_record_is_an_error(tmp_path: Path) -> None:
+    check_all_recorded([made(0), made(1)], tmp_path / "locust.log")
+    with pytest.raises(LoadtestError, match="1 of 3 requests have no record"):
+        check_all_recorded([made(0), made(2)], tmp_path / "locust.log")

@@ -12,7 +12,7 @@ from protos import generation_pb2_grpc as pb_grpc
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
-CHAT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=True)
+CHAT = Facts(vocab_size=49_152, context=8192, has_tokenizer=True, has_template=True)
 
 
 @pytest.mark.parametrize("facts", [IDS, TEXT, CHAT], ids=["ids", "text", "chat"])
