@@ -7,12 +7,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help serve translate test check format protos pins peers clean
+.PHONY: help serve translate test check format protos pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model"
 	@echo "make translate  train, export, serve and ask a translation model (an hour or less)"
 	@echo "make test    run the tests"
+	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
+	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
@@ -41,6 +43,14 @@ translate: $(VENV)/base
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest
+
+FUZZ_INPUTS ?= 100000
+fuzz: $(VENV)/dev
+	$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
+
+SOAK_MINUTES ?= 20
+soak: $(VENV)/dev
+	$(BIN)/python -m loadtest.soak --minutes $(SOAK_MINUTES)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -163,7 +163,7 @@ def read_description(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint at {path}: it should be a directory")
     try:
         description = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"can't read {path / CONFIG_FILE}: {error}") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise CheckpointError(

@@ -58,7 +58,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, special: SpecialTokens | None = None) -> "Tokenizer":
-        return cls(tokenizers.Tokenizer.from_str(_read_json(path)), special)
+        text = _read_json(path)
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text), special)
+        except Exception as error:  # the library raises a bare Exception for what it can't read
+            raise CheckpointError(f"{path} can't be read as a tokenizer: {error}.") from error
 
     def save(self, path: Path) -> None:
         path.write_text(self._json, encoding="utf-8")
@@ -156,7 +160,7 @@ def _read_json(path: Path) -> str:
     try:
         text = path.read_text("utf-8")
         content = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as a tokenizer: {error}.") from error
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "vocab" not in model:

@@ -16,6 +16,7 @@ from server.gate import Gate
 from server.keyring import Keyring
 from server.servicer import TextGeneration
 from server.settings import Settings
+from server.strangers import make_stranger_proof
 from server.tls import server_credentials
 from server.unreadable import RefuseUnreadable
 
@@ -42,7 +43,7 @@ def make_server(
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
-    server = grpc.aio.server(interceptors=guards, options=options)
+    server = make_stranger_proof(guards, options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if keyring is not None:

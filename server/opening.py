@@ -46,7 +46,14 @@ def open_graph(
     options.log_severity_level = 3  # errors only; they come as exceptions too
     if device == "cuda":
         return _open_on_cuda(graph, options)
-    return onnxruntime.InferenceSession(graph, options, providers=[PROVIDERS["cpu"]])
+    try:
+        return onnxruntime.InferenceSession(
+            graph, options, providers=[PROVIDERS["cpu"]], enable_fallback=False
+        )
+    except Exception as error:  # a damaged graph, no memory; the runtime has no class for these
+        name = graph if isinstance(graph, Path) else "a graph"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise StartError(f"{name} can't be opened. ONNX Runtime says: {reason}") from error
 
 
 def _open_on_cuda(

@@ -80,9 +80,15 @@ def _load(
     directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
 ) -> Loaded:
     bundle = open_bundle(directory, choice.graphs.precision)
-    engine = open_engine(bundle, engine_settings)
-    warm_up(engine, bundle.manifest.family)
-    return Loaded(describe(bundle, engine_settings, settings), engine)
+    try:
+        engine = open_engine(bundle, engine_settings)
+        warm_up(engine, bundle.manifest.family)
+        return Loaded(describe(bundle, engine_settings, settings), engine)
+    except MemoryError as error:
+        raise StartError(
+            f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
+            "the process more, or try a smaller --max-slots, --context or --prefix-cache"
+        ) from error
 
 
 def warm_up(engine: Engine, family: Family) -> None:

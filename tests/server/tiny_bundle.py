@@ -100,6 +100,19 @@ def make_tiny_translator(directory: Path) -> TinyBundle:
     )
 
 
+def make_talker(directory: Path) -> TinyBundle:
+    """The small network with a tokenizer and a chat template: it takes every kind of prompt."""
+    return _make_bundle(
+        directory,
+        CAUSAL,
+        ("fp32",),
+        tokenizer=byte_tokenizer(),
+        special_tokens=SpecialTokens(bos=0, eos=0),
+        stop_ids=(0,),
+        chat_template="{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
+    )
+
+
 def _make_bundle(
     directory: Path, config: ModelConfig, precisions: tuple[Precision, ...], **rest: Any
 ) -> TinyBundle:

@@ -1,0 +1,125 @@
+"""Calls that no honest client makes, out of chance alone.
+
+Knows: the wire's messages. Does not know: servers. Chance may be a seeded `random.Random`, or one
+that hypothesis leads, which then finds the smallest call that does harm.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from protos import generation_pb2 as pb
+
+SERVICE = "quill.v1.TextGeneration"
+STREAMING = "GenerateStream"
+REQUESTS: dict[str, type[Message]] = {
+    "Generate": pb.GenerateRequest,
+    STREAMING: pb.GenerateRequest,
+    "Score": pb.ScoreRequest,
+    "Tokenize": pb.TokenizeRequest,
+    "Detokenize": pb.DetokenizeRequest,
+    "GetModel": pb.GetModelRequest,
+}
+INTEGERS = (0, 1, 2, 5, 20, 127, 128, 129, 511, 512, 65_536, 2**31 - 1, 2**53, 2**63 - 1, 2**64 - 1)
+FLOATS: tuple[float, ...] = (0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -1.0, 1e-320, 1e30, 1e308, -1e308)
+FLOATS += (float("inf"), float("-inf"), float("nan"))
+TEXTS: tuple[str, ...] = ("", "a", "\0", "<|endoftext|>", "\ufdd0", "\u202e", "%s%n")
+TEXTS += ("\U0001f600" * 40, "é" * 90, "x" * 5000, "{{ 7 * 7 }}", "user", "../../etc/passwd")
+LONG_TEXT = "a" * 200_000
+
+
+class Call(NamedTuple):
+    method: str
+    message: bytes
+
+
+def make_call(chance: random.Random) -> Call:
+    method = chance.choice([*REQUESTS, "Generate", STREAMING])
+    make = chance.choice([_hostile, _hostile, _mutated, _noise])
+    message = make(chance, REQUESTS[method])
+    return Call("Nothing" if chance.random() < 0.01 else method, message)
+
+
+def _noise(chance: random.Random, _: type[Message]) -> bytes:
+    return noise(chance, 64)
+
+
+def _hostile(chance: random.Random, kind: type[Message]) -> bytes:
+    message = kind()
+    _fill(chance, message)
+    return message.SerializeToString()
+
+
+def _mutated(chance: random.Random, kind: type[Message]) -> bytes:
+    return mutate(chance, _hostile(chance, kind)[:4000])
+
+
+def noise(chance: random.Random, most: int) -> bytes:
+    return bytes(chance.getrandbits(8) for _ in range(chance.randint(0, most)))
+
+
+def mutate(chance: random.Random, content: bytes, first: int = 4000) -> bytes:
+    """Some bytes changed, cut off, taken out, put in or doubled, among the first ones."""
+    for _ in range(chance.randint(1, 4)):
+        content = _mutate_once(chance, content, chance.randint(0, min(len(content), first)))
+    return content
+
+
+def _mutate_once(chance: random.Random, content: bytes, at: int) -> bytes:
+    end = min(at + chance.randint(1, 8), len(content))
+    changes: tuple[Callable[[], bytes], ...] = (
+        lambda: noise(chance, 8),
+        lambda: b"\xff" * (end - at),
+        lambda: b"\0" * (end - at),
+        lambda: chance.choice(INTEGERS).to_bytes(8, "little"),
+        lambda: content[at:end] * 2,
+        lambda: b"",
+    )
+    rest = b"" if chance.random() < 0.1 else content[end:]
+    return content[:at] + chance.choice(changes)() + rest
+
+
+def _fill(chance: random.Random, message: Message) -> None:
+    """Each field is set or isn't; one or two to something unheard of."""
+    fields: list[Any] = list(message.DESCRIPTOR.fields)
+    for field in fields:
+        share = 0.12 if field.containing_oneof is None else 0.4
+        if chance.random() < share:
+            _set(chance, message, field)
+
+
+def _set(chance: random.Random, message: Message, field: FieldDescriptor) -> None:
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        for _ in range(chance.randint(1, 3)):
+            value = _value(chance, entry.fields_by_name["value"])
+            getattr(message, field.name)[_value(chance, entry.fields_by_name["key"])] = value
+    elif field.is_repeated:
+        for _ in range(chance.choice([1, 1, 3, 40, 300])):
+            if entry is not None:
+                _fill(chance, getattr(message, field.name).add())
+            else:
+                getattr(message, field.name).append(_value(chance, field))
+    elif entry is not None:
+        getattr(message, field.name).SetInParent()
+        _fill(chance, getattr(message, field.name))
+    else:
+        setattr(message, field.name, _value(chance, field))
+
+
+def _value(chance: random.Random, field: FieldDescriptor) -> Any:
+    kind = field.cpp_type
+    if kind == FieldDescriptor.CPPTYPE_BOOL:
+        return chance.random() < 0.5
+    if kind == FieldDescriptor.CPPTYPE_STRING:
+        return LONG_TEXT if chance.random() < 0.002 else chance.choice(TEXTS)
+    if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        return chance.choice(FLOATS)
+    if kind == FieldDescriptor.CPPTYPE_UINT64:
+        return chance.choice(INTEGERS)
+    bits = 31 if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_ENUM) else 63
+    fitting = [value for value in INTEGERS if value < 2**bits]
+    return chance.choice(fitting) * chance.choice((1, 1, 1, -1))

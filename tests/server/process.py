@@ -1,0 +1,120 @@
+"""`quill serve` as a process of its own, for tests that do harm to it.
+
+Knows: how it is started, its log, its metrics, its place in /proc. Does not know: what the harm is.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.server.reciter import TIMEOUT_S
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONT_DOOR = "import sys, quill; sys.exit(quill.main())"
+OPTIONS = ("--threads", "1", "--max-slots", "4", "--precision", "fp32", "--prefix-cache", "8")
+_METRICS = re.compile(r"metrics at (http://\S+)")
+_LINE = re.compile(r"^(quill_\w+)(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
+
+
+class ServerProcess:
+    """A server that says it is ready."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.address = self._read_address()
+        found = _METRICS.search(self.log)
+        self._metrics_url = found[1] if found else None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text("utf-8", "replace")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all that have these labels."""
+        assert self._metrics_url is not None
+        with urllib.request.urlopen(self._metrics_url, timeout=TIMEOUT_S) as reply:
+            page = reply.read().decode()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(
+            float(value)
+            for found, given, value in _LINE.findall(page)
+            if found == name and all(each in given.split(",") for each in wanted)
+        )
+
+    def num_ended(self, outcome: str) -> float:
+        return self.metric("quill_requests_total", outcome=outcome)
+
+    def is_idle(self) -> bool:
+        """No slot is taken and nobody waits."""
+        return not self.metric("quill_running_rows") and not self.metric("quill_queue_depth")
+
+    @property
+    def num_fds(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def _read_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("Serving at "):
+                return line.removeprefix("Serving at ").partition(". ")[0]
+        raise AssertionError(f"the server ended with {self.process.wait()}: {self.log}")
+
+
+@contextmanager
+def server_process(
+    bundle: Path,
+    log: Path,
+    *options: str,
+    port: int = 0,
+    code: str = FRONT_DOOR,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    """`code`: what the process runs; it may put a fault in first."""
+    command = serve_command(bundle, (*OPTIONS, *options), port, code)
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        yield ServerProcess(process, log)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serve_command(
+    bundle: Path, options: Sequence[str], port: int = 0, code: str = FRONT_DOOR
+) -> list[str]:
+    return [sys.executable, "-c", code, "serve", str(bundle), "--port", str(port), *options]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Looks again and again: another process tells nobody when it is so."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"never happened: {what}"
+        time.sleep(0.005)
