@@ -1,0 +1,81 @@
+"""A soak in small, and what makes one fail."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from loadtest.process_watch import ProcessLook, slope_mb_per_minute
+from loadtest.records import Record
+from loadtest.soak import soak
+from loadtest.soak_verdict import Soaked, judge
+from loadtest.verify import Verdict
+
+REFUSAL = "INFO request method=GenerateStream outcome=RESOURCE_EXHAUSTED total_ms=0.4\n"
+ANSWER = "INFO request method=GenerateStream outcome=OK finish_reasons=eos total_ms=10.0\n"
+
+
+def record(status: str, ok: bool = True, total_ms: float = 10.0) -> Record:
+    return Record(0, "mixed", 0.0, status, ok, total_ms=total_ms)
+
+
+def looks(mb_per_minute: float) -> list[ProcessLook]:
+    return [ProcessLook(at_s, 100 + mb_per_minute * at_s / 60, 20, 10) for at_s in range(300)]
+
+
+WELL = Soaked(
+    records=[record("OK"), record("RESOURCE_EXHAUSTED")],
+    num_sent=2,
+    num_ended=2,
+    bound_ms=100.0,
+    start=ProcessLook(0.0, 100.0, 20, 10),
+    end=ProcessLook(300.0, 100.0, 20, 10),
+    looks=looks(0.5),
+    is_idle=True,
+    log=REFUSAL + ANSWER,
+    verdict=Verdict(num_equal=2),
+)
+
+
+def failures(**changes: object) -> list[str]:
+    return judge(replace(WELL, **changes)).failures  # type: ignore[arg-type]
+
+
+def test_soak_in_which_all_is_well_passes() -> None:
+    assert failures() == []
+
+
+def test_each_thing_that_is_wrong_fails_alone() -> None:
+    wrong: dict[str, dict[str, object]] = {
+        "calls ended": {"num_sent": 3},
+        "must not": {"records": [record("OK"), record("INTERNAL", ok=False)]},
+        "each once": {"num_ended": 3},
+        "slot": {"is_idle": False},
+        "accepted": {"bound_ms": 9.0},
+        "refused": {"log": ANSWER + REFUSAL.replace("0.4", "100.1")},
+        "no overload": {"log": ANSWER},
+        "MB/min": {"looks": looks(1.1)},
+        "descriptors": {"end": ProcessLook(300.0, 100.0, 21, 10)},
+        "threads": {"end": ProcessLook(300.0, 100.0, 20, 99)},
+        "equal": {"verdict": Verdict(num_equal=2, differences=["request 1"])},
+    }
+    for word, change in wrong.items():
+        found = failures(**change)
+        assert len(found) == 1, (word, found)
+        assert word in found[0]
+
+
+def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() -> None:
+    assert failures(num_ended=1) != []
+    left = [record("OK"), record("CANCELLED")]
+    assert failures(records=left, num_ended=1) == []
+
+
+def test_slope_is_that_of_the_line() -> None:
+    assert abs(slope_mb_per_minute(looks(2.5)) - 2.5) < 1e-6
+
+
+def test_server_under_twice_its_load_loses_nothing(bundle: Path, tmp_path: Path) -> None:
+    small = ("--max-slots", "2", "--queue", "2", "--threads", "1")
+    judgement = soak(tmp_path / "log", bundle, 5.0, 20, *small)
+    # A machine that runs other tests may be slow: then this says nothing about speed.
+    wrong = [failure for failure in judgement.failures if " is the limit" not in failure]
+    assert wrong == [], "\n".join(judgement.lines)
