@@ -4,6 +4,7 @@ Knows: generation.proto, gRPC's errors and their rich details. Does not know: ch
 """
 
 import random
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -70,6 +71,13 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     except (ValueError, TypeError, OverflowError) as error:
         reason = f"the request can't be written: {error}"
         raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason) from error
+
+
+def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """With a seed of its own, if it has none: so that it can be asked again."""
+    if not request.HasField("seed"):
+        request.seed = secrets.randbits(63)
+    return request
 
 
 def _input(prompt: Prompt) -> dict[str, Any]:

@@ -4,8 +4,10 @@ Knows: asyncio, channels. Does not know: terminals.
 """
 
 import asyncio
+import contextlib
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar, Unpack
 
 import grpc
@@ -13,8 +15,18 @@ import grpc
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
-from server.asking import CHANNEL_OPTIONS, Options, Prompt, Retries, make_request, read_error
+from server.asking import (
+    CHANNEL_OPTIONS,
+    CallError,
+    Options,
+    Prompt,
+    Retries,
+    make_request,
+    read_error,
+    seeded,
+)
 from server.client import left, score_request
+from server.resuming import Given
 
 _Result = TypeVar("_Result")
 
@@ -56,12 +68,47 @@ class AsyncClient:
 
         return await self._try(call, timeout_s)
 
-    async def stream(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
-    ) -> AsyncIterator[pb.GenerateChunk]:
-        """The answer as it is made. Closing the iterator ends the request on the server."""
-        request = make_request(prompt, options)
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = False,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """The answer as it is made. Closing the iterator ends the request on the server.
 
+        With `resume`, a stream that breaks is asked for again with the same seed, and goes on
+        where it broke, if the server comes back within the retries.
+        """
+        request = make_request(prompt, options)
+        if not resume:
+            return self._stream(request, timeout_s)
+        return self._resumed(seeded(request), timeout_s)
+
+    async def _resumed(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        given = Given()
+        for num_broken in itertools.count():
+            began = False
+            try:
+                async with contextlib.aclosing(self._stream(request, left(end_s))) as chunks:
+                    async for chunk in chunks:
+                        began, new = True, given.take(chunk)
+                        if new is not None:
+                            yield new
+                return
+            except CallError as error:
+                # Before its first chunk a call has been tried often enough.
+                if not began or self._retries.delay_s(error, num_broken, left(end_s)) is None:
+                    raise
+            given.replay()
+
+    async def _stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
         async def begin(left_s: float | None) -> "_Begun":
             chunks = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             return chunks, await _next(chunks)

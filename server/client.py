@@ -7,6 +7,7 @@ Knows: channels, waiting. Does not know: terminals. What both clients share is i
             print(chunk.text, end="", flush=True)
 """
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, Unpack
@@ -16,7 +17,17 @@ import grpc
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
-from server.asking import CHANNEL_OPTIONS, Options, Prompt, Retries, make_request, read_error
+from server.asking import (
+    CHANNEL_OPTIONS,
+    CallError,
+    Options,
+    Prompt,
+    Retries,
+    make_request,
+    read_error,
+    seeded,
+)
+from server.resuming import Given
 
 _Result = TypeVar("_Result")
 
@@ -58,11 +69,45 @@ class Client:
         )
 
     def stream(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = False,
+        **options: Unpack[Options],
     ) -> Generator[pb.GenerateChunk, None, None]:
-        """The answer as it is made. Closing the iterator ends the request on the server."""
-        request = make_request(prompt, options)
+        """The answer as it is made. Closing the iterator ends the request on the server.
 
+        With `resume`, a stream that breaks is asked for again with the same seed, and goes on
+        where it broke, if the server comes back within the retries.
+        """
+        request = make_request(prompt, options)
+        if not resume:
+            return self._stream(request, timeout_s)
+        return self._resumed(seeded(request), timeout_s)
+
+    def _resumed(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> Generator[pb.GenerateChunk, None, None]:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        given = Given()
+        for num_broken in itertools.count():
+            began = False
+            try:
+                for chunk in self._stream(request, left(end_s)):
+                    began, new = True, given.take(chunk)
+                    if new is not None:
+                        yield new
+                return
+            except CallError as error:
+                # Before its first chunk a call has been tried often enough.
+                if not began or self._retries.delay_s(error, num_broken, left(end_s)) is None:
+                    raise
+            given.replay()
+
+    def _stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> Generator[pb.GenerateChunk, None, None]:
         def begin(left_s: float | None) -> tuple[Any, pb.GenerateChunk | None]:
             call = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             return call, next(call, None)
