@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
+import grpc
 from google.protobuf.message import Message
 
 from protos import generation_pb2 as pb
@@ -167,6 +168,9 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         except TimeoutError:
             reason = f"nothing was read for {self._write_timeout_s:g} s"
             raise SlowReaderError(reason) from None
+        except grpc.aio.InternalError as error:
+            # The connection broke under the write: there is nobody left to be told.
+            raise asyncio.CancelledError from error
 
 
 async def _read(read: Callable[..., _Result], message: Message, *rest: Any) -> _Result:
