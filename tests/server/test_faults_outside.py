@@ -21,7 +21,6 @@ from tests.server.bad_bytes import (
     HEADERS,
     PREFACE,
     RST_STREAM,
-    SETTINGS,
     begin,
     frame,
     headers,
@@ -118,17 +117,6 @@ def test_calls_that_are_reset_at_once_leave_no_slot_taken(server: ServerProcess)
         assert ask(server) == expected
     assert ask(server) == expected
     wait(server.is_idle, "every slot is free")
-
-
-def test_client_that_never_reads_holds_up_nobody(server: ServerProcess) -> None:
-    expected, cancelled = ask(server), server.num_ended("CANCELLED")
-    no_window = frame(SETTINGS, 0, 0, b"\0\4\0\0\0\0")  # the server may send no data at all
-    with connect(server) as sleeper:
-        sleeper.sendall(PREFACE + no_window + call_frames(1, 100))
-        assert [ask(server) for _ in range(5)] == [expected] * 5
-    wait(lambda: server.num_ended("CANCELLED") > cancelled, "it is noticed when it leaves")
-    wait(server.is_idle, "its slot is free")
-    assert "a bug in" not in server.log
 
 
 def test_log_on_a_full_disk_stops_no_answer(tiny_bundle: TinyBundle) -> None:
