@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from server.beams import Search
 from server.errors import CancelledError, DeadlineError, RequestError, StepError
-from server.events import Batch, Event, FinishReason, PromptEvent, StepReport
+from server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
 from server.ledger import Ledger
 from server.pace import Pace
 from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
@@ -179,12 +179,11 @@ class Engine:
             duration_s=duration_s,
             num_tokens=plan.num_tokens,
             num_rows=self._scheduler.num_rows,
-            num_waiting=self._scheduler.num_waiting,
         )
 
     def _batch(self, report: StepReport | None) -> Batch:
         events, self._events = tuple(self._events), []
-        return Batch(events, report)
+        return Batch(events, report, Crowd(self._scheduler.num_rows, self._scheduler.num_waiting))
 
 
 def _request_ids(plan: Plan) -> set[str]:

@@ -117,6 +117,12 @@ class StepReport:
     duration_s: float
     num_tokens: int  # read by the step: a chunk's length, or one for each row
     num_rows: int  # running after the step
+
+
+class Crowd(NamedTuple):
+    """Who is there, whether or not a step was run: a client may leave between two."""
+
+    num_rows: int
     num_waiting: int
 
 
@@ -126,3 +132,4 @@ class Batch:
 
     events: tuple[Event, ...]
     step: StepReport | None
+    crowd: Crowd | None = None  # afterwards; None if it isn't the engine that speaks

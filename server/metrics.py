@@ -79,9 +79,10 @@ class Metrics:
         """One round of the engine."""
         if batch.step is not None:
             self._step.labels(batch.step.kind).observe(batch.step.duration_s)
-            self._rows.set(batch.step.num_rows)
-            self._slot_use.set(batch.step.num_rows / self._num_slots)
-            self._waiting.set(batch.step.num_waiting)
+        if batch.crowd is not None:
+            self._rows.set(batch.crowd.num_rows)
+            self._slot_use.set(batch.crowd.num_rows / self._num_slots)
+            self._waiting.set(batch.crowd.num_waiting)
         now_s = self._clock()
         for event in batch.events:
             if isinstance(event, TokenEvent):

@@ -55,6 +55,19 @@ def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
     assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
 
 
+def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running: Running) -> None:
+    running.session.hold()
+    running.session.let_go(1)
+    with Client(running.address) as client:
+        chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
+        next(chunks)
+        chunks.close()
+    running.next_record("CANCELLED")
+    running.session.let_go()
+    registry = running.server.metrics.registry
+    running.wait_for(lambda: registry.get_sample_value("quill_running_rows") == 0)
+
+
 def test_finished_request_is_one_line_without_its_prompt(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
