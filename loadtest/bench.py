@@ -53,7 +53,7 @@ def run_peers(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     commands = _quill_commands(bundle, read_manifest(bundle), args)
     commands += peer_commands(cache, args.threads or num_cores())
-    _run(args, commands, tasks, passages)
+    _run(args, commands, tasks, passages[: args.passages])
 
 
 def _run(

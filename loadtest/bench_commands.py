@@ -38,6 +38,13 @@ def _add_peers(kinds: "Subparsers") -> None:
     )
     _add_common(parser)
     _add_rounds(parser)
+    parser.add_argument(
+        "--passages",
+        type=_positive,
+        default=16,
+        metavar="N",
+        help="to measure perplexity on, of 255 tokens each; default 16",
+    )
     parser.set_defaults(run="loadtest.bench:run_peers", extra="loadtest")
 
 
