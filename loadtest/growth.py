@@ -38,11 +38,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plots(record: Mapping[str, Any], out: Path) -> None:
-    by_rows = {f"{rows} rows": points for rows, points in record["context"].items()}
+    by_rows = {_named(rows): points for rows, points in record["context"].items()}
     _plot(by_rows, "tokens in each row before the step", out / "growth-context.png")
     _plot({"one step": record["rows"]}, "rows in the step", out / "growth-rows.png")
-    by_rows = {f"{rows} rows": points for rows, points in record["vocabulary"].items()}
+    by_rows = {_named(rows): points for rows, points in record["vocabulary"].items()}
     _plot(by_rows, "tokens in the vocabulary", out / "growth-vocabulary.png")
+
+
+def _named(num_rows: str) -> str:
+    return "1 row" if num_rows == "1" else f"{num_rows} rows"
 
 
 def _plot(series: Mapping[str, Points], what: str, path: Path) -> None:
