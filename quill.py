@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     module_name, function_name = args.run.split(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
+        function(args)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         print(
@@ -58,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 3
-    try:
-        function(args)
     except Exception as error:
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:

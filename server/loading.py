@@ -100,20 +100,8 @@ def _check(bundle: Bundle, settings: EngineSettings) -> None:
         raise StartError(
             "there is no prefix cache on CUDA. Leave --prefix-cache out, or use --device cpu"
         )
-    _check_ids(bundle)
     most = bundle.manifest.sizes.context
     if not 2 <= settings.context <= most:
         raise StartError(f"the context is {settings.context}; it must be from 2 to {most}")
     if settings.max_rows < 1:
         raise StartError(f"--max-slots is {settings.max_rows}; it must be at least 1")
-
-
-def _check_ids(bundle: Bundle) -> None:
-    manifest = bundle.manifest
-    ids = [id for id in vars(manifest.special_tokens).values() if id is not None]
-    for id in (*ids, *manifest.stop_ids):
-        if not 0 <= id < manifest.sizes.vocab_size:
-            raise StartError(
-                f"{bundle.directory} names the special token {id}, and its tokens go from 0 to "
-                f"{manifest.sizes.vocab_size - 1}. Export it again"
-            )

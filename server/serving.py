@@ -176,8 +176,9 @@ class Server:
                 "metrics at %s://%s:%d/metrics", scheme, self._settings.host, self.metrics_port
             )
         print(f"Serving at {address}. Now type:", flush=True)
-        tls = "" if self._settings.tls is None else " --ca CA.pem"
-        line = f'{_front_door()} generate --address {address}{tls} "Once upon a time"'
+        needed = "" if self._settings.tls is None else " --ca CA.pem"
+        needed += "" if self._keyring is None else " --api-key-file FILE"
+        line = f'{_front_door()} generate --address {address}{needed} "Once upon a time"'
         print(f"  {line}", flush=True)
 
     async def _drain(self) -> None:

@@ -87,5 +87,5 @@ def test_special_token_that_is_no_token_is_refused(bundle: Path, token: int) -> 
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     manifest["special_tokens"]["bos"] = token
     (bundle / MANIFEST_FILE).write_text(json.dumps(manifest))
-    with pytest.raises(StartError, match="from 0 to 511"):
+    with pytest.raises(BundleError, match="the vocabulary ends at 511"):
         prepare(bundle, SMALL)()
