@@ -90,7 +90,6 @@ def test_two_thousand_connections_disturb_nobody(server: ServerProcess) -> None:
     with ExitStack() as stack:
         for _ in range(NUM_CONNECTIONS):
             stack.enter_context(connect(server)).sendall(begin())
-        wait(lambda: server.num_fds >= num_fds + NUM_CONNECTIONS, "all are open", TIMEOUT_S)
         assert ask(server) == expected
     wait(lambda: server.num_fds <= num_fds + 2, "all are closed", TIMEOUT_S)
 
