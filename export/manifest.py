@@ -29,6 +29,11 @@ CacheType = Literal["float32", "float16"]
 TILE = 16
 
 
+def leaves_one_alone(num: int) -> bool:
+    """Whether so many tokens or rows leave one alone in its tile."""
+    return num % TILE == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The network's shape, as far as somebody who runs it needs to know."""

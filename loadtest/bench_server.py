@@ -34,6 +34,7 @@ from loadtest.errors import OptionError
 from loadtest.machine import machine_facts, num_cores
 from loadtest.own_server import own_server
 from loadtest.peer_servers import llama_server
+from loadtest.process_watch import peak_bytes_of
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 
@@ -175,14 +176,6 @@ def _one_by_one(
 def _answer(genai: Running, ids: Sequence[int], num_new: int) -> int:
     genai.ask({"do": "answer", "ids": list(ids), "num_new": num_new})
     return num_new
-
-
-def peak_bytes_of(pid: int) -> int:
-    """The most memory that another process has had at a time; Linux only."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OptionError("this system doesn't tell a process's peak memory")
 
 
 def expected_bytes(manifest: dict[str, Any], precision: str, args: argparse.Namespace) -> int:

@@ -61,7 +61,7 @@ class Quill:
         return self._decode(num_steps, names, len(names))
 
     def _decode(self, num_steps: int, names: Sequence[str], num_rows: int) -> float:
-        while (step := self._step().step) is None or step.num_rows < num_rows:
+        while (crowd := self._step().crowd) is None or crowd.num_rows < num_rows:
             assert not self._engine.is_idle, "a row ended before the last one began"
         self._step()
         start = time.perf_counter()

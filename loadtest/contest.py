@@ -20,6 +20,7 @@ from typing import Any
 
 from loadtest.contender import About
 from loadtest.errors import ContenderError
+from loadtest.processes import see_off
 
 PAUSE_S = 0.3  # OpenMP's threads spin for up to 0.2 s
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,11 +97,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[Running]:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        try:
-            process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        see_off(process, 5.0)
 
 
 def contest(

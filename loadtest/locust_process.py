@@ -5,7 +5,6 @@ Locust patches the standard library of the process that imports it: never this o
 """
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 
 from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError
+from loadtest.processes import free_port, see_off
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 PROGRESS = "PROGRESS "
@@ -52,12 +52,6 @@ def run_locust(load: Load, show: Show) -> None:
         code = main.wait()
     if code not in (0, _FAILED_REQUESTS):
         raise LoadtestError(f"Locust ended with code {code}; {load.log} says why")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def _main_arguments(load: Load, port: int) -> list[str]:
@@ -100,13 +94,7 @@ def _follow(main: Process, workers: Sequence[Process], show: Show, log: Path) ->
 
 def _stop(process: Process) -> None:
     """A worker has heard from its master that it is over; whoever has not ended, is ended."""
-    for end in (process.terminate, process.kill):
-        if process.poll() is None:
-            end()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
-        break
+    process.terminate()  # does nothing to one that has
+    see_off(process, _STOP_S)
     if process.stdout is not None:
         process.stdout.close()

@@ -3,13 +3,13 @@
 Knows: Prometheus' text format, HTTP. Does not know: the load.
 """
 
-import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
+
+from loadtest.watching import Watcher
 
 LOOK_S = 0.25
 _TIMEOUT_S = 2.0
@@ -39,44 +39,19 @@ def guess_url(address: str) -> str:
     return f"http://{host}:{int(port) + 1}/metrics" if port.isdecimal() else ""
 
 
-class Watcher:
-    """Looks from a thread of its own, from `with` to its end. Keeps going if the server doesn't."""
+def watch_server(url: str | None) -> Watcher[Look]:
+    """Keeps going if the server doesn't. Without a page there is nothing to be seen."""
+    return Watcher(lambda: _look(url), LOOK_S)
 
-    def __init__(self, url: str | None) -> None:
-        self.looks: list[Look] = []
-        self._url = url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Watcher":
-        if self._url:
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        if self._url:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            look = self._look()
-            if look:
-                self.looks.append(look)
-            self._stop.wait(LOOK_S)
-
-    def _look(self) -> Look | None:
-        assert self._url
-        try:
-            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as reply:
-                return read_look(reply.read().decode("utf-8", "replace"), time.time())
-        except (OSError, ValueError):
-            return None
+def _look(url: str | None) -> Look | None:
+    if not url:
+        return None
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+            return read_look(reply.read().decode("utf-8", "replace"), time.time())
+    except (OSError, ValueError):
+        return None
 
 
 def write_looks(path: Path, looks: Sequence[Look]) -> None:

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loadtest.errors import NoServerError
+from loadtest.processes import see_off
 
 READY = "Serving at "
 _METRICS = re.compile(r"metrics at (http://\S+)")
@@ -82,10 +83,6 @@ def _read_address(process: "subprocess.Popen[str]", log: Path, arguments: Sequen
 
 def _stop(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    see_off(process, _STOP_S)
     assert process.stdout is not None
     process.stdout.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from loadtest.contest import ROOT
 from loadtest.errors import NoServerError
+from loadtest.processes import free_port, see_off
 
 START_S = 60.0
 ANSWER_S = 600.0
@@ -46,7 +47,7 @@ class LlamaServer:
 
 @contextmanager
 def llama_server(python: Path, model: Path, num_threads: int, log: Path) -> Iterator[LlamaServer]:
-    port = _free_port()
+    port = free_port()
     command = [str(python), "-m", "llama_cpp.server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", "1024"]
     command += ["--n_threads", str(num_threads), "--n_threads_batch", str(num_threads)]
@@ -57,17 +58,7 @@ def llama_server(python: Path, model: Path, num_threads: int, log: Path) -> Iter
         yield LlamaServer(port, process.pid)
     finally:
         process.terminate()
-        try:
-            process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        see_off(process, 10.0)
 
 
 def _wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:

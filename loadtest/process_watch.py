@@ -3,12 +3,12 @@
 Knows: Linux's /proc. Does not know: what the process does.
 """
 
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
+
+from loadtest.watching import Watcher
 
 LOOK_S = 1.0
 
@@ -21,12 +21,25 @@ class ProcessLook(NamedTuple):
 
 
 def look_at(pid: int) -> ProcessLook:
-    entries = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    memory_kb = int(entries["VmRSS"].split()[0])
+    entries = _status(pid)
     num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return ProcessLook(time.monotonic(), memory_kb / 1024, num_fds, int(entries["Threads"]))
+    return ProcessLook(
+        time.monotonic(), _kilobytes(entries["VmRSS"]) / 1024, num_fds, int(entries["Threads"])
+    )
+
+
+def peak_bytes_of(pid: int) -> int:
+    """The most memory that a process has had at a time."""
+    return _kilobytes(_status(pid)["VmHWM"]) * 1024
+
+
+def _status(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return dict(line.split(":", 1) for line in text.splitlines())
+
+
+def _kilobytes(entry: str) -> int:
+    return int(entry.split()[0])
 
 
 def slope_mb_per_minute(looks: Sequence[ProcessLook]) -> float:
@@ -38,31 +51,12 @@ def slope_mb_per_minute(looks: Sequence[ProcessLook]) -> float:
     return 60 * together / spread if spread else 0.0
 
 
-class ProcessWatcher:
-    """Looks once a second, from `with` to its end."""
+def watch_process(pid: int) -> Watcher[ProcessLook]:
+    return Watcher(lambda: _look_if_there(pid), LOOK_S)
 
-    def __init__(self, pid: int) -> None:
-        self.looks: list[ProcessLook] = []
-        self._pid = pid
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "ProcessWatcher":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            try:
-                self.looks.append(look_at(self._pid))
-            except OSError:
-                return  # it has ended
+def _look_if_there(pid: int) -> ProcessLook | None:
+    try:
+        return look_at(pid)
+    except OSError:  # it has ended
+        return None

@@ -18,7 +18,7 @@ from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError, NoServerError
 from loadtest.locust_process import Load, run_locust
 from loadtest.machine import machine_facts
-from loadtest.metrics import Look, Watcher, guess_url
+from loadtest.metrics import Look, guess_url, watch_server
 from loadtest.options import Settings, read_settings
 from loadtest.own_server import own_server, wait_until_healthy
 from loadtest.progress import Line, describe
@@ -136,7 +136,7 @@ def _load(settings: Settings, target: Target) -> Loaded:
         num_workers=settings.num_workers,
     )
     line = Line()
-    with Watcher(target.metrics_url) as watcher:
+    with watch_server(target.metrics_url) as watcher:
         run_locust(load, lambda told: line.show(describe(told)))
     line.end()
     found = read_records(records)

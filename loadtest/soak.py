@@ -12,7 +12,6 @@ import argparse
 import itertools
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,10 @@ import grpc
 from loadtest.arrivals import arrivals
 from loadtest.asking import Ask, Facts
 from loadtest.calling import call
+from loadtest.closed_loop import closed_loop
 from loadtest.errors import LoadtestError
 from loadtest.own_server import OwnServer, own_server
-from loadtest.process_watch import ProcessLook, ProcessWatcher, look_at
+from loadtest.process_watch import ProcessLook, look_at, watch_process
 from loadtest.records import Record
 from loadtest.scenarios import make_ask
 from loadtest.soak_verdict import REFUSED, Judgement, Soaked, judge, times_ms
@@ -81,22 +81,13 @@ class Crowd:
 
 def find_capacity(crowd: Crowd, indices: Iterator[int], duration_s: float) -> float:
     """Requests a second that end while every slot is taken and few wait."""
-    end_s = time.monotonic() + duration_s
-    lock = threading.Lock()
 
-    def user() -> None:
-        while time.monotonic() < end_s:
-            with lock:
-                index = next(indices)
-            crowd.ask(index)
+    def ask(_: object) -> int:
+        crowd.ask(next(indices))  # a count's next is one step for all threads
+        return 0  # tokens aren't counted here
 
-    before, started_s = len(crowd.records), time.monotonic()
-    users = [threading.Thread(target=user) for _ in range(SLOTS + 4)]
-    for each in users:
-        each.start()
-    for each in users:
-        each.join()
-    return (len(crowd.records) - before) / (time.monotonic() - started_s)
+    served = closed_loop(ask, [()], SLOTS + 4, duration_s)
+    return served.num_requests / served.seconds
 
 
 def overload(crowd: Crowd, indices: Iterator[int], rate: float, duration_s: float) -> int:
@@ -155,7 +146,7 @@ def soak(
         num_calm = len(crowd.records)
         rate = OVERLOAD * capacity
         _say(f"it carries {capacity:.1f} requests/s; now {rate:.1f} requests/s come")
-        with ProcessWatcher(server.pid) as watcher:
+        with watch_process(server.pid) as watcher:
             num_sent = num_calm + overload(crowd, indices, rate, duration_s)
         crowd.close()
         end, is_idle = settle(server, start)

@@ -178,7 +178,6 @@ class Engine:
             kind="decode" if isinstance(plan, DecodePlan) else "prefill",
             duration_s=duration_s,
             num_tokens=plan.num_tokens,
-            num_rows=self._scheduler.num_rows,
         )
 
     def _batch(self, report: StepReport | None) -> Batch:

@@ -116,7 +116,6 @@ class StepReport:
     kind: StepKind
     duration_s: float
     num_tokens: int  # read by the step: a chunk's length, or one for each row
-    num_rows: int  # running after the step
 
 
 class Crowd(NamedTuple):

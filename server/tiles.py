@@ -12,13 +12,9 @@ leaves no token alone.
 
 import itertools
 
-from export.manifest import TILE
+from export.manifest import leaves_one_alone
 
 MIN_CHUNK = 2
-
-
-def leaves_one_alone(num: int) -> bool:
-    return num % TILE == 1
 
 
 def padded(num: int) -> int:

@@ -18,8 +18,8 @@ from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError
 from loadtest.locust_process import LOCUSTFILE, Load, run_locust
 from loadtest.own_server import OwnServer
+from loadtest.processes import free_port
 from loadtest.records import Record, read_records
-from tests.loadtest.test_own_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0

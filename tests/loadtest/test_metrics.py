@@ -2,9 +2,9 @@
 
 import threading
 
-from loadtest.metrics import Look, Watcher, guess_url, read_look
+from loadtest.metrics import Look, guess_url, read_look, watch_server
 from loadtest.own_server import OwnServer
-from tests.loadtest.test_own_server import free_port
+from loadtest.processes import free_port
 
 PAGE = """# HELP quill_queue_depth Requests that wait
 # TYPE quill_queue_depth gauge
@@ -23,7 +23,7 @@ def test_somebody_elses_page_is_not_read() -> None:
 
 
 def test_watcher_looks_while_it_may(server: OwnServer) -> None:
-    with Watcher(server.metrics_url) as watcher:
+    with watch_server(server.metrics_url) as watcher:
         seen = threading.Event()
         while not watcher.looks:
             assert not seen.wait(0.01)
@@ -31,10 +31,10 @@ def test_watcher_looks_while_it_may(server: OwnServer) -> None:
 
 
 def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
-    with Watcher(f"http://127.0.0.1:{free_port()}/metrics") as watcher:
+    with watch_server(f"http://127.0.0.1:{free_port()}/metrics") as watcher:
         pass
     assert watcher.looks == []
-    with Watcher(None) as watcher:
+    with watch_server(None) as watcher:
         pass
     assert watcher.looks == []
 

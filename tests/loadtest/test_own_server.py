@@ -1,6 +1,5 @@
 """A server of our own: it is healthy when we get it, and gone when we leave."""
 
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -8,12 +7,7 @@ import pytest
 
 from loadtest.errors import NoServerError
 from loadtest.own_server import OwnServer, own_server, wait_until_healthy
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+from loadtest.processes import free_port
 
 
 def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> None:

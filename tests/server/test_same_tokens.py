@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from export.manifest import leaves_one_alone
 from model.randomness import sequence_seed, uniform
 from model.reference import generate
 from model.sampling import SamplingParameters, choose
@@ -18,7 +19,6 @@ from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
 from server.session import OrtSession
-from server.tiles import leaves_one_alone
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
