@@ -20,6 +20,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_streams(kinds)
     _add_peers(kinds)
     _add_translate(kinds)
+    _add_fidelity(kinds)
     _add_growth(kinds)
 
 
@@ -70,6 +71,21 @@ def _add_translate(kinds: "Subparsers") -> None:
     parser.add_argument("--limit", type=_positive, default=200, metavar="N", help="default 200")
     _add_rounds(parser)
     parser.set_defaults(run="loadtest.bench_translate:run", extra="loadtest")
+
+
+def _add_fidelity(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "fidelity",
+        help="a served translation model against PyTorch, line by line, with BLEU",
+        description="Serves a bundle, asks it what `quill eval RUN --answers FILE` asked PyTorch, "
+        "by many users at once, and compares every token. With fp32 a difference is an error.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a translation model's")
+    parser.add_argument("answers", type=Path, metavar="FILE", help="of `quill eval --answers`")
+    parser.add_argument("--users", type=_positive, default=16, metavar="N", help="default 16")
+    parser.add_argument("--precision", default="fp32", metavar="NAME", help="default fp32")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N lines only")
+    parser.set_defaults(run="loadtest.fidelity:run", extra="train")
 
 
 def _add_server(kinds: "Subparsers") -> None:

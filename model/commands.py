@@ -73,6 +73,12 @@ def _add_eval(subparsers: "Subparsers") -> None:
     parser.add_argument("--part", choices=("held-out", "test"), default="test", help="of the pairs")
     parser.add_argument("--beams", type=int, default=4, metavar="N", help="1 is greedy only")
     parser.add_argument("--limit", type=int, metavar="N", help="score the first N pairs only")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="write each pair's translations there, for `quill bench fidelity`",
+    )
     _add_data(parser.add_argument_group("data"))
     parser.set_defaults(run="model.evaluate:run", extra="train")
 

@@ -19,7 +19,7 @@ from model.scoring import score_text
 from model.splits import Pair, PairCorpus
 from model.tokenizer import Tokenizer
 from model.training_state import find_run, read_run, resolve_checkpoint
-from model.translating import TranslationScore, evaluate_translation
+from model.translating import Evaluation, evaluate_translation, write_answers
 
 NUM_EXAMPLES = 5
 
@@ -75,20 +75,21 @@ def _evaluate_pairs(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer:
     if not pairs:
         raise CorpusError("there are no pairs to score")
     model = checkpoint.build().to(choose_device(args.device))
-    scores, translations = evaluate_translation(model, tokenizer, pairs, args.beams)
-    _show_translations(pairs, translations, scores)
+    found = evaluate_translation(model, tokenizer, pairs, args.beams)
+    _show_translations(pairs, found)
+    if args.answers is not None:
+        write_answers(args.answers, model, tokenizer, pairs, found)
 
 
-def _show_translations(
-    pairs: list[Pair], translations: list[str], scores: list[TranslationScore]
-) -> None:
+def _show_translations(pairs: list[Pair], found: Evaluation) -> None:
     console = Console(highlight=False, soft_wrap=True)
     examples = Table("source", "translation", "reference", title="Examples")
-    for pair, translation in list(zip(pairs, translations, strict=True))[:NUM_EXAMPLES]:
-        examples.add_row(pair.source, translation, pair.target)
+    greedy = found.translations["greedy"]
+    for pair, translation in list(zip(pairs, greedy, strict=True))[:NUM_EXAMPLES]:
+        examples.add_row(pair.source, translation.text, pair.target)
     console.print(examples, markup=False)
     table = Table("", "BLEU", "chrF", title=f"{len(pairs)} pairs")
-    for score in scores:
+    for score in found.scores:
         table.add_row(score.name, f"{score.bleu:.1f}", f"{score.chrf:.1f}")
     console.print(table)
 

@@ -3,8 +3,10 @@
 Knows: sacrebleu, both ways of decoding. Does not know: where pairs or models come from.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import sacrebleu
 
@@ -39,50 +41,101 @@ def score_translations(
     )
 
 
-def make_translator(
-    model: Transformer, tokenizer: Tokenizer, num_beams: int
-) -> Callable[[str], str]:
-    """A function from a source text to its translation; one beam is greedy."""
-    special = pair_tokens(tokenizer.special)
-    stop_ids = frozenset({special.eos})
-    greedy = SamplingParameters(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, stop_ids=stop_ids)
-    beams = BeamParameters(num_beams=num_beams, max_new_tokens=MAX_NEW_TOKENS, stop_ids=stop_ids)
+@dataclass(frozen=True)
+class Translation:
+    """What the decoder wrote, with its end, and how it reads."""
 
-    def translate(source: str) -> str:
-        # A source that is too long is cut: a score needs an answer for every line.
-        ids = [*tokenizer.encode(source)[: model.config.context - 1], special.eos]
-        if num_beams == 1:
-            answer = generate(model, [special.bos], greedy, source_ids=ids, cached=True).token_ids
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores, and the translations of each way of decoding by its name."""
+
+    scores: list[TranslationScore]
+    translations: Mapping[str, list[Translation]]
+
+
+class Translator:
+    """Translates one text after another; one beam is greedy."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, num_beams: int) -> None:
+        self.name = beams_name(num_beams)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._special = pair_tokens(tokenizer.special)
+        stop_ids, max_new_tokens = frozenset({self._special.eos}), max_new(model.config.context)
+        self._greedy = SamplingParameters(
+            temperature=0.0, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+        )
+        self._beams = BeamParameters(
+            num_beams=num_beams, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+        )
+
+    def translate(self, source: str) -> Translation:
+        model, prompt, source_ids = self._model, [self._special.bos], self.source_ids(source)
+        if self._beams.num_beams == 1:
+            greedy = generate(model, prompt, self._greedy, source_ids=source_ids, cached=True)
+            token_ids = list(greedy.token_ids)
         else:
-            found = beam_search(model, [special.bos], beams, source_ids=ids, cached=True)
-            answer = found[0].token_ids
-        return tokenizer.decode(answer, skip_special=True)
+            beams = beam_search(model, prompt, self._beams, source_ids=source_ids, cached=True)
+            token_ids = list(beams[0].token_ids)
+        return Translation(token_ids, self._tokenizer.decode(token_ids, skip_special=True))
 
-    return translate
+    def source_ids(self, source: str) -> list[int]:
+        """A source that is too long is cut: a score needs an answer for every line."""
+        room = self._model.config.context - 1
+        return [*self._tokenizer.encode(source)[:room], self._special.eos]
 
 
-def translate_all(title: str, sources: Sequence[str], translate: Callable[[str], str]) -> list[str]:
-    with Display(title, len(sources)) as display:
+def beams_name(num_beams: int) -> str:
+    return "greedy" if num_beams == 1 else f"{num_beams} beams"
+
+
+def max_new(context: int) -> int:
+    """The decoder's first token takes a place, too."""
+    return min(MAX_NEW_TOKENS, context - 1)
+
+
+def translate_all(translator: Translator, sources: Sequence[str]) -> list[Translation]:
+    with Display(translator.name, len(sources)) as display:
         answers = []
         for number, source in enumerate(sources, start=1):
-            answers.append(translate(source))
+            answers.append(translator.translate(source))
             display.update(number, "")
     return answers
 
 
 def evaluate_translation(
     model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], num_beams: int
-) -> tuple[list[TranslationScore], list[str]]:
-    """The scores of copying, greedy and beam search; and the greedy translations."""
+) -> Evaluation:
+    """Copying, greedy and beam search."""
     sources = [pair.source for pair in pairs]
     references = [pair.target for pair in pairs]
-    greedy = translate_all("greedy", sources, make_translator(model, tokenizer, 1))
-    scores = [
-        score_translations("copy the source", sources, references),
-        score_translations("greedy", greedy, references),
-    ]
-    if num_beams > 1:
-        title = f"{num_beams} beams"
-        found = translate_all(title, sources, make_translator(model, tokenizer, num_beams))
-        scores.append(score_translations(title, found, references))
-    return scores, greedy
+    scores = [score_translations("copy the source", sources, references)]
+    translations = {}
+    for each in sorted({1, num_beams}):
+        translator = Translator(model, tokenizer, each)
+        found = translations[translator.name] = translate_all(translator, sources)
+        scores.append(
+            score_translations(translator.name, [answer.text for answer in found], references)
+        )
+    return Evaluation(scores, translations)
+
+
+def write_answers(
+    path: Path, model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
+) -> None:
+    """One line of JSON for each pair: `quill bench fidelity` asks a server the same."""
+    translator = Translator(model, tokenizer, 1)
+    with path.open("w", encoding="utf-8") as file:
+        for number, pair in enumerate(pairs):
+            answers = {name: asdict(each[number]) for name, each in found.translations.items()}
+            line = {
+                "source_ids": translator.source_ids(pair.source),
+                "reference": pair.target,
+                "max_new_tokens": max_new(model.config.context),
+                "answers": answers,
+            }
+            print(json.dumps(line, ensure_ascii=False), file=file)

@@ -1,0 +1,54 @@
+"""A served translator against PyTorch's answers: equal ones pass, a changed one is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import quill
+from model.splits import Pair
+from model.tokenizer import SpecialTokens, Tokenizer
+from model.translating import evaluate_translation, write_answers
+from tests.server.tiny_bundle import EOS, TinyBundle
+
+PAIRS = [
+    Pair("Stop", "Halt"),
+    Pair("Restart the server", "Starte den Server neu"),
+    Pair("a", "ein"),
+]
+
+
+@pytest.fixture
+def answers(tiny_translator: TinyBundle, tmp_path: Path) -> Path:
+    special = SpecialTokens(bos=0, eos=EOS, pad=0)
+    tokenizer = Tokenizer.load(tiny_translator.directory / "tokenizer.json", special)
+    found = evaluate_translation(tiny_translator.model, tokenizer, PAIRS, num_beams=2)
+    path = tmp_path / "answers.jsonl"
+    write_answers(path, tiny_translator.model, tokenizer, PAIRS, found)
+    return path
+
+
+def test_equal_answers_are_counted_and_a_changed_one_is_an_error(
+    tiny_translator: TinyBundle, answers: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "fidelity", str(tiny_translator.directory), str(answers), "--users", "2"]
+    assert quill.main(command) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows if row[:1] == ["greedy"]][-1] == ["greedy", "3"]
+    assert [row[:3] for row in rows if row[:2] == ["2", "beams"]][-1] == ["2", "beams", "3"]
+
+    lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    lines[1]["answers"]["greedy"]["token_ids"][0] += 1
+    answers.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert quill.main(command) == 1
+    told = capfd.readouterr()
+    assert "differ from PyTorch's: greedy" in told.err
+
+
+def test_another_file_is_refused(
+    tiny_translator: TinyBundle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").write_text('{"a": 1}\n')
+    command = ["bench", "fidelity", str(tiny_translator.directory), str(tmp_path / "other")]
+    assert quill.main(command) == 2
+    assert "isn't a file of `quill eval --answers`" in capfd.readouterr().err
