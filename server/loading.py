@@ -12,6 +12,7 @@ from export.manifest import Device, Graphs, Manifest, check_files, read_manifest
 from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError
+from server.huge_pages import huge_pages
 from server.opening import SessionSettings, open_graph
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
@@ -73,7 +74,8 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
     num_slots = padded(settings.max_rows) if pad else settings.max_rows
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
-    decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
+    with huge_pages():
+        decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
     sources = None
     if graphs.encoder is not None:
         encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
