@@ -5,6 +5,7 @@ Knows: when each of them is due. Does not know: gradients, corpora, arguments.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model.checkpoint import Checkpoint
 from model.display import Display
@@ -41,13 +42,20 @@ class Run:
     """Takes a trainer through its recipe. Only the leading process writes."""
 
     def __init__(
-        self, path: Path, trainer: Trainer, material: Material, recipe: Recipe, peers: Peers
+        self,
+        path: Path,
+        trainer: Trainer,
+        material: Material,
+        recipe: Recipe,
+        peers: Peers,
+        provenance: dict[str, Any],
     ) -> None:
         self._path = path
         self._trainer = trainer
         self._material = material
         self._recipe = recipe
         self._peers = peers
+        self._provenance = provenance
         self._stopwatch = Stopwatch()
         self._results: list[StepResult] = []
         self._held_out: Score | None = None
@@ -142,7 +150,7 @@ class Run:
             stop_ids=() if special.eos is None else (special.eos,),
             # Of a translation people want the likeliest, unless they say otherwise.
             generation={"temperature": 0.0} if model.config.family == "seq2seq" else {},
-            provenance={"trained_by": "quill", "recipe": self._recipe.to_dict()},
+            provenance=self._provenance,
         )
 
     def _eval_model(self) -> Transformer:

@@ -65,6 +65,14 @@ class Order:
             "data": self.source.to_dict() | {"fingerprint": fingerprint},
         }
 
+    def provenance(self) -> dict[str, Any]:
+        """What a checkpoint says of itself. Names of the user's own files stay with the run."""
+        return {
+            "trained_by": "quill",
+            "recipe": self.recipe.to_dict(),
+            "data": {"corpus": self.source.corpus},
+        }
+
 
 def run(args: argparse.Namespace) -> None:
     keep_freed_memory()
@@ -168,7 +176,7 @@ def _train(
             f"{order.recipe.batch_tokens:,} tokens",
             flush=True,
         )
-    return Run(path, trainer, material, order.recipe, peers).go()
+    return Run(path, trainer, material, order.recipe, peers, order.provenance()).go()
 
 
 def read_order(args: argparse.Namespace, num_processes: int) -> Order:

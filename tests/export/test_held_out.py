@@ -8,7 +8,11 @@ import pytest
 from export.errors import ExportError
 from export.held_out import NUM_PASSAGES, held_out
 from model.errors import CorpusError
+from model.material import DataSource
+from model.recipes import RECIPES
+from model.splits import Pair, PairCorpus
 from model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
+from model.train import Order
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantised_at_source
 
 
@@ -76,6 +80,23 @@ def test_pairs_are_marked_as_in_training(tmp_path: Path) -> None:
     assert passage.ids[0] == 1
     assert passage.ids[-1] == passage.source[-1] == 2
     assert tokenizer.decode(passage.source[:-1]).startswith("source ")
+
+
+def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = [Pair(f"source {i}", f"target {i}") for i in range(3)]
+    monkeypatch.setattr("export.held_out.load_pairs", lambda name: PairCorpus(name, [], pairs, []))
+    order = Order(SEQ2SEQ, RECIPES["seq2seq-tiny"], DataSource(corpus="en-de"))
+    checkpoint = dataclasses.replace(
+        make_checkpoint(SEQ2SEQ),
+        tokenizer=byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS),
+        special_tokens=SpecialTokens(bos=1, eos=2, pad=0),
+        provenance=order.provenance(),
+    )
+    found = held_out(checkpoint, None)
+    assert found.name == "en-de, held out"
+    assert len(found.passages) == 3
 
 
 def test_a_seq2seq_model_without_pairs_answers_random_sources() -> None:
