@@ -154,7 +154,7 @@ def _draw_map(axes: Axes, weights_TS: WeightsArray, title: str) -> AxesImage:
         norm=PowerNorm(0.5, 0.0, 1.0),
         interpolation="nearest",
     )
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=8)
     axes.set_xticks([])
     axes.set_yticks([])
     return image
