@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     """Imports the module behind the subcommand and hands it the arguments.
 
     A room's own errors carry `exit_code`; they are for people and print as one line.
+    `environment` is for libraries that read it when they are imported; the user's own goes first.
     """
+    for name, value in getattr(args, "environment", {}).items():
+        os.environ.setdefault(name, value)
     module_name, function_name = args.run.split(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)

@@ -37,7 +37,7 @@ class Access:
 
     def credentials(self, address: str) -> grpc.ChannelCredentials | None:
         """None: in the clear."""
-        if self.tls or self.ca is not None or self.cert is not None:
+        if self.uses_tls:
             return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
         host = address.rpartition(":")[0]
         if self.api_key is not None and not self.insecure and not is_loopback(host):
@@ -46,6 +46,10 @@ class Access:
                 "--ca, or --insecure if the way is safe"
             )
         return None
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.tls or self.ca is not None or self.cert is not None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -51,7 +51,8 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """For a client."""
+    """For a client. gRPC's own lines on stderr would drown the one line that says what to do."""
+    parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"})
     parser.add_argument(
         "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
     )

@@ -14,7 +14,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from protos import generation_pb2 as pb
+from server.access import Access
 from server.errors import ServerError
+from server.unreachable import diagnose
 
 # Answers with many logprobs are larger than gRPC's default limit of 4 MB.
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
@@ -50,7 +52,10 @@ class Options(TypedDict, total=False):
 
 
 class CallError(ServerError):
-    """A call that failed. `code` names a gRPC status; `field` is set if the request is wrong."""
+    """A call that failed. `code` names a gRPC status; `field` is set if the request is wrong.
+
+    `is_lasting`: asked again as it is, it would fail again.
+    """
 
     def __init__(
         self,
@@ -58,9 +63,11 @@ class CallError(ServerError):
         message: str,
         field: str | None = None,
         retry_after_s: float | None = None,
+        is_lasting: bool = False,
     ) -> None:
         super().__init__(f"{message} ({code.name})")
         self.code = code
+        self.is_lasting = is_lasting
         self.field = field
         self.retry_after_s = retry_after_s
 
@@ -90,8 +97,8 @@ def _input(prompt: Prompt) -> dict[str, Any]:
     return {"messages": pb.Conversation(messages=messages)}
 
 
-def read_error(error: grpc.RpcError) -> CallError:
-    """What the server said, with the details that it gave."""
+def read_error(error: grpc.RpcError, access: Access) -> CallError:
+    """What the server said, with the details that it gave; or why there is none."""
     call: Any = error  # every RpcError that a call raises is a Call too, which no type says
     field, retry_after_s = None, None
     status = rpc_status.from_call(_Ended(call.code(), call.details(), call.trailing_metadata()))
@@ -102,8 +109,8 @@ def read_error(error: grpc.RpcError) -> CallError:
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     reason = call.details() or "no reason was given"
-    if call.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in reason.lower():
-        reason = f"no server answers: {reason}. Is one running? `quill serve` starts it"
+    if call.code() is grpc.StatusCode.UNAVAILABLE and (found := diagnose(reason, access)):
+        return CallError(call.code(), found.reason, is_lasting=found.is_lasting)
     return CallError(call.code(), reason, field, retry_after_s)
 
 
@@ -149,4 +156,4 @@ def _is_passing(error: CallError) -> bool:
     # Without a delay it isn't overload, but a message that is too large.
     if overloaded and error.retry_after_s is not None:
         return True
-    return error.code is grpc.StatusCode.UNAVAILABLE
+    return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting

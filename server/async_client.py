@@ -41,9 +41,9 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         access: Access | None = None,
     ) -> None:
-        access = access or Access()
-        self._channel = _open(address, access)
-        self._metadata = access.metadata
+        self._access = access or Access()
+        self._channel = _open(address, self._access)
+        self._metadata = self._access.metadata
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
@@ -119,7 +119,7 @@ class AsyncClient:
                 yield chunk
                 chunk = await _next(call)
         except grpc.aio.AioRpcError as error:
-            raise read_error(error) from error
+            raise read_error(error, self._access) from error
         finally:
             call.cancel()
 
@@ -168,7 +168,7 @@ class AsyncClient:
             try:
                 return await call(left(end_s))
             except grpc.aio.AioRpcError as raised:
-                error = read_error(raised)
+                error = read_error(raised, self._access)
                 delay_s = self._retries.delay_s(error, num_tried, left(end_s))
                 if delay_s is None:
                     raise error from raised

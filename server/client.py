@@ -42,9 +42,9 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
         access: Access | None = None,
     ) -> None:
-        access = access or Access()
-        self._channel = open_channel(address, access)
-        self._metadata = access.metadata
+        self._access = access or Access()
+        self._channel = open_channel(address, self._access)
+        self._metadata = self._access.metadata
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
@@ -118,7 +118,7 @@ class Client:
                 yield chunk
                 chunk = next(call, None)
         except grpc.RpcError as error:
-            raise read_error(error) from error
+            raise read_error(error, self._access) from error
         finally:
             call.cancel()
 
@@ -163,7 +163,7 @@ class Client:
             try:
                 return call(left(end_s))
             except grpc.RpcError as raised:
-                error = read_error(raised)
+                error = read_error(raised, self._access)
                 delay_s = self._retries.delay_s(error, num_tried, left(end_s))
                 if delay_s is None:
                     raise error from raised

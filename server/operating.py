@@ -29,21 +29,22 @@ def reload(args: argparse.Namespace) -> None:
         try:
             reply = stub.Reload(pb.ReloadRequest(), timeout=args.timeout, metadata=access.metadata)
         except grpc.RpcError as error:
-            raise read_error(error) from error
+            raise read_error(error, access) from error
     model = reply.model
     print(f"{model.name} is on duty: {model.precision}, {model.max_rows} slots")
 
 
 def health(args: argparse.Namespace) -> None:
     """Without a key: health is open to all."""
-    with open_channel(args.address, read_access(args)) as channel:
+    access = read_access(args)
+    with open_channel(args.address, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             reply = stub.Check(
                 health_pb2.HealthCheckRequest(), timeout=args.timeout or HEALTH_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise read_error(error) from error
+            raise read_error(error, access) from error
     state = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
     if reply.status != health_pb2.HealthCheckResponse.SERVING:
         raise UnhealthyError(f"{args.address} says {state}")
