@@ -3,6 +3,7 @@
 Knows: generation.proto, gRPC's errors and their rich details. Does not know: channels, waiting.
 """
 
+import logging
 import random
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,9 @@ from server.access import Access
 from server.errors import ServerError
 from server.unreachable import diagnose
 
+logger = logging.getLogger(__name__)
+
+_OVERLOADED = grpc.StatusCode.RESOURCE_EXHAUSTED
 # Answers with many logprobs are larger than gRPC's default limit of 4 MB.
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
 
@@ -67,6 +71,7 @@ class CallError(ServerError):
     ) -> None:
         super().__init__(f"{message} ({code.name})")
         self.code = code
+        self.reason = message
         self.is_lasting = is_lasting
         self.field = field
         self.retry_after_s = retry_after_s
@@ -150,10 +155,17 @@ class Retries:
             delay_s = min(self.first_s * 2**num_tried, self.max_s) * random.uniform(0.5, 1)
         return None if left_s is not None and delay_s >= left_s else delay_s
 
+    def tell(self, error: CallError, delay_s: float) -> None:
+        """Lest somebody wait and not know what for. Where logging isn't set up, on stderr."""
+        busy = "the server is busy: " if error.code is _OVERLOADED else ""
+        logger.warning(
+            "%s%s (trying again in %.1f s, %d times at most)",
+            *(busy, error.reason, delay_s, self.max_retries),
+        )
+
 
 def _is_passing(error: CallError) -> bool:
-    overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     # Without a delay it isn't overload, but a message that is too large.
-    if overloaded and error.retry_after_s is not None:
+    if error.code is _OVERLOADED and error.retry_after_s is not None:
         return True
     return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting

@@ -167,6 +167,8 @@ class Client:
                 delay_s = self._retries.delay_s(error, num_tried, left(end_s))
                 if delay_s is None:
                     raise error from raised
+            if num_tried == 0:
+                self._retries.tell(error, delay_s)
             num_tried += 1
             self._sleep(delay_s)
 

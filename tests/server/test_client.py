@@ -96,9 +96,12 @@ def test_client_for_asyncio_does_the_same() -> None:
         asyncio.run(main(running.address))
 
 
-def test_client_for_asyncio_tries_again_while_the_server_is_loading() -> None:
+def test_client_for_asyncio_says_so_and_tries_again_while_the_server_is_loading(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def main(running: Any) -> pb.GenerateResponse:
         async def sleep(delay_s: float) -> None:
+            assert "the server is loading its model" in caplog.text
             running.loading.set()
             await asyncio.to_thread(running.call, running.server.ready.wait())
 
@@ -107,3 +110,24 @@ def test_client_for_asyncio_tries_again_while_the_server_is_loading() -> None:
 
     with running_server(wait=False) as running:
         assert asyncio.run(main(running)).sequences[0].text == "de"
+
+
+def test_whoever_waits_is_told_once_what_for_and_how_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waits: list[float] = []
+    retries = Retries(max_retries=3)
+    with (
+        Client("127.0.0.1:1", retries, sleep=waits.append) as client,
+        pytest.raises(CallError),
+    ):
+        client.model()
+    assert len(waits) == 3
+    (told,) = caplog.messages
+    assert told.startswith("no server answers: ipv4:127.0.0.1:1: ")
+    assert told.endswith(f"(trying again in {waits[0]:.1f} s, 3 times at most)")
+
+
+def test_overload_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    Retries().tell(error(OVERLOADED, 2.0), 2.0)
+    assert caplog.messages == ["the server is busy: no (trying again in 2.0 s, 5 times at most)"]
