@@ -6,6 +6,8 @@ Imports nothing heavy: `--help` must answer at once.
 import argparse
 from pathlib import Path
 
+from server.argument_types import address
+
 ADDRESS = "127.0.0.1:50051"
 
 
@@ -54,7 +56,11 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     """For a client. gRPC's own lines on stderr would drown the one line that says what to do."""
     parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"})
     parser.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"default {ADDRESS}"
+        "--address",
+        type=address,
+        default=ADDRESS,
+        metavar="HOST:PORT",
+        help=f"default {ADDRESS}",
     )
     parser.add_argument(
         "--tls", action="store_true", help="use TLS; the machine's own authorities are trusted"

@@ -7,6 +7,20 @@ def port(text: str) -> int:
     return number(text, 0, 65535)
 
 
+def address(text: str) -> str:
+    """gRPC itself would guess: 443 for a port that is missing, another port for one above 65535."""
+    host, _, number = text.rpartition(":")
+    if "/" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT: leave out http:// and paths")
+    if not host or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT, such as 127.0.0.1:50051")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT: write [::1]:50051 for IPv6")
+    if not 1 <= int(number) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} has port {number}; ports are from 1 to 65535")
+    return text
+
+
 def metrics_port(text: str) -> str | int:
     return text if text in ("auto", "off") else port(text)
 

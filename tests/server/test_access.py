@@ -105,3 +105,31 @@ def test_file_that_holds_no_key_is_refused(content: str, tmp_path: Path) -> None
         read_access(_args(api_key_file=tmp_path / "key"))
     with pytest.raises(AccessError, match="can't read"):
         read_access(_args(api_key_file=tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("localhost", "'localhost' isn't HOST:PORT, such as"),
+        ("localhost:", "isn't HOST:PORT, such as"),
+        (":50051", "isn't HOST:PORT, such as"),
+        ("http://127.0.0.1:50051", "leave out http:// and paths"),
+        ("127.0.0.1:50051/", "leave out http:// and paths"),
+        ("127.0.0.1:99999", "ports are from 1 to 65535"),
+        ("127.0.0.1:0", "ports are from 1 to 65535"),
+        ("::1:50051", "[::1]:50051 for IPv6"),
+    ],
+)
+def test_address_that_grpc_would_guess_at_is_refused(
+    given: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["generate", "hi"], ["chat"], ["health"], ["reload"]):
+        with pytest.raises(SystemExit):
+            quill.main([*command, "--address", given])
+        assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:50051", "[::1]:1", "example.org:65535"])
+def test_address_is_a_host_and_a_port(given: str) -> None:
+    args = quill.build_parser().parse_args(["generate", "hi", "--address", given])
+    assert args.address == given
