@@ -15,9 +15,9 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 T = TypeVar("T")
 
@@ -42,12 +42,12 @@ class Display:
         self._first_step = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            # On a narrow terminal the bar gives way first, then the last of the numbers.
+            BarColumn(bar_width=None, table_column=Column(max_width=24)),
+            MofNCompleteColumn(table_column=_whole(2 * len(str(total)) + 1)),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=_whole(len("0:00:00"))),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -74,17 +74,36 @@ class Display:
     def update(self, step: int, numbers: str) -> None:
         self._progress.update(self._task, completed=step, numbers=numbers)
         now = self._clock()
-        due = now - self._last_line >= PLAIN_INTERVAL_S or step == self._total
-        if not self._console.is_terminal and due:
-            self._last_line = now
+        if self._is_line_due(now) or (step == self._total and not self._console.is_terminal):
             left_s = (now - self._started) / (step - self._first_step) * (self._total - step)
-            self._console.print(
-                f"{self._title} {step}/{self._total}  {numbers}  {left_s:.0f} s left"
-            )
+            self._print_line(f"{self._title} {step}/{self._total}  {numbers}  {left_s:.0f} s left")
+
+    def track(self, items: list[T], title: str) -> Iterator[T]:
+        """Goes through a list that belongs to a step, and shows how far it is meanwhile."""
+        task = self._progress.add_task(title, total=len(items), numbers="")
+        try:
+            for number, item in enumerate(items, start=1):
+                yield item
+                self._progress.update(task, completed=number)
+                if self._is_line_due(self._clock()):
+                    self._print_line(f"{title} {number}/{len(items)}")
+        finally:
+            self._progress.remove_task(task)
+
+    def _is_line_due(self, now: float) -> bool:
+        return not self._console.is_terminal and now - self._last_line >= PLAIN_INTERVAL_S
+
+    def _print_line(self, line: str) -> None:
+        self._last_line = self._clock()
+        self._console.print(line)
 
     def say(self, text: str) -> None:
         """A line that stays, above the moving one."""
         self._console.print(text, markup=False)
+
+
+def _whole(width: int) -> Column:
+    return Column(no_wrap=True, min_width=width)
 
 
 def track(items: list[T], title: str = "scoring") -> Iterator[T]:

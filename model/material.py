@@ -33,7 +33,7 @@ from model.errors import ConfigError
 from model.recipes import Recipe
 from model.reference import generate
 from model.sampling import SamplingParameters
-from model.scoring import SCORE_ROWS, Score, pair_batches, score_text, total_loss
+from model.scoring import SCORE_ROWS, Score, Track, pair_batches, score_text, total_loss
 from model.splits import PairCorpus, TextCorpus
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -94,7 +94,9 @@ class Material(Protocol):
 
     def describe(self) -> str: ...
 
-    def score(self, model: Transformer, device: torch.device, quick: bool) -> Score:
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
         """How well held-out data is predicted; quick looks at a sample of it."""
 
     def sample(self, model: Transformer, seed: int) -> str:
@@ -118,11 +120,13 @@ class TextMaterial:
         num_train, num_held_out = len(self._data.train_ids), len(self._data.held_out_ids)
         return f"{num_train:,} training tokens, {num_held_out:,} held out"
 
-    def score(self, model: Transformer, device: torch.device, quick: bool) -> Score:
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
         ids = self._data.held_out_ids
         sparse = max(self._context, len(ids) // NUM_QUICK_WINDOWS)
         stride = sparse if quick else max(self._context // 2, 1)
-        return score_text(model, ids, self._data.num_held_out_bytes, device, stride)
+        return score_text(model, ids, self._data.num_held_out_bytes, device, stride, track)
 
     def sample(self, model: Transformer, seed: int) -> str:
         """Continues the beginning of the held-out text."""
@@ -155,9 +159,11 @@ class PairMaterial:
         num_train, num_held_out = len(self._data.train), len(self._data.held_out)
         return f"{num_train:,} training pairs, {num_held_out:,} held out{dropped}"
 
-    def score(self, model: Transformer, device: torch.device, quick: bool) -> Score:
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
         batches = pair_batches(self._data.held_out, self._data.special, SCORE_ROWS)
-        loss = total_loss(model, batches, device)
+        loss = total_loss(model, track(batches), device)
         return Score(loss.nats, loss.num_tokens, self._num_bytes)
 
     def sample(self, model: Transformer, seed: int) -> str:

@@ -3,10 +3,12 @@
 Knows: when each of them is due. Does not know: gradients, corpora, arguments.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.batches import Batch
 from model.checkpoint import Checkpoint
 from model.display import Display
 from model.distributed import Peers
@@ -33,9 +35,13 @@ class Outcome:
     """How a run ended."""
 
     num_steps: int
-    finished: bool
+    finished: bool  # all steps are done and the last score is known
     checkpoint: Path
     score: Score | None  # of the whole held-out text, if the run finished
+
+
+class _StoppedError(Exception):
+    """Somebody wants the run to stop while held-out data is scored."""
 
 
 class Run:
@@ -59,17 +65,18 @@ class Run:
         self._stopwatch = Stopwatch()
         self._results: list[StepResult] = []
         self._held_out: Score | None = None
+        self._is_stopped: Callable[[], bool] = lambda: False
 
     def go(self) -> Outcome:
         title = self._path.name
         with (
-            stop_on_signals() as stopped,
+            stop_on_signals() as self._is_stopped,
             Display(title, self._recipe.num_steps, quiet=not self._peers.leads) as display,
         ):
             display.start_at(self._trainer.step)
             self._stopwatch.restart()
             while self._trainer.step < self._recipe.num_steps:
-                if self._peers.any(stopped()):
+                if self._peers.any(self._is_stopped()):
                     return self._stop_early(display)
                 self._results.append(self._trainer.run_step())
                 self._after_step(display)
@@ -110,15 +117,28 @@ class Run:
                 self._draw()
         self._stopwatch.restart()
 
-    def _evaluate(self, display: Display) -> Score:
+    def _evaluate(self, display: Display) -> Score | None:
+        """None if the run is to stop: then this measurement does without."""
         model = self._eval_model()
-        self._held_out = self._material.score(model, self._peers.device, quick=True)
+        try:
+            self._held_out = self._score(display, quick=True)
+        except _StoppedError:
+            return None
         sample = self._material.sample(model, seed=self._trainer.step)
         heading = f"── step {self._trainer.step}, held-out loss {self._held_out.loss:.3f} ──"
         display.say(f"{heading}\n{sample}\n")
         with (self._path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{heading}\n{sample}\n\n")
         return self._held_out
+
+    def _score(self, display: Display, quick: bool) -> Score:
+        def watch(batches: list[Batch]) -> Iterator[Batch]:
+            for batch in display.track(batches, "held-out"):
+                if self._is_stopped():
+                    raise _StoppedError
+                yield batch
+
+        return self._material.score(self._eval_model(), self._peers.device, quick, watch)
 
     def _numbers(self, measurement: Measurement) -> str:
         held_out = "" if self._held_out is None else f"  held-out {self._held_out.loss:.3f}"
@@ -162,9 +182,14 @@ class Run:
         return Outcome(self._trainer.step, False, checkpoint, None)
 
     def _finish(self, display: Display) -> Outcome:
+        """Who stops it while it scores has all steps, and gets the score by resuming."""
         checkpoint = self._save()
-        score = None
-        if self._peers.leads:
-            display.say("Scoring the whole held-out text …")
-            score = self._material.score(self._eval_model(), self._peers.device, quick=False)
+        if not self._peers.leads:
+            return Outcome(self._trainer.step, True, checkpoint, None)
+        display.say("Scoring the whole held-out text …")
+        try:
+            score = self._score(display, quick=False)
+        except _StoppedError:
+            display.say(f"Stopped while scoring; all steps are done and saved: {checkpoint}")
+            return Outcome(self._trainer.step, False, checkpoint, None)
         return Outcome(self._trainer.step, True, checkpoint, score)

@@ -19,6 +19,8 @@ from model.transformer import Transformer
 
 SCORE_ROWS = 16
 
+Track = Callable[[list[Batch]], Iterable[Batch]]  # watches batches go by; may raise to end it
+
 
 @dataclass(frozen=True)
 class Score:
@@ -106,9 +108,8 @@ def score_text(
     num_bytes: int,
     device: torch.device,
     stride: int,
-    track: Callable[[list[Batch]], Iterable[Batch]] = iter,
+    track: Track = iter,
 ) -> Score:
-    """`track` may watch the batches go by."""
     batches = text_batches(ids, model.config.context, stride, SCORE_ROWS)
     loss = total_loss(model, track(batches), device)
     share = loss.num_tokens / (len(ids) - 1)

@@ -3,10 +3,13 @@
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quill
+from model.material import TextMaterial
+from model.scoring import Score
 from model.training import StepResult, Trainer
 from tests.model.runs import (
     last_checkpoint,
@@ -121,6 +124,38 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     assert f"quill train --resume {out}" in capfd.readouterr().err
     train(["train", "--resume", str(out)])
     assert weight_bytes(out) == weight_bytes(uninterrupted)
+
+
+@pytest.mark.parametrize(("step", "quick"), [(4, True), (9, False)])
+def test_ctrl_c_is_heard_while_held_out_text_is_scored(
+    step: int,
+    quick: bool,
+    text: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    score = TextMaterial.score
+    calls = iter([True, True, True, False])  # after steps 4, 8 and 9, and of the whole text
+
+    def interrupted(self: TextMaterial, *arguments: Any) -> Score:
+        if next(calls) is quick:
+            signal.raise_signal(signal.SIGINT)
+        return score(self, *arguments)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(TextMaterial, "score", interrupted)
+        assert quill.main(text_arguments(text, out)) == 130
+    assert last_checkpoint(out).name == f"step-{step:08d}"
+    captured = capfd.readouterr()
+    assert f"quill train --resume {out}" in captured.err
+    assert "bits per byte" not in captured.out
+    train(["train", "--resume", str(out)])
+    assert "bits per byte" in capfd.readouterr().out
+    assert weight_bytes(out) == weight_bytes(uninterrupted)
+    assert [line["step"] for line in log_lines(out)] == [4, 8, 9]
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(
