@@ -14,6 +14,7 @@ from protos import generation_pb2 as pb
 from server.access import read_access
 from server.asking import CallError, Options, Prompt
 from server.client import Client
+from server.errors import ServerError
 
 _OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
@@ -27,6 +28,8 @@ _EARLY_STOPPING = {
 
 
 def generate(args: argparse.Namespace) -> None:
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        raise ServerError("--logprobs and --prompt-logprobs are shown by --json alone: add it")
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
     options = _options(args)
@@ -34,8 +37,12 @@ def generate(args: argparse.Namespace) -> None:
         if args.json or options.get("num_sequences", 1) > 1:
             answer = client.generate(prompt, timeout_s=args.timeout, **options)
             _show_whole(answer, args.json)
+            seed = answer.seed
         else:
-            _show(client.stream(prompt, timeout_s=args.timeout, **options))
+            seed = _show(client.stream(prompt, timeout_s=args.timeout, **options))
+    drawn = "seed" not in options and "num_beams" not in options and not args.json
+    if drawn and sys.stderr.isatty():
+        print(f"(--seed {seed} gives this answer again)", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -49,14 +56,17 @@ def _options(args: argparse.Namespace) -> Options:
     return cast("Options", said)
 
 
-def _show(chunks: Iterable[pb.GenerateChunk]) -> str:
-    """Prints an answer as it comes; returns its text."""
-    pieces = []
-    for chunk in chunks:
-        pieces.append(chunk.text)
-        print(chunk.text, end="", flush=True)
-    print(flush=True)
-    return "".join(pieces)
+def _show(chunks: Iterable[pb.GenerateChunk]) -> int:
+    """Prints an answer as it comes; returns its seed. What follows has a line of its own, also
+    after half an answer."""
+    chunk = None
+    try:
+        for chunk in chunks:
+            print(chunk.text, end="", flush=True)
+    finally:
+        if chunk is not None:
+            print(flush=True)
+    return 0 if chunk is None else chunk.seed
 
 
 def _show_whole(answer: pb.GenerateResponse, as_json: bool) -> None:

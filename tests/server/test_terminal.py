@@ -2,12 +2,16 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 import quill
+from protos import generation_pb2 as pb
 from server import terminal
+from server.asking import CallError
 from tests.server.running import Running, running_server
 
 
@@ -59,6 +63,38 @@ def test_refusal_is_one_line(run: Run) -> None:
     assert code == 1
     assert errors.startswith("quill: top_p is 2.0; it must be")
     assert errors.count("\n") == 1
+
+
+def test_seed_is_told_on_a_terminal_if_it_was_not_given(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    told = re.compile(r"\(--seed \d+ gives this answer again\)\n")
+    short = ("abc", "--max-new-tokens", "2")
+    for more in ((), ("--num-sequences", "2")):
+        assert told.fullmatch(run("generate", *short, *more)[2])
+    for more in (("--seed", "4"), ("--beams", "2"), ("--json",)):
+        assert run("generate", *short, *more)[2] == ""
+
+
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_logprobs_that_would_not_be_shown_are_refused(run: Run, option: str) -> None:
+    code, printed, errors = run("generate", "abc", option, "2")
+    assert (code, printed) == (1, "")
+    assert "are shown by --json alone" in errors
+    assert run("generate", "abc", option, "2", "--json", "--max-new-tokens", "2")[0] == 0
+
+
+def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken() -> Iterator[pb.GenerateChunk]:
+        yield pb.GenerateChunk(text="de")
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+
+    with pytest.raises(CallError):
+        terminal._show(broken())
+    assert capsys.readouterr().out == "de\n"
 
 
 def test_logit_bias_is_read(run: Run) -> None:
