@@ -36,6 +36,7 @@ NUM_STEPS = 32
 WARM_STEPS = 4
 LONG_PROMPT = 1000
 CONTEXT = 2048
+NUM_CANCELS = 8
 NUM_NEW = 1500  # of each stream: more than anybody waits for
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 CHAT: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
@@ -57,7 +58,6 @@ def run(args: argparse.Namespace) -> None:
     manifest = read_manifest(bundle)
     if manifest["family"] != "causal" or manifest["sizes"]["context"] <= LONG_PROMPT:
         raise OptionError(f"{bundle}: a causal model with a context over {LONG_PROMPT} is needed")
-    console = Console(stderr=True, highlight=False)
     precision = args.precision or "fp32"
     threads = str(args.threads or num_cores())
     found = Findings()
@@ -72,13 +72,14 @@ def run(args: argparse.Namespace) -> None:
     options += ["--threads", threads, "--prefix-cache", "0"]
     command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle), precision, threads]
     ids = random_ids(LONG_PROMPT, manifest["sizes"]["vocab_size"])
+    _say("starting the server and the bare engine")
     with (
         tempfile.TemporaryDirectory() as logs,
         own_server(Path(logs) / "server.log", bundle, *options) as server,
         running(command, Path(logs) / "engine.log") as engine,
     ):
         for number in range(args.rounds):
-            console.print(f"round {number + 1} of {args.rounds}")
+            _say(f"round {number + 1} of {args.rounds}")
             _bare(found, engine, ids, args.streams)
             asyncio.run(_round(found, server.address, ids, args.streams))
     Console(highlight=False).print(_table(found, precision, args.streams))
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _bare(found: Findings, engine: Running, ids: Sequence[int], num_rows: int) -> None:
+    _say(f"  bare engine: {num_rows} rows, {NUM_STEPS} steps")
     time.sleep(PAUSE_S)  # the server's threads fall asleep
     order = {"do": "decode", "ids": list(ids[:PAST_TOKENS]), "num_rows": num_rows}
     seconds = engine.ask(order | {"num_steps": NUM_STEPS})["seconds"]
@@ -99,16 +101,22 @@ async def _round(found: Findings, address: str, ids: Sequence[int], num_streams:
     async with grpc.aio.insecure_channel(address) as channel:
         await asyncio.sleep(PAUSE_S)  # the engine's threads fall asleep
         prompt = ids[:PAST_TOKENS]
-        for rates, options in ((found.greedy, GREEDY), (found.sampled, CHAT)):
+        for name, rates, options in (
+            ("greedy", found.greedy, GREEDY),
+            ("sampled", found.sampled, CHAT),
+        ):
+            _say(f"  through gRPC, {name}: {num_streams} streams, {NUM_STEPS} steps")
             async with Crowd(channel, prompt, num_streams, options, NUM_NEW) as crowd:
                 await crowd.wait_for_steps(WARM_STEPS)
                 rates.append(await crowd.rate(NUM_STEPS))
+        _say(f"  a prompt of {LONG_PROMPT} tokens among {num_streams // 2} streams")
         async with Crowd(channel, prompt, num_streams // 2, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
             found.stall.append(await _stall(crowd, ids))
+        _say(f"  {NUM_CANCELS} cancelled streams make room")
         async with Crowd(channel, prompt, num_streams, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
-            found.cancel += [await _steps_to_leave(crowd, prompt) for _ in range(8)]
+            found.cancel += [await _steps_to_leave(crowd, prompt) for _ in range(NUM_CANCELS)]
 
 
 async def _stall(crowd: Crowd, ids: Sequence[int]) -> float:
@@ -132,6 +140,11 @@ async def _steps_to_leave(crowd: Crowd, prompt: Sequence[int]) -> float:
     await crowd.wait_for_steps(2)
     step_s = float(np.median(crowd.gaps(begin_s - 1.0, time.perf_counter())))
     return (started_s - begin_s) / step_s
+
+
+def _say(text: str) -> None:
+    """What is under way. Before each measurement, never in the middle of one."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _table(found: Findings, precision: str, num_streams: int) -> Table:

@@ -20,10 +20,10 @@ from server.errors import StartError
 from server.identity import identity_graph
 
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# What the CUDA provider of ONNX Runtime 1.31 is linked to. The first comes with the driver.
+# What the CUDA provider of ONNX Runtime 1.31 is linked to.
 DRIVER = "libcuda.so.1"
 CUDA_RUNTIME = "libcudart.so.13"
-LIBRARIES = (DRIVER, CUDA_RUNTIME, "libcublasLt.so.13", "libcublas.so.13", "libcurand.so.10")
+LIBRARIES = (CUDA_RUNTIME, "libcublasLt.so.13", "libcublas.so.13", "libcurand.so.10")
 
 # If the card doesn't say how much it has free: few serve models with less.
 ASSUMED_FREE_BYTES = 4 * 2**30
@@ -76,6 +76,8 @@ def cuda_problem() -> str | None:
     """What is missing for CUDA, in words. None: nothing, it works."""
     if PROVIDERS["cuda"] not in onnxruntime.get_available_providers():
         return "this ONNX Runtime has no CUDA provider (onnxruntime-gpu has)"
+    if not _loads(DRIVER):
+        return f"this machine has no NVIDIA driver ({DRIVER})"
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it doesn't find
         onnxruntime.preload_dlls()
     missing = [name for name in LIBRARIES if not _loads(name)]
