@@ -27,8 +27,12 @@ def run(args: argparse.Namespace) -> None:
         console.print(_table(graphs.precision, described(args.bundle, manifest, graphs)))
     if args.speed:
         console.print(speed_table(args.bundle, manifest))
-    files = [(file.name, f"{file.size / 1e6:.2f} MB, {file.sha256}") for file in manifest.files]
-    console.print(_table("files, hashes checked", files))
+    console.print("files, checked by SHA-256", style="italic")
+    width = max((len(file.name) for file in manifest.files), default=0)
+    for file in manifest.files:
+        # As sha256sum prints it: not wrapped, so that a hash can be copied and compared.
+        size = f"{file.size / 1e6:.2f} MB"
+        console.print(f"{file.sha256}  {file.name:<{width}}  {size}", soft_wrap=True)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -120,6 +120,7 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
         below = ", 0.1 and less in one" if min(values) < 0.1 else ""
         panel.set_xlabel(f"{name} (ms, logarithmic{below})")
         panel.set_ylabel(f"number of {'gaps' if 'gap' in name else 'requests'}")
+        panel.yaxis.get_major_locator().set_params(integer=True)
         legend_above(panel)
         save(figure, path)
 

@@ -35,6 +35,16 @@ def test_inspect_shows_what_is_in_a_bundle(
         assert text in printed, text
 
 
+def test_hashes_are_whole_on_a_narrow_terminal(
+    llama: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert quill.main(["inspect", str(llama.directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for file in llama.manifest.files:
+        assert any(line.startswith(f"{file.sha256}  {file.name} ") for line in lines), file.name
+
+
 def test_inspect_shows_both_stacks_of_a_seq2seq_model(
     seq2seq: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

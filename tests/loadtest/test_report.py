@@ -4,6 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
+
+from loadtest import plots
 from loadtest.metrics import Look
 from loadtest.records import read_records
 from loadtest.report import PAGE, RECORDS, Run, write_report
@@ -75,3 +79,11 @@ def test_run_in_which_nothing_was_answered_has_a_page_too(tmp_path: Path) -> Non
 def test_single_answer_can_be_drawn(tmp_path: Path) -> None:
     write_report(tmp_path, Run([made()], FACTS, LOOKS[:1]))
     assert len(images((tmp_path / PAGE).read_text(encoding="utf-8"))) == 5
+
+
+def test_axis_of_counts_has_whole_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    plots.histogram("time to first token")([10.0, 20.0, 40.0], tmp_path / "first_token.png")
+    (panel,) = figures[0].axes
+    assert all(float(tick).is_integer() for tick in panel.get_yticks())
