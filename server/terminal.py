@@ -79,18 +79,35 @@ def _show_whole(answer: pb.GenerateResponse, as_json: bool) -> None:
 
 
 def chat(args: argparse.Namespace) -> None:
+    unshown = (args.num_sequences, args.logprobs, args.prompt_logprobs, args.echo or None)
+    if any(value is not None for value in unshown):
+        raise ServerError(
+            "a chat shows one plain answer: leave out --num-sequences, --logprobs, "
+            "--prompt-logprobs and --echo, or use `quill generate --chat`"
+        )
     history: list[Mapping[str, str]] = []
     if args.system:
         history.append({"role": "system", "content": args.system})
-    options = _options(args)
     with Client(args.address, access=read_access(args)) as client:
-        print(f"Talking with {client.model().name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        model = client.model()
+        options = spoken(_options(args), args.chat_sampling, model)
+        print(f"Talking with {model.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
         while (words := _listen()) is not None:
             if words:
                 asked = {"role": "user", "content": words}
                 answer = _answer(client, [*history, asked], args.timeout, options)
                 if answer:
                     history += [asked, {"role": "assistant", "content": answer}]
+
+
+def spoken(options: Options, chat_sampling: Options, model: pb.Model) -> Options:
+    """With saner sampling than the wire's, which draws from all tokens: small models babble then.
+
+    The author's own wishes go before, and the person's before those.
+    """
+    if model.defaults or "num_beams" in options:
+        return options
+    return {**chat_sampling, **options}
 
 
 def _listen() -> str | None:

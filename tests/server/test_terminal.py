@@ -11,7 +11,7 @@ import pytest
 import quill
 from protos import generation_pb2 as pb
 from server import terminal
-from server.asking import CallError
+from server.asking import CallError, Options
 from tests.server.running import Running, running_server
 
 
@@ -127,6 +127,21 @@ def test_chat_remembers_what_was_said(
     first, second = running.next_record("OK"), running.next_record("OK")
     # The template writes "u:hi" + end, then for the second turn "a:lmn" + end and "u:so" + end.
     assert (first.num_prompt, second.num_prompt) == (6, 6 + 6 + 5)
+
+
+def test_chat_draws_with_care_where_nobody_says_how() -> None:
+    careful: Options = {"temperature": 0.4, "top_p": 0.9}
+    plain, willed = pb.Model(), pb.Model(defaults={"temperature": 0.7})
+    assert terminal.spoken({"top_p": 0.5}, careful, plain) == {"temperature": 0.4, "top_p": 0.5}
+    assert terminal.spoken({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
+    assert terminal.spoken({"num_beams": 4}, careful, plain) == {"num_beams": 4}
+
+
+@pytest.mark.parametrize("option", [("--logprobs", "0"), ("--num-sequences", "2"), ("--echo",)])
+def test_chat_refuses_what_it_could_not_show(run: Run, option: tuple[str, ...]) -> None:
+    code, _, errors = run("chat", *option)
+    assert code == 1
+    assert "a chat shows one plain answer" in errors
 
 
 def test_chat_survives_a_refusal_and_ctrl_c_at_the_prompt(
