@@ -18,6 +18,12 @@ NormPlacement = Literal["pre", "post"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
 ScalingKind = Literal["linear", "llama3"]
 
+# Far above any network there is. A config out of nowhere must not take all memory, or for ever.
+MAX_LAYERS = 2**10
+MAX_CONTEXT = 2**22
+MAX_HEADS = 2**16
+MAX_SIZE = 2**24
+
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
@@ -77,10 +83,13 @@ class ModelConfig:
         self._check_combinations()
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "context", "d_model", "num_layers", "num_heads"):
-            _require_at_least(self, name, 1)
-        for name in ("num_kv_heads", "head_size", "d_ff"):
-            _require_at_least(self, name, 1)
+        for name in ("vocab_size", "d_model", "d_ff"):
+            _require_within(self, name, 1, MAX_SIZE)
+        for name in ("num_heads", "num_kv_heads", "head_size"):
+            _require_within(self, name, 1, MAX_HEADS)
+        _require_within(self, "context", 1, MAX_CONTEXT)
+        _require_within(self, "num_layers", 1, MAX_LAYERS)
+        _require_within(self, "num_encoder_layers", 0, MAX_LAYERS)
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         for name in ("norm_eps", "rotary_base"):
@@ -131,10 +140,10 @@ def _check_choices(config: ModelConfig | RotaryScaling) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
-def _require_at_least(config: ModelConfig, name: str, minimum: int) -> None:
+def _require_within(config: ModelConfig, name: str, least: int, most: int) -> None:
     value = getattr(config, name)
-    if value < minimum:
-        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+    if not least <= value <= most:
+        raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
 
 
 def _checked_fields(
