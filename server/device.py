@@ -5,7 +5,7 @@ Never in silence: what was asked for and can't be had is an error, what was chos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from export.manifest import Graphs, Manifest
 from server.errors import StartError
@@ -17,12 +17,18 @@ from server.processor import multiplies_integers
 # integers. On others it is slower, and its kernel may overflow.
 PREFERRED = ("int8", "int4", "fp32") if multiplies_integers() else ("int4", "fp32", "int8")
 MAX_PERPLEXITY_RATIO = 1.02
+MAY_OVERFLOW = (
+    "int8 on a processor that isn't known to sum products of 8-bit integers in 32 bits (VNNI): "
+    "sums may overflow, and answers be worse than the bundle's perplexity says. --precision int4 "
+    "and fp32 are safe"
+)
 
 
 @dataclass(frozen=True)
 class Choice:
     graphs: Graphs
     why: str  # for the log
+    warning: str | None = None  # for the log, too: what may go wrong
 
 
 def choose_graphs(
@@ -71,12 +77,18 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
                 f"--precision {precision} isn't among this bundle's graphs for the CPU ({known}). "
                 "Choose another, or export the bundle with it"
             )
-        return Choice(on_cpu[precision], why)
+        return _warned(Choice(on_cpu[precision], why))
     if not on_cpu:
         raise StartError(
             f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
         )
-    return Choice(sorted(on_cpu.values(), key=_rank)[0], why)
+    return _warned(Choice(sorted(on_cpu.values(), key=_rank)[0], why))
+
+
+def _warned(choice: Choice) -> Choice:
+    if choice.graphs.precision == "int8" and not multiplies_integers():
+        return replace(choice, warning=MAY_OVERFLOW)
+    return choice
 
 
 def _rank(graphs: Graphs) -> tuple[bool, int]:

@@ -65,6 +65,8 @@ def prepare(directory: Path, settings: Settings) -> Load:
 def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
     graphs = choice.graphs
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
+    if choice.warning is not None:
+        logger.warning("%s", choice.warning)
     logger.info(
         "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
         sizing.max_rows,
