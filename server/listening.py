@@ -3,6 +3,9 @@
 Knows: grpc.aio, TLS, ports. Does not know: when it starts and stops, what calls do.
 """
 
+import contextlib
+import resource
+
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -21,6 +24,10 @@ from server.tls import server_credentials
 from server.unreadable import RefuseUnreadable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+# Of one connection at once. Who never reads its answers keeps 30 KB of memory for each; an honest
+# client waits for its turn by itself. Wherever it could fill the queue twice, it may have as many.
+MAX_CALLS = 1024
+MAX_DESCRIPTORS = 2**16
 ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
 
 
@@ -41,6 +48,7 @@ def make_server(
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
     server = make_stranger_proof(guards, options)
@@ -50,6 +58,15 @@ def make_server(
         pb_grpc.add_AdministrationServicer_to_server(administration, server)
     reflection.enable_server_reflection(names, server)
     return server
+
+
+def allow_connections() -> None:
+    """Each takes a file descriptor, and many systems give 1,024 to those who don't ask."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit yet
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(server: grpc.aio.Server, settings: Settings) -> int:

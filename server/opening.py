@@ -52,8 +52,12 @@ def open_graph(
         )
     except Exception as error:  # a damaged graph, no memory; the runtime has no class for these
         name = graph if isinstance(graph, Path) else "a graph"
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise StartError(f"{name} can't be opened. ONNX Runtime says: {reason}") from error
+        raise StartError(f"{name} can't be opened. {says(error)}") from error
+
+
+def says(error: Exception) -> str:
+    """What the runtime has to say, in one line."""
+    return f"ONNX Runtime says: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
 
 def _open_on_cuda(

@@ -5,6 +5,7 @@ Knows: the order of starting and stopping, signals. Does not know: what calls do
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -23,7 +24,7 @@ from server.errors import ReloadError
 from server.exposure import check_exposure
 from server.health import Health
 from server.keyring import Keyring
-from server.listening import SERVICE, bind, make_server
+from server.listening import SERVICE, allow_connections, bind, make_server
 from server.metrics import Metrics
 from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     set_up_logging(args.log_format)
     settings = read_settings(args)
     check_exposure(settings)
+    allow_connections()
     directory = args.bundle or default_bundle()
     load = prepare(directory, settings)
     asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
@@ -175,11 +177,11 @@ class Server:
             logger.info(
                 "metrics at %s://%s:%d/metrics", scheme, self._settings.host, self.metrics_port
             )
-        print(f"Serving at {address}. Now type:", flush=True)
+        _say(f"Serving at {address}. Now type:")
         needed = "" if self._settings.tls is None else " --ca CA.pem"
         needed += "" if self._keyring is None else " --api-key-file FILE"
         line = f'{_front_door()} generate --address {address}{needed} "Once upon a time"'
-        print(f"  {line}", flush=True)
+        _say(f"  {line}")
 
     async def _drain(self) -> None:
         await self.health.note("stopping", True)
@@ -210,6 +212,12 @@ class Server:
         record.log()
         if self._tracing is not None:
             self._tracing.report(record)
+
+
+def _say(line: str) -> None:
+    """A full disk, or a reader who has left, is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 def _front_door() -> str:

@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from server.asking import Retries
+from server.client import Client
 from tests.server.reciter import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT_DOOR = "import sys, quill; sys.exit(quill.main())"
 OPTIONS = ("--threads", "1", "--max-slots", "4", "--precision", "fp32", "--prefix-cache", "8")
+NEVER = Retries(max_retries=0)
+PROMPT = [5, 6, 7]
+PATIENCE_S = 120.0  # while a test does harm, answers may take long
+_LISTENS = "0A"  # a state of Linux's sockets
 _METRICS = re.compile(r"metrics at (http://\S+)")
 _LINE = re.compile(r"^(quill_\w+)(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
 
@@ -60,6 +66,12 @@ class ServerProcess:
     def num_ended(self, outcome: str) -> float:
         return self.metric("quill_requests_total", outcome=outcome)
 
+    @property
+    def num_started(self) -> float:
+        """Requests that have had a slot."""
+        kinds = ("hits", "misses")
+        return sum(self.metric(f"quill_prefix_cache_{kind}_total") for kind in kinds)
+
     def is_idle(self) -> bool:
         """No slot is taken and nobody waits."""
         return not self.metric("quill_running_rows") and not self.metric("quill_queue_depth")
@@ -67,6 +79,19 @@ class ServerProcess:
     @property
     def num_fds(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    @property
+    def num_connections(self) -> int:
+        """That it has accepted: those that still wait for it have no file, and the inode 0."""
+        tables = [Path(f"/proc/{self.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
+        own = [each for each in sockets if each[1].endswith(f":{self.port:04X}")]
+        return sum(each[3] != _LISTENS and each[9] != "0" for each in own)
+
+    @property
+    def memory_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -77,6 +102,15 @@ class ServerProcess:
             if line.startswith("Serving at "):
                 return line.removeprefix("Serving at ").partition(". ")[0]
         raise AssertionError(f"the server ended with {self.process.wait()}: {self.log}")
+
+
+def ask(server: ServerProcess, seed: int = 3, max_new_tokens: int = 8) -> list[int]:
+    """What the server answers; always the same to the same."""
+    with Client(server.address, NEVER) as client:
+        answer = client.generate(
+            PROMPT, seed=seed, max_new_tokens=max_new_tokens, timeout_s=PATIENCE_S
+        )
+    return list(answer.sequences[0].token_ids)
 
 
 @contextmanager

@@ -12,13 +12,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.asking import CallError, Retries
 from server.client import Client
 from tests.server.faults import CODE, Faults
-from tests.server.process import ServerProcess, server_process, wait_until
+from tests.server.process import (
+    NEVER,
+    PATIENCE_S,
+    PROMPT,
+    ServerProcess,
+    ask,
+    server_process,
+    wait_until,
+)
 from tests.server.tiny_bundle import TinyBundle
 
-NEVER = Retries(max_retries=0)
 PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
-PROMPT = [5, 6, 7]
-TIMEOUT_S = 120.0
 LENGTH = 100
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -40,14 +45,6 @@ def server(
         yield running
 
 
-def ask(server: ServerProcess, seed: int = 3, max_new_tokens: int = 8) -> list[int]:
-    with Client(server.address, NEVER) as client:
-        answer = client.generate(
-            PROMPT, seed=seed, max_new_tokens=max_new_tokens, timeout_s=TIMEOUT_S
-        )
-    return list(answer.sequences[0].token_ids)
-
-
 def code_of(call: Callable[[], object]) -> grpc.StatusCode:
     with pytest.raises(CallError) as caught:
         call()
@@ -57,7 +54,7 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode:
 def health(server: ServerProcess) -> int:
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).status)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status)
 
 
 def test_step_that_raises_once_fails_its_own_request(server: ServerProcess, faults: Faults) -> None:
@@ -97,7 +94,7 @@ def test_step_that_hangs_turns_health_and_goes_on_when_it_is_over(
         code = code_of(lambda: client.generate(PROMPT, timeout_s=0.5))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     faults.let_go()
-    caller.join(TIMEOUT_S)
+    caller.join(PATIENCE_S)
     assert answers == [expected]
     wait_until(lambda: health(server) == SERVING, "health says so")
     wait_until(server.is_idle, "the slots are free")
@@ -109,7 +106,7 @@ def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
     expected = ask(server, max_new_tokens=LENGTH)
     faults.start("slow")
     with Client(server.address, NEVER) as client:
-        chunks = client.stream(PROMPT, seed=3, max_new_tokens=LENGTH, timeout_s=TIMEOUT_S)
+        chunks = client.stream(PROMPT, seed=3, max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
         tokens = list(next(chunks).token_ids)
         server.signal(signal.SIGSTOP)
         # This is how five seconds are waited for: a client that gives up after them.
@@ -146,7 +143,7 @@ def test_flood_of_cancels_leaves_nothing_behind(server: ServerProcess) -> None:
     cancelled = server.num_ended("CANCELLED")
     with Client(server.address, NEVER) as client:
         for number in range(200):
-            chunks = client.stream([*PROMPT, number], max_new_tokens=LENGTH, timeout_s=TIMEOUT_S)
+            chunks = client.stream([*PROMPT, number], max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
             next(chunks)
             chunks.close()
     assert ask(server) == expected
@@ -169,7 +166,7 @@ def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
         Client(first.address, PATIENT) as patient,
     ):
         begun = [
-            plain.stream(PROMPT, seed=5, max_new_tokens=LENGTH, timeout_s=TIMEOUT_S),
+            plain.stream(PROMPT, seed=5, max_new_tokens=LENGTH, timeout_s=PATIENCE_S),
             patient.stream(PROMPT, seed=5, max_new_tokens=LENGTH, resume=True),
         ]
         tokens = [list(next(chunks).token_ids) for chunks in begun]
