@@ -9,6 +9,7 @@ from pathlib import Path
 import onnxruntime
 
 from export.manifest import Device, Graphs, Manifest, check_files, read_manifest
+from server.detaching import detach
 from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError
@@ -80,6 +81,7 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     if graphs.encoder is not None:
         encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
         sources = Sources(encoder, Slots(num_slots, shape))
+    detach(bundle.directory / graphs.weights)
     slots = _make_slots(num_slots, shape, graphs.device)
     session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
     limits = Limits(max_rows=settings.max_rows, context=settings.context)
