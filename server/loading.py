@@ -14,7 +14,7 @@ from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError
 from server.huge_pages import huge_pages
-from server.opening import SessionSettings, open_graph
+from server.opening import SessionSettings, open_graph, says
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
 from server.session import OrtSession
@@ -84,12 +84,30 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     detach(bundle.directory / graphs.weights)
     slots = _make_slots(num_slots, shape, graphs.device)
     session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
+    _try_last_position(bundle, session, settings.context)
     limits = Limits(max_rows=settings.max_rows, context=settings.context)
     return Engine(session, limits, PrefixCache(settings.cache_bytes))
 
 
 def _make_slots(num_slots: int, shape: SlotShape, device: Device) -> Slots | DeviceSlots:
     return Slots(num_slots, shape) if device == "cpu" else DeviceSlots(num_slots, shape, device)
+
+
+def _try_last_position(bundle: Bundle, session: OrtSession, context: int) -> None:
+    """A manifest may claim a longer context than the graphs have positions for. Only running them
+    shows it: one token at the last position, which costs a step of one row."""
+    try:
+        if bundle.graphs.encoder is not None:
+            session.encode(0, [0] * context)
+        session.decode([0], [context - 1])
+    except MemoryError:
+        raise
+    except Exception as error:  # the runtime has no class for these
+        raise StartError(
+            f"{bundle.directory} says that its context is {bundle.manifest.sizes.context} tokens, "
+            f"and its graphs can't run with {context}. Try a smaller --context, or export the "
+            f"bundle again. {says(error)}"
+        ) from error
 
 
 def _check(bundle: Bundle, settings: EngineSettings) -> None:

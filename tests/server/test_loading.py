@@ -1,5 +1,6 @@
 """From a bundle on disk to an engine; and what is refused on the way."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -92,3 +93,20 @@ def test_slots_that_no_memory_is_enough_for_are_refused_with_advice(
     bundle = open_bundle(tiny_bundle.directory, "fp32")
     with pytest.raises(StartError, match="Lower --max-slots or --context"):
         open_engine(bundle, _settings(max_rows=10**12))
+
+
+@pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_translator"])
+def test_context_that_the_graphs_have_no_positions_for_is_refused_at_once(
+    request: pytest.FixtureRequest, fixture: str
+) -> None:
+    """It was a failing step for the first client who came so far."""
+    directory = request.getfixturevalue(fixture).directory
+    bundle = open_bundle(directory, "fp32")
+    assert open_engine(bundle, _settings(context=CONTEXT)).is_idle
+    sizes = dataclasses.replace(bundle.manifest.sizes, context=CONTEXT + 1)
+    lying = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, sizes=sizes))
+    message = r"says that its context is 129 tokens, and its graphs can't run with 129\. Try"
+    with pytest.raises(StartError, match=message) as caught:
+        open_engine(lying, _settings(context=CONTEXT + 1))
+    assert "\n" not in str(caught.value)
+    assert open_engine(lying, _settings(context=CONTEXT)).is_idle
