@@ -75,13 +75,13 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
     num_slots = padded(settings.max_rows) if pad else settings.max_rows
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
+    encoder = None
     with huge_pages():
         decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
-    sources = None
-    if graphs.encoder is not None:
-        encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
-        sources = Sources(encoder, Slots(num_slots, shape))
-    detach(bundle.directory / graphs.weights)
+        if graphs.encoder is not None:
+            encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
+        detach(bundle.directory / graphs.weights)
+    sources = None if encoder is None else Sources(encoder, Slots(num_slots, shape))
     slots = _make_slots(num_slots, shape, graphs.device)
     session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
     _try_last_position(bundle, session, settings.context)
