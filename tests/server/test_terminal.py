@@ -71,10 +71,10 @@ def test_seed_is_told_on_a_terminal_if_it_was_not_given(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     told = re.compile(r"\(--seed \d+ gives this answer again\)\n")
     short = ("abc", "--max-new-tokens", "2")
-    for more in ((), ("--num-sequences", "2")):
-        assert told.fullmatch(run("generate", *short, *more)[2])
-    for more in (("--seed", "4"), ("--beams", "2"), ("--json",)):
-        assert run("generate", *short, *more)[2] == ""
+    for option in ("--max-new-tokens 2", "--num-sequences 2"):
+        assert told.fullmatch(run("generate", *short, *option.split())[2])
+    for option in ("--seed 4", "--beams 2", "--json"):
+        assert run("generate", *short, *option.split())[2] == ""
 
 
 @pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
