@@ -28,6 +28,9 @@ CacheType = Literal["float32", "float16"]
 # multiples of this, so a number that isn't 1 more than a multiple leaves no token alone in one.
 TILE = 16
 
+# What a training run and a checkpoint have in the place of a manifest.
+NOT_BUNDLES = ("run.json", "config.json")
+
 
 def leaves_one_alone(num: int) -> bool:
     """Whether so many tokens or rows leave one alone in its tile."""
@@ -163,6 +166,11 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
         raise BundleError(f"there is no bundle at {directory}: it should be a directory")
+    if not path.exists() and any((directory / name).exists() for name in NOT_BUNDLES):
+        raise BundleError(
+            f"{directory} holds a model that isn't exported. Make a bundle of it first: "
+            f"quill export {directory} --out BUNDLE"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be shown

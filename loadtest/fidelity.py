@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.bench import read_manifest
 from loadtest.errors import LoadtestError, OptionError
 from loadtest.own_server import own_server
 from loadtest.progress import Line
@@ -71,6 +72,8 @@ class Way:
 
 def run(args: argparse.Namespace) -> None:
     questions = read_questions(args.answers)[: args.limit]
+    if read_manifest(args.bundle)["family"] != "seq2seq":
+        raise OptionError(f"{args.bundle} isn't a translation model")
     options = ["--precision", args.precision, "--max-slots", str(max(args.users, 8))]
     with (
         tempfile.TemporaryDirectory() as logs,
@@ -111,7 +114,7 @@ def ask_all(address: str, questions: Sequence[Question], name: str, num_users: i
     def user(stub: pb_grpc.TextGenerationStub) -> None:
         try:
             for number in numbers:
-                served[number] = _ask(stub, questions[number], name)
+                served[number] = _ask(stub, questions[number], name, number + 1)
                 line.show(f"{name}: {len(served) - served.count(None)} of {len(served)}")
                 if errors:
                     return
@@ -138,7 +141,7 @@ def ask_all(address: str, questions: Sequence[Question], name: str, num_users: i
     )
 
 
-def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str) -> Said:
+def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str, line: int) -> Said:
     request = pb.GenerateRequest(
         prompt_ids=pb.TokenIds(ids=question.source_ids), max_new_tokens=question.max_new_tokens
     )
@@ -146,7 +149,13 @@ def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str) -> Sai
         request.temperature = 0.0
     else:
         request.num_beams = int(name.split()[0])
-    first = stub.Generate(request).sequences[0]
+    try:
+        first = stub.Generate(request).sequences[0]
+    except grpc.RpcError as error:
+        raise LoadtestError(
+            f"line {line} got {error.code().name}: {error.details()}. Are these the answers of "
+            "another model?"
+        ) from error
     return Said(list(first.token_ids), first.text)
 
 

@@ -161,6 +161,11 @@ def read_description(path: Path) -> dict[str, Any]:
     """The checkpoint's config.json, checked for being one that this version reads."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}: it should be a directory")
+    if (path / "manifest.json").exists() and not (path / CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{path} is a bundle, which can't be trained or looked into. Name the checkpoint that "
+            "it was exported from"
+        )
     try:
         description = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -4,6 +4,9 @@ Knows: the arguments and the report. Does not know: how scores are computed.
 """
 
 import argparse
+import os
+from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -74,11 +77,18 @@ def _evaluate_pairs(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer:
     pairs = _part(source.load_pairs(), args.part)[: args.limit]
     if not pairs:
         raise CorpusError("there are no pairs to score")
-    model = checkpoint.build().to(choose_device(args.device))
-    found = evaluate_translation(model, tokenizer, pairs, args.beams)
-    _show_translations(pairs, found)
-    if args.answers is not None:
-        write_answers(args.answers, model, tokenizer, pairs, found)
+    with _open_answers(args.answers) as file:  # before minutes of work, not after
+        model = checkpoint.build().to(choose_device(args.device))
+        found = evaluate_translation(model, tokenizer, pairs, args.beams)
+        _show_translations(pairs, found)
+        write_answers(file, model, tokenizer, pairs, found)
+
+
+def _open_answers(path: Path | None) -> TextIO:
+    try:
+        return Path(path or os.devnull).open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--answers {path} can't be written: {error.strerror}") from error
 
 
 def _show_translations(pairs: list[Pair], found: Evaluation) -> None:

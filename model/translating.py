@@ -6,7 +6,7 @@ Knows: sacrebleu, both ways of decoding. Does not know: where pairs or models co
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TextIO
 
 import sacrebleu
 
@@ -125,17 +125,15 @@ def evaluate_translation(
 
 
 def write_answers(
-    path: Path, model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
+    file: TextIO, model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
 ) -> None:
     """One line of JSON for each pair: `quill bench fidelity` asks a server the same."""
     translator = Translator(model, tokenizer, 1)
-    with path.open("w", encoding="utf-8") as file:
-        for number, pair in enumerate(pairs):
-            answers = {name: asdict(each[number]) for name, each in found.translations.items()}
-            line = {
-                "source_ids": translator.source_ids(pair.source),
-                "reference": pair.target,
-                "max_new_tokens": max_new(model.config.context),
-                "answers": answers,
-            }
-            print(json.dumps(line, ensure_ascii=False), file=file)
+    for number, pair in enumerate(pairs):
+        line = {
+            "source_ids": translator.source_ids(pair.source),
+            "reference": pair.target,
+            "max_new_tokens": max_new(model.config.context),
+            "answers": {name: asdict(each[number]) for name, each in found.translations.items()},
+        }
+        print(json.dumps(line, ensure_ascii=False), file=file)

@@ -80,10 +80,12 @@ class Engine:
         if self._ledger.has_token(request_id):
             for each in gone:
                 self._finish(request_id, each, reason)
-        elif reason == "deadline":
-            self._fail(request_id, DeadlineError("the deadline passed before the first token"))
+            return
+        moment = "the search was over" if self._ledger.searches(request_id) else "the first token"
+        if reason == "deadline":
+            self._fail(request_id, DeadlineError(f"the deadline passed before {moment}"))
         else:
-            self._fail(request_id, CancelledError("cancelled before the first token"))
+            self._fail(request_id, CancelledError(f"cancelled before {moment}"))
 
     def abandon(self, error: RequestError) -> Batch:
         """Ends everything. There are no steps afterwards."""

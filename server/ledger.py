@@ -59,6 +59,10 @@ class Ledger:
     def has_token(self, request_id: str) -> bool:
         return self._entries[request_id].first_token_s is not None
 
+    def searches(self, request_id: str) -> bool:
+        """Whether its answers come all at once, in the end."""
+        return self._entries[request_id].request.beams is not None
+
     def open_sequences(self, request_id: str) -> list[int]:
         entry = self._entries.get(request_id)
         return [] if entry is None else list(entry.generated)

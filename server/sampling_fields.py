@@ -46,7 +46,8 @@ def read_beams(message: pb.GenerateRequest, served: Served) -> Beams | None:
         _refuse_without_beams(message)
         return None
     if not 1 <= message.num_beams <= served.max_num_beams:
-        rule = f"it must be from 1, which is off, to {served.max_num_beams}"
+        most = served.max_num_beams
+        rule = f"it must be from 1, which is off, to {most}" if most > 1 else "there is one slot"
         raise InvalidFieldError("num_beams", f"is {message.num_beams}; {rule}")
     _refuse_with_beams(message)
     _check_vocabulary(message, served)
@@ -68,16 +69,16 @@ def _refuse_without_beams(message: pb.GenerateRequest) -> None:
 
 def _refuse_with_beams(message: pb.GenerateRequest) -> None:
     """A search draws nothing and changes no logits, and can't know where a string will appear."""
-    for field, _ in message.ListFields():
-        name = field.name
-        is_greedy = name == "temperature" and message.temperature == 0
-        if name in _DRAWING and not is_greedy:
-            reason = "is set, and beam search draws nothing. Leave out one of it and num_beams"
-            raise InvalidFieldError(name, reason)
+    for field, value in message.ListFields():
+        if field.name in _DRAWING and value != _OFF.get(field.name):
+            reason = "is set, and a search with beams looks at the model's own distribution"
+            raise InvalidFieldError(field.name, f"{reason}. Leave out one of it and num_beams")
     if message.stop:
         raise InvalidFieldError("stop", "is set, and beams only stop at tokens: use stop_token_ids")
 
 
+# What clients send that always send everything.
+_OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 _DRAWING = frozenset({*SAMPLING_DEFAULTS, "frequency_penalty", "presence_penalty", "logit_bias"})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from export.manifest import Family
 from server.administration import Administration
 from server.admission import Admission
 from server.calls import Calls
@@ -153,11 +154,12 @@ class Server:
         if not loading.done():
             loading.cancel()
             return False
-        self.metrics.set_slots(loading.result().served.max_rows)
+        served = loading.result().served
+        self.metrics.set_slots(served.max_rows)
         self.desk.open()
         self._open_metrics()
         await self.health.note("loading", False)
-        self._say_ready()
+        self._say_ready(served.manifest.family)
         self.ready.set()
         return True
 
@@ -170,7 +172,7 @@ class Server:
             )
             self.metrics_port, self._stop_metrics = taken, stop
 
-    def _say_ready(self) -> None:
+    def _say_ready(self, family: Family) -> None:
         address = f"{self._settings.host}:{self.port}"
         if self.metrics_port is not None:
             scheme = "http" if self._settings.tls is None else "https"
@@ -180,7 +182,8 @@ class Server:
         _say(f"Serving at {address}. Now type:")
         needed = "" if self._settings.tls is None else " --ca CA.pem"
         needed += "" if self._keyring is None else " --api-key-file FILE"
-        line = f'{_front_door()} generate --address {address}{needed} "Once upon a time"'
+        text = "Once upon a time" if family == "causal" else "Restart the server"
+        line = f'{_front_door()} generate --address {address}{needed} "{text}"'
         _say(f"  {line}")
 
     async def _drain(self) -> None:

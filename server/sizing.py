@@ -114,4 +114,6 @@ def choose_threads(wanted: int | None) -> int:
 
 
 def gigabytes(num_bytes: int) -> str:
+    if num_bytes < 2**30 / 10:
+        return f"{num_bytes / 2**20:.0f} MB"
     return f"{num_bytes / 2**30:.1f} GB"

@@ -41,13 +41,15 @@ def prepare(directory: Path, settings: Settings) -> Load:
     manifest = read_manifest(directory)
     choice = choose_graphs(manifest, settings.device, settings.precision)
     on_cuda = choice.graphs.device == "cuda"
+    # A translation's prompt is one token; its source is read once, for itself.
+    uncached = on_cuda or manifest.family == "seq2seq"
     sizing = choose_sizes(
         manifest,
         choice.graphs,
         cuda_free_bytes() if on_cuda else available_bytes(),
         max_rows=settings.max_rows,
         context=settings.context,
-        cache_bytes=settings.cache_bytes or 0 if on_cuda else settings.cache_bytes,
+        cache_bytes=settings.cache_bytes or 0 if uncached else settings.cache_bytes,
     )
     threads = choose_threads(settings.threads)
     _say_choice(manifest.name, choice, sizing, threads)

@@ -199,6 +199,13 @@ def test_a_directory_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["run.json", "config.json"])
+def test_a_run_or_checkpoint_is_to_be_exported_first(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(BundleError, match=f"quill export {tmp_path} --out"):
+        read_manifest(tmp_path)
+
+
 def test_a_flipped_byte_is_caught_and_the_file_is_named(bundle: Path) -> None:
     path = bundle / "weights.fp32.bin"
     data = bytearray(path.read_bytes())

@@ -24,7 +24,8 @@ def answers(tiny_translator: TinyBundle, tmp_path: Path) -> Path:
     tokenizer = Tokenizer.load(tiny_translator.directory / "tokenizer.json", special)
     found = evaluate_translation(tiny_translator.model, tokenizer, PAIRS, num_beams=2)
     path = tmp_path / "answers.jsonl"
-    write_answers(path, tiny_translator.model, tokenizer, PAIRS, found)
+    with path.open("w", encoding="utf-8") as file:
+        write_answers(file, tiny_translator.model, tokenizer, PAIRS, found)
     return path
 
 
@@ -41,8 +42,12 @@ def test_equal_answers_are_counted_and_a_changed_one_is_an_error(
     lines[1]["answers"]["greedy"]["token_ids"][0] += 1
     answers.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     assert quill.main(command) == 1
-    told = capfd.readouterr()
-    assert "differ from PyTorch's: greedy" in told.err
+    assert "differ from PyTorch's: greedy" in capfd.readouterr().err
+
+    lines[2]["source_ids"] = [99_999]
+    answers.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert quill.main(command) == 1
+    assert "line 3 got INVALID_ARGUMENT" in capfd.readouterr().err
 
 
 def test_another_file_is_refused(
@@ -52,3 +57,10 @@ def test_another_file_is_refused(
     command = ["bench", "fidelity", str(tiny_translator.directory), str(tmp_path / "other")]
     assert quill.main(command) == 2
     assert "isn't a file of `quill eval --answers`" in capfd.readouterr().err
+
+
+def test_a_language_model_is_refused(
+    bundle: Path, answers: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert quill.main(["bench", "fidelity", str(bundle), str(answers)]) == 2
+    assert "isn't a translation model" in capfd.readouterr().err

@@ -264,3 +264,9 @@ def test_a_damaged_description_is_refused_by_name(
     change_description(path, **{name: value})
     with pytest.raises(CheckpointError, match=r"config\.json|special_tokens"):
         load_checkpoint(path)
+
+
+def test_a_bundle_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(CheckpointError, match="is a bundle"):
+        load_checkpoint(tmp_path)

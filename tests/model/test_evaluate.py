@@ -58,6 +58,8 @@ def test_a_translator_is_scored_beside_copying_the_source(
     pairs = write_pairs(tmp_path / "pairs.tsv")
     train(pair_arguments(pairs, tmp_path / "run"))
     arguments = ["eval", str(tmp_path / "run"), "--pairs", str(pairs), "--beams", "2"]
+    assert quill.main([*arguments, "--answers", str(tmp_path / "nowhere" / "x")]) == 2
+    assert "nowhere/x can't be written" in capfd.readouterr().err
     assert quill.main(arguments) == 0
     printed = capfd.readouterr().out
     assert all(name in printed for name in ("copy the source", "greedy", "2 beams", "BLEU", "chrF"))

@@ -1,5 +1,6 @@
 """Beam search over the wire: what is asked, what is refused, how hypotheses are told."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,11 @@ def test_one_beam_is_no_search_and_more_are() -> None:
     assert read(num_beams=3, temperature=0.0).request.beams == Beams(num_beams=3)
 
 
+def test_a_search_takes_options_that_are_off() -> None:
+    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert read(num_beams=3, **off).request.beams == Beams(num_beams=3)
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -55,6 +61,7 @@ def test_one_beam_is_no_search_and_more_are() -> None:
         ("early_stopping", {"early_stopping": pb.EARLY_STOPPING_NEVER}),
         ("early_stopping", {"num_beams": 2, "early_stopping": 7}),
         ("temperature", {"num_beams": 2, "temperature": 1.0}),
+        ("temperature", {"num_beams": 2, "temperature": math.nan}),
         ("top_k", {"num_beams": 2, "top_k": 5}),
         ("top_p", {"num_beams": 2, "top_p": 0.5}),
         ("min_p", {"num_beams": 2, "min_p": 0.5}),

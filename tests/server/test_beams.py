@@ -233,6 +233,7 @@ def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
     results.run(engine)
     assert isinstance(results.failed["gone"], CancelledError)
     assert isinstance(results.failed["late"], DeadlineError)
+    assert "before the search was over" in str(results.failed["late"])
     check_found(results.found["after"], fake_search(_searching()))
 
 
