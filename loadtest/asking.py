@@ -25,11 +25,13 @@ class Facts:
     context: int
     has_tokenizer: bool
     has_template: bool
+    max_num_beams: int = 4  # of one request; 1: none
 
     @classmethod
     def of(cls, model: pb.Model) -> "Facts":
         template = bool(model.chat_template) and model.has_tokenizer
-        return cls(model.vocab_size, model.context, model.has_tokenizer, template)
+        facts = cls(model.vocab_size, model.context, model.has_tokenizer, template)
+        return replace(facts, max_num_beams=model.max_num_beams)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Knows: gRPC streams, the clock. Does not know: Locust, gevent: under them its wa
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,23 +17,31 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 
 Clock = Callable[[], float]
+Metadata = tuple[tuple[str, str], ...]
 _PREFIX = "FINISH_REASON_"
 
 
 @dataclass
 class Heard:
-    """What was received until now. Times are of the clock."""
+    """What was received until now. Times are of the clock.
+
+    Of several sequences the tokens are in the sequences' order, in whichever they came; and what
+    is known at the end is what sequence 0 ended with.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
     last: pb.GenerateChunk | None = None
     status: str = "OK"
     message: str = ""
+    _lengths: Counter[int] = field(default_factory=Counter)
 
     def take(self, chunk: pb.GenerateChunk, now_s: float) -> None:
-        self.token_ids += chunk.token_ids
+        end = sum(n for sequence, n in self._lengths.items() if sequence <= chunk.sequence)
+        self.token_ids[end:end] = chunk.token_ids
+        self._lengths[chunk.sequence] += len(chunk.token_ids)
         self.arrivals_s += [now_s] * len(chunk.token_ids)
-        if chunk.finish_reason:
+        if chunk.finish_reason and chunk.sequence == 0:
             self.last = chunk
 
 
@@ -42,11 +51,12 @@ def call(
     intended_s: float,
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    metadata: Metadata = (),
 ) -> "Measured":
     """One request from its start to its end, however it ends. `intended_s`: of the clock."""
     sent_s = clock()
     heard = Heard()
-    stream = stub.GenerateStream(ask.request, timeout=ask.timeout_s)
+    stream = stub.GenerateStream(ask.request, timeout=ask.timeout_s, metadata=metadata)
     try:
         _listen(stream, ask, heard, clock, sleep)
     except grpc.RpcError as error:

@@ -36,6 +36,7 @@ class Load:
     log: Path
     num_users: int = 1
     num_workers: int = 0  # 0: Locust's one process makes the load itself
+    access_options: tuple[str, ...] = ()
 
 
 def run_locust(load: Load, show: Show) -> None:
@@ -62,7 +63,7 @@ def _main_arguments(load: Load, port: int) -> list[str]:
     master += ["--expect-workers", str(load.num_workers)]
     return [
         *(master if load.num_workers else []),
-        *("--headless", "--only-summary", "--host", load.address),
+        *("--headless", "--only-summary", "--host", load.address, *load.access_options),
         *("--users", str(load.num_users), "--spawn-rate", f"{spawn_rate:g}"),
         *("--scenario", plan.scenario, "--seed", str(plan.seed), "--rate", str(plan.rate)),
         *("--ramp", str(plan.ramp_s), "--requests", str(plan.max_requests)),

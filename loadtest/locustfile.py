@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import gevent
-import grpc
 from gevent.pool import Group
 from locust import events, task
 from locust.argument_parser import LocustArgumentParser
@@ -29,6 +28,7 @@ from loadtest.scenarios import SCENARIOS
 from loadtest.user import StreamUser, address_of
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access, read_access
 
 _IDLE_S = 0.1
 
@@ -47,6 +47,23 @@ def add_options(parser: LocustArgumentParser) -> None:
         "--records", default="", help="write a CSV file with every request", include_in_web_ui=False
     )
     add("--progress", action="store_true", help="print progress as JSON", include_in_web_ui=False)
+    _add_proof(parser)
+
+
+def _add_proof(parser: LocustArgumentParser) -> None:
+    """As for `quill generate`. Texts, not paths: they travel to the workers."""
+    for name, text in (
+        ("--ca", "use TLS, and trust this authority (PEM file)"),
+        ("--cert", "the client's own certificate (PEM file)"),
+        ("--key", "its key (PEM file)"),
+        ("--api-key-file", "holds the API key; or $QUILL_API_KEY"),
+    ):
+        parser.add_argument(name, default="", help=text, include_in_web_ui=False)
+    for name, text in (
+        ("--tls", "use TLS; the machine's own authorities are trusted"),
+        ("--insecure", "send the API key in the clear, if there is no TLS"),
+    ):
+        parser.add_argument(name, action="store_true", help=text, include_in_web_ui=False)
 
 
 class Shared:
@@ -92,7 +109,9 @@ def on_test_start(environment: Environment, **_: Any) -> None:
         ramp_s=options.ramp,
         max_new_tokens=options.max_new_tokens,
     )
-    Shared.crowd = Crowd(plan, ask_facts(environment.host), part, num_parts)
+    QuillUser.access = read_access(options)
+    facts = ask_facts(environment.host, QuillUser.access)
+    Shared.crowd = Crowd(plan, facts, part, num_parts)
     Shared.collector.watch(Shared.crowd)
 
 
@@ -106,10 +125,12 @@ def on_quit(**_: Any) -> None:
     Shared.collector.close()
 
 
-def ask_facts(host: str | None) -> Facts:
-    with grpc.insecure_channel(address_of(host)) as channel:
+def ask_facts(host: str | None, access: Access) -> Facts:
+    with access.channel(address_of(host), ()) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
-        return Facts.of(stub.GetModel(pb.GetModelRequest(), timeout=60, wait_for_ready=True))
+        request, metadata = pb.GetModelRequest(), access.metadata
+        model = stub.GetModel(request, timeout=60, wait_for_ready=True, metadata=metadata)
+    return Facts.of(model)
 
 
 class QuillUser(StreamUser):

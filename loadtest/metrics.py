@@ -3,6 +3,7 @@
 Knows: Prometheus' text format, HTTP. Does not know: the load.
 """
 
+import ssl
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loadtest.watching import Watcher
+from server.access import Access
 
 LOOK_S = 0.25
 _TIMEOUT_S = 2.0
@@ -33,22 +35,29 @@ def read_look(text: str, at_s: float) -> Look | None:
     return Look(at_s, found["quill_queue_depth"], found["quill_running_rows"])
 
 
-def guess_url(address: str) -> str:
+def guess_url(address: str, scheme: str = "http") -> str:
     """A server's metrics are at the port after its own, if nobody chose otherwise."""
     host, _, port = address.rpartition(":")
-    return f"http://{host}:{int(port) + 1}/metrics" if port.isdecimal() else ""
+    return f"{scheme}://{host}:{int(port) + 1}/metrics" if port.isdecimal() else ""
 
 
-def watch_server(url: str | None) -> Watcher[Look]:
+def watch_server(url: str | None, access: Access | None = None) -> Watcher[Look]:
     """Keeps going if the server doesn't. Without a page there is nothing to be seen."""
-    return Watcher(lambda: _look(url), LOOK_S)
+    access = access or Access()
+    authority = None if access.ca is None else access.ca.decode("ascii", "ignore")
+    context = ssl.create_default_context(cadata=authority)
+    return Watcher(lambda: _look(url, access, context), LOOK_S)
 
 
-def _look(url: str | None) -> Look | None:
+def _look(url: str | None, access: Access, context: ssl.SSLContext) -> Look | None:
     if not url:
         return None
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+        request = urllib.request.Request(url)
+        if request.type == "https" or access.may_show_key(request.host.rpartition(":")[0]):
+            for name, value in access.metadata:
+                request.add_header(name, value)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as reply:
             return read_look(reply.read().decode("utf-8", "replace"), time.time())
     except (OSError, ValueError):
         return None

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from loadtest.durations import parse_duration_ms
 from loadtest.errors import OptionError
+from server.access_options import add_proof
+from server.argument_types import address
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0
@@ -39,7 +41,7 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=0, metavar="N", help="end after so many")
     add("--scenario", default="short-chat", metavar="NAME",
         help="short-chat, long-prompt, long-answer, shared-prompt, mixed; cancels, slow-readers, "
-        "deadlines, bad-requests, reconnects, unfriendly (default short-chat)")  # fmt: skip
+        "deadlines, bad-requests, reconnects, unfriendly; beams (default short-chat)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same requests")
     add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
     add("--slo", metavar="LIMITS", help="ttft=500ms,gap=100ms (also tpot, total)")
@@ -55,12 +57,14 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--address", metavar="HOST:PORT", help="default: a server of its own, started and stopped")
+    add("--address", type=address, metavar="HOST:PORT",
+        help="default: a server of its own, started and stopped")  # fmt: skip
     add("--bundle", type=Path, metavar="DIR", help="for its own server (default: smollm2-135m)")
     add("--precision", metavar="P", help="for its own server: fp32, int4, … (default: the fastest)")
     add("--serve", default="", metavar="OPTIONS",
         help="more options for its own server, in quotes: '--max-slots 32'")  # fmt: skip
     add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
+    add_proof(parser)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Settings:
     bundle: Path | None
     serve_options: tuple[str, ...]
     metrics_url: str | None
+    access_options: tuple[str, ...]  # for Locust's processes: names of files, never a key
     users: int  # 0: open loop
     rate: float  # 0: closed loop
     shape: str
@@ -116,6 +121,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         bundle=args.bundle,
         serve_options=(*precision, *shlex.split(args.serve)),
         metrics_url=args.metrics,
+        access_options=_access_options(args),
         users=0 if is_open else args.users or DEFAULT_USERS,
         rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
         shape=args.shape,
@@ -130,6 +136,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
         num_workers=args.workers,
         out=args.out,
     )
+
+
+def _access_options(args: argparse.Namespace) -> tuple[str, ...]:
+    flags = [f"--{name}" for name in ("tls", "insecure") if getattr(args, name)]
+    for name in ("ca", "cert", "key", "api_key_file"):
+        path = getattr(args, name)
+        flags += [] if path is None else [f"--{name.replace('_', '-')}", str(path)]
+    return tuple(flags)
 
 
 def _duration_s(args: argparse.Namespace) -> float:

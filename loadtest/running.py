@@ -30,12 +30,14 @@ from loadtest.summary import lines
 from loadtest.verify import Verdict, verify
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access, read_access
 
 
 class Target(NamedTuple):
     address: str
     metrics_url: str | None
     model: pb.Model
+    access: Access
 
 
 class Loaded(NamedTuple):
@@ -52,11 +54,11 @@ def run(args: argparse.Namespace) -> None:
     check_scenario(settings.scenario)
     settings.out.mkdir(parents=True, exist_ok=True)
     if settings.recorded:
-        _run_recorded(settings, slo)
+        _run_recorded(settings, slo, read_access(args))
         return
     if importlib.util.find_spec("locust") is None:  # looked for, not imported
         raise ModuleNotFoundError("locust", name="locust")
-    with _target(settings) as target:
+    with _target(settings, read_access(args)) as target:
         print(_describe_model(target), flush=True)
         loaded = _search(settings, target, slo) if slo and settings.shape == "search" else None
         loaded = loaded or _load(settings, target)
@@ -65,12 +67,12 @@ def run(args: argparse.Namespace) -> None:
     _finish(settings, slo, loaded, facts, verdict)
 
 
-def _run_recorded(settings: Settings, slo: Slo | None) -> None:
+def _run_recorded(settings: Settings, slo: Slo | None, access: Access) -> None:
     assert settings.recorded
     records = read_records(settings.recorded)
     verdict, facts = None, machine_facts() | {"recorded": str(settings.recorded)}
     if settings.verify:
-        with _target(settings) as target:
+        with _target(settings, access) as target:
             facts |= _model_facts(target.model)
             verdict = _verify(target, records)
     _finish(settings, slo, Loaded(records, [], []), facts, verdict)
@@ -102,24 +104,29 @@ def _finish(
 
 
 @contextmanager
-def _target(settings: Settings) -> Iterator[Target]:
-    if settings.address:
-        wait_until_healthy(settings.address)
-        url = settings.metrics_url or guess_url(settings.address)
-        yield Target(settings.address, url, _get_model(settings.address))
+def _target(settings: Settings, access: Access) -> Iterator[Target]:
+    address = settings.address
+    if address:
+        wait_until_healthy(address, access=access)
+        scheme = "https" if access.uses_tls else "http"
+        url = settings.metrics_url or guess_url(address, scheme)
+        yield Target(address, url, _get_model(address, access), access)
         return
     log = settings.out / "server.log"
-    with own_server(log, settings.bundle, *settings.serve_options) as server:
-        yield Target(server.address, server.metrics_url, _get_model(server.address))
+    with own_server(log, settings.bundle, *settings.serve_options, access=access) as server:
+        model = _get_model(server.address, access)
+        yield Target(server.address, server.metrics_url, model, access)
 
 
-def _get_model(address: str) -> pb.Model:
-    with grpc.insecure_channel(address) as channel:
+def _get_model(address: str, access: Access) -> pb.Model:
+    with access.channel(address, ()) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
         try:
-            return pb_grpc.TextGenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=60)
+            return stub.GetModel(pb.GetModelRequest(), timeout=60, metadata=access.metadata)
         except grpc.RpcError as error:
             raise NoServerError(
-                f"the server at {address} doesn't speak quill.v1: {error.code().name}"
+                f"the server at {address} doesn't tell its model: {error.details()} "
+                f"({error.code().name}). API keys come with --api-key-file"
             ) from error
 
 
@@ -134,9 +141,10 @@ def _load(settings: Settings, target: Target) -> Loaded:
         log=log,
         num_users=settings.users or max(1, settings.num_workers),
         num_workers=settings.num_workers,
+        access_options=settings.access_options,
     )
     line = Line()
-    with watch_server(target.metrics_url) as watcher:
+    with watch_server(target.metrics_url, target.access) as watcher:
         run_locust(load, lambda told: line.show(describe(told)))
     line.end()
     found = read_records(records)
@@ -190,7 +198,7 @@ def _verify(target: Target, records: list[Record]) -> Verdict:
     def show(number: int, verdict: Verdict) -> None:
         line.show(f"verifying: {number:,} of {len(records):,}, {len(verdict.differences):,} differ")
 
-    verdict = verify(target.address, records, show)
+    verdict = verify(target.address, records, show, target.access)
     line.end()
     return verdict
 

@@ -117,6 +117,15 @@ def unfriendly(draw: Draw, facts: Facts) -> Ask:
     return _one_of(kinds, draw, facts)
 
 
+def beams(draw: Draw, facts: Facts) -> Ask:
+    """Searches instead of drawing: one answer or several, which come whole and at the end."""
+    request = chat(draw.random, draw.tokens(4, 24, facts), facts)
+    request.max_new_tokens = draw.tokens(8, 32, facts)
+    request.num_beams = min(draw.random.randint(2, 4), facts.max_num_beams)
+    request.num_sequences = draw.random.randint(1, request.num_beams)
+    return Ask(request)
+
+
 def _one_of(kinds: tuple[Scenario, ...], draw: Draw, facts: Facts) -> Ask:
     kind = draw.random.choice(kinds)
     return replace(kind(draw, facts), kind=name_of(kind))
@@ -130,7 +139,7 @@ SCENARIOS: dict[str, Scenario] = {
     name_of(function): function
     for function in (
         *(short_chat, long_prompt, long_answer, shared_prompt, mixed),
-        *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly),
+        *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams),
     )
 }
 

@@ -25,6 +25,7 @@ from loadtest.asking import Ask
 from loadtest.calling import Measured, call
 from loadtest.records import Record
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 
@@ -42,9 +43,13 @@ class StatusError(Exception):
 
 
 class StreamUser(User):
-    """Asks over a channel of its own. `host` is the server's address, without a scheme."""
+    """Asks over a channel of its own. `host` is the server's address, without a scheme.
+
+    `access` has TLS and an API key, where the server wants them: set it in a class of your own.
+    """
 
     abstract = True
+    access = Access()
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -73,12 +78,13 @@ class StreamUser(User):
 
     def _call(self, ask: Ask, intended_s: float) -> Measured:
         if not ask.reconnect:
-            return call(self._stub, ask, intended_s)
+            return call(self._stub, ask, intended_s, metadata=self.access.metadata)
         with self._connect() as channel:
-            return call(pb_grpc.TextGenerationStub(channel), ask, intended_s)
+            stub = pb_grpc.TextGenerationStub(channel)
+            return call(stub, ask, intended_s, metadata=self.access.metadata)
 
     def _connect(self) -> grpc.Channel:
-        return grpc.insecure_channel(address_of(self.host), options=_CHANNEL_OPTIONS)
+        return self.access.channel(address_of(self.host), _CHANNEL_OPTIONS)
 
     def _tell(self, record: Record) -> None:
         error = None if record.ok else StatusError(record.status)

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import grpc
-
 from loadtest.asking import Ask
 from loadtest.calling import Heard, call, finish_name, from_json
 from loadtest.errors import DifferentAnswerError
 from loadtest.records import Record
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.access import Access
 
 WHOLE = ("EOS", "LENGTH", "STOP")
 REFUSED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
@@ -52,14 +51,21 @@ class Verdict:
 
 
 def verify(
-    address: str, records: Sequence[Record], show: Callable[[int, Verdict], None]
+    address: str,
+    records: Sequence[Record],
+    show: Callable[[int, Verdict], None],
+    access: Access | None = None,
 ) -> Verdict:
     """One after the other. `show` is told after each."""
-    verdict = Verdict()
-    with grpc.insecure_channel(address) as channel:
+    verdict, access = Verdict(), access or Access()
+
+    def replay(ask: Ask) -> Heard:
+        return call(stub, ask, 0.0, metadata=access.metadata).heard
+
+    with access.channel(address, ()) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
         for number, record in enumerate(records, 1):
-            judge(record, lambda ask: call(stub, ask, 0.0).heard, verdict)
+            judge(record, replay, verdict)
             show(number, verdict)
     return verdict
 

@@ -1,12 +1,14 @@
 """How a client knows the server and proves who it is.
 
-Knows: TLS and API keys from the client's side. Does not know: calls.
+Knows: TLS and API keys from the client's side, channels. Does not know: calls.
 """
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -40,12 +42,22 @@ class Access:
         if self.uses_tls:
             return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
         host = address.rpartition(":")[0]
-        if self.api_key is not None and not self.insecure and not is_loopback(host):
+        if self.api_key is not None and not self.may_show_key(host):
             raise AccessError(
                 f"without TLS everybody on the way to {host} could read the API key. Give --tls or "
                 "--ca, or --insecure if the way is safe"
             )
         return None
+
+    def may_show_key(self, host: str) -> bool:
+        """In the clear."""
+        return self.insecure or is_loopback(host)
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        credentials = self.credentials(address)
+        if credentials is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, credentials, options=options)
 
     @property
     def uses_tls(self) -> bool:
@@ -70,16 +82,16 @@ def read_access(args: argparse.Namespace) -> Access:
     )
 
 
-def _api_key(path: Path | None) -> str | None:
+def _api_key(path: Path | str | None) -> str | None:
     content = _read(path)
     if content is not None:
         return content.decode("utf-8", "replace").strip()
     return os.environ.get("QUILL_API_KEY") or None
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read(path: Path | str | None) -> bytes | None:
     try:
-        return None if path is None else path.read_bytes()
+        return Path(path).read_bytes() if path else None
     except OSError as error:
         raise AccessError(f"can't read {path}: {error.strerror}") from error
 

@@ -62,6 +62,11 @@ def add_access(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"default {ADDRESS}",
     )
+    add_proof(parser)
+
+
+def add_proof(parser: argparse.ArgumentParser) -> None:
+    """How a client knows the server, and proves who it is."""
     parser.add_argument(
         "--tls", action="store_true", help="use TLS; the machine's own authorities are trusted"
     )

@@ -174,10 +174,7 @@ class Client:
 
 
 def open_channel(address: str, access: Access) -> grpc.Channel:
-    credentials = access.credentials(address)
-    if credentials is None:
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    return access.channel(address, CHANNEL_OPTIONS)
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:

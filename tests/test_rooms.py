@@ -12,8 +12,11 @@ MAY_IMPORT = {
     "export": {"model"},
     "server": {"protos", "export.manifest", "export.contract", "export.errors"},
     "protos": set(),
-    # The engine without the network, for `quill bench engine`.
-    "loadtest": {"protos", "server.loading", "server.request", "server.events", "server.errors"},
+    # The engine without the network, for `quill bench engine`; and a client's way in.
+    "loadtest": {
+        *("protos", "server.loading", "server.request", "server.events", "server.errors"),
+        *("server.access", "server.access_options", "server.argument_types", "server.unreachable"),
+    },
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.

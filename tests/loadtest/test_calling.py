@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from loadtest.asking import Ask
-from loadtest.calling import call, from_json, to_json
+from loadtest.calling import Heard, call, from_json, to_json
 from loadtest.own_server import OwnServer
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
@@ -121,3 +121,20 @@ def test_requests_survive_json() -> None:
     )
     assert "\n" not in to_json(request)
     assert from_json(to_json(request)) == request
+
+
+def test_several_sequences_are_kept_apart_however_they_come() -> None:
+    ended = pb.FINISH_REASON_LENGTH
+    chunks = [
+        pb.GenerateChunk(sequence=1, token_ids=[7]),
+        pb.GenerateChunk(sequence=0, token_ids=[1]),
+        pb.GenerateChunk(sequence=0, token_ids=[2, 3], finish_reason=ended, seed=5),
+        pb.GenerateChunk(sequence=1, token_ids=[8], finish_reason=ended, seed=6),
+    ]
+    heard = Heard()
+    for second, chunk in enumerate(chunks):
+        heard.take(chunk, float(second))
+    assert heard.token_ids == [1, 2, 3, 7, 8]
+    assert heard.arrivals_s == [0.0, 1.0, 2.0, 2.0, 3.0]
+    assert heard.last is not None
+    assert heard.last.seed == 5

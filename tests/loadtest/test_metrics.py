@@ -41,4 +41,5 @@ def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
 
 def test_metrics_are_guessed_at_the_next_port() -> None:
     assert guess_url("127.0.0.1:50051") == "http://127.0.0.1:50052/metrics"
+    assert guess_url("[::1]:1", "https") == "https://[::1]:2/metrics"
     assert guess_url("somewhere") == ""

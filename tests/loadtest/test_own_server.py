@@ -8,6 +8,7 @@ import pytest
 from loadtest.errors import NoServerError
 from loadtest.own_server import OwnServer, own_server, wait_until_healthy
 from loadtest.processes import free_port
+from server.access import Access
 
 
 def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> None:
@@ -32,6 +33,11 @@ def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         own_server(tmp_path / "log", Path("/nowhere")),
     ):
         pass
+
+
+def test_mix_up_of_tls_is_told_at_once(server: OwnServer) -> None:
+    with pytest.raises(NoServerError, match=r"doesn't speak TLS\. Leave out --tls"):
+        wait_until_healthy(server.address, access=Access(tls=True))
 
 
 def test_nobody_at_an_address_is_said_in_words() -> None:

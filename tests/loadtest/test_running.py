@@ -11,14 +11,16 @@ import pytest
 
 import quill
 from loadtest.asking import Facts
-from loadtest.calling import call
+from loadtest.calling import call, from_json
 from loadtest.errors import LoadtestError
 from loadtest.own_server import OwnServer
 from loadtest.records import read_records, write_records
 from loadtest.running import check_all_recorded
 from loadtest.scenarios import make_ask
 from protos import generation_pb2_grpc as pb_grpc
+from server.keys import add_key
 from tests.loadtest.made import made
+from tests.server.authority import Authority, write
 
 
 class Done(NamedTuple):
@@ -63,6 +65,33 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
         assert wanted in page
     assert page.count("data:image/png") == 5
     assert json.loads((tmp_path / "summary.json").read_text())["num_requests"] == 40
+
+
+def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
+    loadtest: Loadtest, bundle: Path, tmp_path: Path
+) -> None:
+    ours = Authority("ours")
+    files = write(tmp_path, ours.sign("server"))
+    (tmp_path / "ca.pem").write_bytes(ours.cert)
+    secret = add_key(tmp_path / "keys.json", "crowd")
+    (tmp_path / "crowd.key").write_text(secret)
+    protection = f"--tls-cert {files.cert} --tls-key {files.key} --api-keys {tmp_path}/keys.json"
+    out = tmp_path / "out"
+    done = loadtest(
+        out,
+        *("--bundle", str(bundle), "--precision", "fp32"),
+        *("--serve", f"--threads 1 --max-slots 8 {protection}"),
+        *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "crowd.key")),
+        *("--users", "3", "--requests", "12", "--scenario", "beams", "--max-new-tokens", "6"),
+        *("--workers", "1", "--verify"),
+    )
+    assert done.code == 0, done.errors
+    assert "verified: 12 of 12 answers are equal alone" in done.out
+    for record in read_records(out / "requests.csv"):
+        # An answer comes whole, when the search is over.
+        assert 1 <= len(set(record.arrivals_ms)) <= from_json(record.request).num_sequences
+    assert (out / "report.html").read_text(encoding="utf-8").count("data:image/png") == 5
+    assert not any(secret in path.read_text(errors="replace") for path in out.iterdir())
 
 
 def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_path: Path) -> None:
