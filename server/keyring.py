@@ -40,7 +40,8 @@ def _secret(headers: Sequence[str]) -> str:
     scheme, _, secret = (headers[0] if len(headers) == 1 else "").partition(" ")
     if scheme.lower() != "bearer" or not 0 < len(secret) <= MAX_SECRET:
         raise UnauthenticatedError(
-            "this server wants an API key: send the header `authorization: Bearer KEY`, once"
+            "this server wants an API key: give Quill's commands --api-key-file, or send the "
+            "header `authorization: Bearer KEY`, once"
         )
     return secret
 
