@@ -34,7 +34,7 @@ def short_chat(draw: Draw, facts: Facts) -> Ask:
 
 def long_prompt(draw: Draw, facts: Facts) -> Ask:
     """Much to read, little to say."""
-    most = min(facts.context // 2, 1024)
+    most = min(facts.context // 3, 1024)  # small vocabularies take three tokens a word
     number = draw.random.randint(most // 2, most)
     return Ask(with_sampling(draw, prompt(draw.random, number, facts), draw.tokens(4, 16, facts)))
 
