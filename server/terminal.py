@@ -90,6 +90,8 @@ def chat(args: argparse.Namespace) -> None:
         history.append({"role": "system", "content": args.system})
     with Client(args.address, access=read_access(args)) as client:
         model = client.model()
+        if not model.chat_template:
+            raise ServerError(f"{model.name} has no chat template. Use `quill generate`")
         options = spoken(_options(args), args.chat_sampling, model)
         print(f"Talking with {model.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
         while (words := _listen()) is not None:

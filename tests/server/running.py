@@ -188,11 +188,15 @@ class Running:
 
 @contextmanager
 def running_server(
-    max_rows: int = 4, max_waiting: int = 4, wait: bool = True, **changes: Any
+    max_rows: int = 4,
+    max_waiting: int = 4,
+    wait: bool = True,
+    served: Served | None = None,
+    **changes: Any,
 ) -> Iterator[Running]:
     """`changes`: of the settings."""
     settings = Settings(port=0, max_waiting=max_waiting, max_message_bytes=2**20, **changes)
-    running = Running(Reciter(), settings, make_served(max_rows, max_waiting))
+    running = Running(Reciter(), settings, served or make_served(max_rows, max_waiting))
     if not wait:
         running.loading.clear()
     running.start(wait)

@@ -12,7 +12,7 @@ import quill
 from protos import generation_pb2 as pb
 from server import terminal
 from server.asking import CallError, Options
-from tests.server.running import Running, running_server
+from tests.server.running import Running, make_manifest, make_served, running_server
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,13 @@ def test_chat_refuses_what_it_could_not_show(run: Run, option: tuple[str, ...]) 
     code, _, errors = run("chat", *option)
     assert code == 1
     assert "a chat shows one plain answer" in errors
+
+
+def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:
+    served = make_served(template=None, manifest=make_manifest(chat_template=None))
+    with running_server(served=served) as server:
+        assert quill.main(["chat", "--address", server.address]) == 1
+    assert "has no chat template. Use `quill generate`" in capsys.readouterr().err
 
 
 def test_chat_survives_a_refusal_and_ctrl_c_at_the_prompt(
