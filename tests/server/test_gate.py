@@ -109,7 +109,7 @@ def test_health_is_open_and_the_rest_is_not(running: Running, keys: Keys) -> Non
 
 
 def test_reflection_and_metrics_follow_their_switches(keys: Keys) -> None:
-    switches = {"open_reflection": True, "open_metrics": True}
+    switches: dict[str, Any] = {"open_reflection": True, "open_metrics": True}
     with running_server(api_keys=keys.path, metrics_port=0, **switches) as running:
         assert "quill.v1.TextGeneration" in reflect(running, None)
         assert "quill_slots" in read_metrics(running)
