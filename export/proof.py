@@ -4,13 +4,14 @@ Knows: what must hold for each precision before a bundle may exist.
 Does not know: how graphs are made or written.
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from export.errors import VerificationError
-from export.held_out import held_out
+from export.held_out import Passage, held_out
 from export.invariance import MAX_PROMPT, NUM_SLOTS, measure_invariance
 from export.manifest import Graphs, Precision, Sizes, Verification
 from export.oracle import Answer, Oracle, Surprise, joined
@@ -20,12 +21,20 @@ from export.runner import Runner
 from export.verify import check_graphs, probes
 from model.checkpoint import Checkpoint
 
-# Half precision has no fast kernel on a CPU: a few passages must do.
-MAX_PASSAGES: dict[Precision, int] = {"fp16": 2}
+# Half precision has no fast kernel on a CPU: a few hundred tokens must do.
+ENOUGH_TOKENS: dict[Precision, int] = {"fp16": 400}
 # How much perplexity may rise over PyTorch's. int4 that was made here has no limit: it is reported,
 # and the server looks at it when it chooses a precision.
 MAX_RISE: dict[Precision, float] = {"fp32": 1e-4, "fp16": 5e-3, "int8": 5e-3}
 MAX_RISE_FROM_SOURCE = 5e-3
+
+
+def enough(passages: list[Passage], num_tokens: int | None) -> list[Passage]:
+    """The first passages that have so many tokens together; all of them if None."""
+    if num_tokens is None:
+        return passages
+    totals = itertools.accumulate(len(passage.ids) for passage in passages)
+    return passages[: 1 + sum(total < num_tokens for total in totals)]
 
 
 class Proof:
@@ -44,7 +53,7 @@ class Proof:
         """The same graphs with what was measured. Refuses those that aren't good enough."""
         runner = Runner(directory, graphs, sizes, NUM_SLOTS, self._capacity())
         worst = check_graphs(runner, self._answers_for(quantisation), graphs.precision)
-        passages = self._held_out.passages[: MAX_PASSAGES.get(graphs.precision)]
+        passages = enough(self._held_out.passages, ENOUGH_TOKENS.get(graphs.precision))
         found = replay(runner, passages, NUM_SLOTS)
         expected = joined(self._surprises[: len(passages)])
         _check_rise(graphs.precision, found, expected, quantisation)
