@@ -47,8 +47,8 @@ class Region(NamedTuple):
 @contextmanager
 def huge_pages() -> Iterator[None]:
     """What is allocated inside and kept is in large pages afterwards."""
-    libc = ctypes.CDLL(None)
-    if not _MAPS.exists() or not hasattr(libc, "mallopt"):
+    libc = ctypes.CDLL(None) if _MAPS.exists() else None
+    if libc is None or not hasattr(libc, "mallopt"):
         yield
         return
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
