@@ -48,6 +48,15 @@ class Target(NamedTuple):
     is_json: bool
     describe: bool = False  # the bundle's manifest is made to agree with it
 
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}" if self.is_inside else self.path.name
+
+    @property
+    def is_inside(self) -> bool:
+        """Of a bundle or a checkpoint."""
+        return self.path.parent.name in good_files.NAMES
+
 
 def find_targets(directory: Path) -> list[Target]:
     """What tests/good_files.py wrote there."""
@@ -165,7 +174,7 @@ def main() -> None:
         target.read()
     _limit_memory()
     sys.addaudithook(_refuse_outside)
-    outcomes: Counter[str] = Counter()
+    outcomes: Counter[tuple[str, str]] = Counter()
     failures: dict[str, str] = {}  # the first at each place
     for number in range(args.first, args.first + args.inputs):
         target = targets[number % len(targets)]
@@ -173,10 +182,11 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, HANGS_S)  # ends the process
         signal.alarm(WAITS_S)
         try:
-            outcomes[try_one(random.Random(f"{args.seed}/{number}"), target)] += 1
+            answer = try_one(random.Random(f"{args.seed}/{number}"), target)
+            outcomes[target.name, answer] += 1
         except Exception as error:
             failures.setdefault(_place(error), f"input {number}: {error!r}"[:500])
-    print(json.dumps(outcomes), flush=True)
+    print(json.dumps([(*key, count) for key, count in outcomes.items()]), flush=True)
     if failures:
         sys.exit("\n".join(f"{where}: {what}" for where, what in failures.items()))
 

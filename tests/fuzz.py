@@ -25,6 +25,7 @@ SHARE_OF_BYTES = 0.3
 SHARE_OF_FILES = 0.1
 FILES_AT_ONCE = 5000
 SHOW_S = 5.0
+Outcomes = Counter[tuple[str, str]]  # by kind of input, and answer
 # grpc's own words about headers that are no text have a traceback too: it isn't of our code.
 BUG = re.compile(r"a bug in |broke down|File \".*/server/\w+\.py\"")
 
@@ -47,12 +48,12 @@ def main() -> None:
     minutes = (time.monotonic() - started_s) / 60
     num_tried = outcomes.total() + files.total()
     print(f"{num_tried:,} bad inputs in {minutes:.1f} minutes (seed {args.seed})")
-    print(f"at the server's port: {_list(outcomes)}")
-    print(f"at the readers of files: {_list(files)}")
+    print("at the server's port:", *_lines(outcomes), sep="\n  ")
+    print("at the readers of files:", *_lines(files), sep="\n  ")
     print("no crash, no hang, no INTERNAL, no other answer, no slot or descriptor kept")
 
 
-def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> Counter[str]:
+def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> Outcomes:
     log = directory / "server.log"
     with server_process(directory / "bundle", log, "--max-slots", "8") as server:
         outcomes = asyncio.run(_besiege(server, seed, numbers, time.monotonic() + 60 * minutes))
@@ -63,7 +64,7 @@ def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> C
     return outcomes
 
 
-async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: float) -> Counter[str]:
+async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: float) -> Outcomes:
     besieger = Besieger(server.address)
     known = await besieger.known_answer()
     num_fds, shown_s = server.num_fds, 0.0
@@ -83,9 +84,9 @@ async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: floa
     return besieger.outcomes
 
 
-def fuzz_files(directory: Path, seed: int, first: int, number: int) -> Counter[str]:
+def fuzz_files(directory: Path, seed: int, first: int, number: int) -> Outcomes:
     """In processes of their own, which may be killed by what they read."""
-    outcomes: Counter[str] = Counter()
+    outcomes: Outcomes = Counter()
     for start in range(first, first + number, FILES_AT_ONCE):
         inputs = min(FILES_AT_ONCE, first + number - start)
         outcomes += read_bad_files(directory, seed, start, inputs)
@@ -93,18 +94,24 @@ def fuzz_files(directory: Path, seed: int, first: int, number: int) -> Counter[s
     return outcomes
 
 
-def read_bad_files(directory: Path, seed: int, first: int, number: int) -> Counter[str]:
+def read_bad_files(directory: Path, seed: int, first: int, number: int) -> Outcomes:
     options = ("--seed", str(seed), "--first", str(first), "--inputs", str(number))
     command = [sys.executable, "-m", "tests.bad_files", str(directory), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     *_, last = ["nothing was read", *done.stdout.splitlines()]
     if done.returncode:
         raise SiegeError(f"code {done.returncode} at {last}: {done.stderr[-2000:]}")
-    return Counter(json.loads(last))
+    return Counter({(kind, answer): count for kind, answer, count in json.loads(last)})
 
 
-def _list(outcomes: Counter[str]) -> str:
-    return ", ".join(f"{number:,} {name}" for name, number in outcomes.most_common()) or "none"
+def _lines(outcomes: Outcomes) -> list[str]:
+    """One for each kind of input: how many there were, and what was answered."""
+    lines = []
+    for kind in sorted({kind for kind, _ in outcomes}):
+        answers = Counter({name: num for (each, name), num in outcomes.items() if each == kind})
+        listed = ", ".join(f"{num:,} {name}" for name, num in answers.most_common())
+        lines.append(f"{kind}, {answers.total():,}: {listed}")
+    return lines or ["none"]
 
 
 def _show(text: str) -> None:

@@ -25,11 +25,12 @@ OTHERS = (
 class Sent(NamedTuple):
     content: bytes
     rudely: bool  # ends with a reset instead of a goodbye
+    kind: str = "by hand"
 
 
 def make_bytes(chance: random.Random) -> Sent:
-    kinds = (_noise, _other, _frames, _frames, _call, _call, _flood)
-    return Sent(chance.choice(kinds)(chance), chance.random() < 0.3)
+    kind = chance.choice(tuple(KINDS))
+    return Sent(KINDS[kind](chance), chance.random() < 0.3, kind)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
@@ -95,3 +96,12 @@ def _flood(chance: random.Random) -> bytes:
     payload = bytes(chance.getrandbits(8) for _ in range(sizes.get(kind, 0)))
     opened = frame(HEADERS, 0, 1, headers(f"/{SERVICE}/Generate"))
     return begin() + opened + frame(kind, 0, chance.choice((0, 1)), payload) * 300
+
+
+KINDS = {
+    "noise": _noise,
+    "another protocol": _other,
+    "any frames": _frames,
+    "a call that is nearly right": _call,
+    "a flood": _flood,
+}

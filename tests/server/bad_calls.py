@@ -29,6 +29,21 @@ FLOATS += (float("inf"), float("-inf"), float("nan"))
 TEXTS: tuple[str, ...] = ("", "a", "\0", "<|endoftext|>", "\ufdd0", "\u202e", "%s%n")
 TEXTS += ("\U0001f600" * 40, "é" * 90, "x" * 5000, "{{ 7 * 7 }}", "user", "../../etc/passwd")
 LONG_TEXT = "a" * 200_000
+LIKELY: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 0.01, 1.0, 2.0),
+    "top_k": (0, 1, 2, 511, 512),
+    "top_p": (0.001, 0.5, 1.0),
+    "min_p": (0.0, 0.3, 1.0),
+    "repetition_penalty": (0.5, 1.3),
+    "frequency_penalty": (-2.0, 2.0),
+    "ignore_eos": (True,),
+    "num_sequences": (1, 2, 4),
+    "num_beams": (1, 2, 4),
+    "logprobs": (0, 1, 20),
+    "prompt_logprobs": (0, 20),
+    "echo": (True,),
+    "priority": (-10, 10),
+}
 
 
 class Call(NamedTuple):
@@ -38,7 +53,7 @@ class Call(NamedTuple):
 
 def make_call(chance: random.Random) -> Call:
     method = chance.choice([*REQUESTS, "Generate", STREAMING])
-    make = chance.choice([_hostile, _hostile, _mutated, _noise])
+    make = chance.choice([_hostile, _hostile, _nearly_right, _mutated, _noise])
     message = make(chance, REQUESTS[method])
     return Call("Nothing" if chance.random() < 0.01 else method, message)
 
@@ -51,6 +66,28 @@ def _hostile(chance: random.Random, kind: type[Message]) -> bytes:
     message = kind()
     _fill(chance, message)
     return message.SerializeToString()
+
+
+def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
+    """Something that is served, mostly with one field that isn't right: it gets furthest."""
+    message = kind()
+    if isinstance(message, pb.GenerateRequest):
+        message.prompt_ids.ids.extend(_ids(chance))
+        message.max_new_tokens = chance.randint(1, 12)
+        message.seed = chance.getrandbits(64)
+        for field, values in LIKELY.items():
+            if chance.random() < 0.15:
+                setattr(message, field, chance.choice(values))
+    elif isinstance(message, pb.ScoreRequest):
+        message.token_ids.ids.extend(_ids(chance))
+    fields: list[Any] = [each for each in message.DESCRIPTOR.fields if not each.containing_oneof]
+    if fields and chance.random() < 0.6:
+        _set(chance, message, chance.choice(fields))
+    return message.SerializeToString()
+
+
+def _ids(chance: random.Random) -> list[int]:
+    return [chance.randrange(512) for _ in range(chance.choice((1, 2, 3, 16, 17, 40, 110)))]
 
 
 def _mutated(chance: random.Random, kind: type[Message]) -> bytes:

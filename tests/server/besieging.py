@@ -40,7 +40,7 @@ class Besieger:
     def __init__(self, address: str) -> None:
         self._address = address
         self._channel = grpc.aio.insecure_channel(address)
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # by kind of input, and answer
 
     async def close(self) -> None:
         await self._channel.close()
@@ -76,7 +76,7 @@ class Besieger:
             if outcome not in FINE:
                 shown = f"{call.method} {call.message[:200]!r}"
                 raise SiegeError(f"{name}, {shown}: {outcome}: {error.details()}") from error
-        self.outcomes[outcome] += 1
+        self.outcomes[call.method, outcome] += 1
 
     async def ask(self, call: Call) -> None:
         channel: Any = self._channel  # messages are bytes here, which the stubs don't foresee
@@ -91,17 +91,22 @@ class Besieger:
         """The server may answer or hang up. That it still serves others is asked elsewhere."""
         host, _, port = self._address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        # A server that hangs up while we write is within its rights.
-        with contextlib.suppress(OSError, TimeoutError):
+        answer = "no answer"
+        try:
             writer.write(sent.content)
             await writer.drain()
             async with asyncio.timeout(ANSWER_S):
                 while await reader.read(65_536):
-                    pass
+                    answer = "answered"
+            answer = "hung up"
+        except TimeoutError:
+            pass  # nobody need wait for the end of what it has to say
+        except OSError:  # a server that hangs up while we write is within its rights
+            answer = "hung up"
         if sent.rudely:
             linger = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        self.outcomes["raw bytes"] += 1
+        self.outcomes[f"bytes: {sent.kind}", answer] += 1
