@@ -28,6 +28,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 # client waits for its turn by itself. Wherever it could fill the queue twice, it may have as many.
 MAX_CALLS = 1024
 MAX_DESCRIPTORS = 2**16
+# How long a call may lie unread while the process gets no time. After 30 s, its own choice, gRPC
+# would say CANCELLED, which means that the caller left: nobody tries again. Deadlines still hold.
+MAX_UNREAD_S = 1800
 ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
 
 
@@ -49,6 +52,7 @@ def make_server(
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
     server = make_stranger_proof(guards, options)
