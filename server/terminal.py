@@ -66,6 +66,8 @@ def _show(chunks: Iterable[pb.GenerateChunk]) -> int:
     finally:
         if chunk is not None:
             print(flush=True)
+    if chunk is not None and chunk.finish_reason == pb.FINISH_REASON_DEADLINE:
+        print("(cut off by --timeout)", file=sys.stderr)
     return 0 if chunk is None else chunk.seed
 
 

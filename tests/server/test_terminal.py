@@ -97,6 +97,12 @@ def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
     assert capsys.readouterr().out == "de\n"
 
 
+def test_answer_that_the_timeout_cut_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = pb.FINISH_REASON_DEADLINE
+    assert terminal._show([pb.GenerateChunk(text="de", finish_reason=reason, seed=3)]) == 3
+    assert capsys.readouterr() == ("de\n", "(cut off by --timeout)\n")
+
+
 def test_logit_bias_is_read(run: Run) -> None:
     token = ord("q") + 1
     options = ("--max-new-tokens", "1", "--logit-bias", f"{token}:100")
