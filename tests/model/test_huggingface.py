@@ -202,7 +202,8 @@ def test_mistrals_sliding_window_is_refused_even_when_only_implied(
     [
         ({"hidden_size": "REMOVED"}, "hidden_size"),
         ({"hidden_size": "big"}, "'hidden_size' as 'big'"),
-        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
+        ({"num_hidden_layers": 1000}, "1000 layers"),
         ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\."),
         ({"vocab_size": 999}, r"embed_tokens\.weight .* \(300, 48\).* \(999, 48\)"),
         ({"num_attention_heads": 0}, "num_heads is 0"),
