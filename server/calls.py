@@ -5,6 +5,7 @@ Knows: grpc.aio's contexts, callers, quotas, records. Does not know: what calls 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -19,6 +20,9 @@ from server.status import grpc_status
 from server.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
+
+ROUNDING = 0.01
+SLACK_S = 0.01  # clocks are read at different moments
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,7 +49,9 @@ class Calls:
             error = raised
             record.outcome = status_name(error)
         except asyncio.CancelledError:
-            record.outcome = "DEADLINE_EXCEEDED" if _is_past(context) else "CANCELLED"
+            record.outcome = "CANCELLED"
+            if _is_past(context, record.arrived_s):
+                record.outcome = "DEADLINE_EXCEEDED"
             raise
         except Exception:
             logger.exception("a bug in %s, request %s", method, record.request_id)
@@ -71,6 +77,14 @@ def _trace_headers(context: Context) -> dict[str, str]:
     return {name: str(value) for name, value in metadata if name in HEADERS}
 
 
-def _is_past(context: Context) -> bool:
+def _is_past(context: Context, arrived_s: float) -> bool:
+    """Whether a call that its client gave up had reached its deadline.
+
+    gRPC rounds a timeout up by one in a hundred at most before it sends it, so a client's own
+    deadline comes a little before the one that the server is told.
+    """
     left_s = cast("float | None", context.time_remaining())  # the stub forgets None
-    return left_s is not None and left_s <= 0
+    if left_s is None:
+        return False
+    whole_s = time.monotonic() - arrived_s + left_s
+    return left_s <= ROUNDING * whole_s + SLACK_S
