@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from export.manifest import CacheType, Sizes
 from server.errors import StartError
+from server.huge_pages import small_pages
 from server.plan import Copy
 
 # Y layers and sides: key 0, value 0, key 1, … · S slots · K key/value heads · C capacity
@@ -64,6 +65,7 @@ class Slots:
                 f"{num_slots} slots of {shape.capacity} tokens need {needed:.1f} GB of memory, and "
                 "there isn't as much. Lower --max-slots or --context"
             ) from error
+        small_pages(self._caches_YSKCH)
 
     def __len__(self) -> int:
         return int(self._caches_YSKCH.shape[1])
