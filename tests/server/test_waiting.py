@@ -158,10 +158,21 @@ def test_nobody_starves_whatever_others_send(others: list[tuple[int, int]]) -> N
     assert not num_left
 
 
-def test_whoever_calls_everything_urgent_gains_no_greater_share() -> None:
+def test_whoever_calls_everything_urgent_makes_nobody_else_wait() -> None:
     line = WaitingLine()
-    for index in range(1000):
+    for index in range(100):
         line.add(_request(f"a{index}", MAX_PRIORITY, "a"))
-        line.add(_request(f"b{index}", 0, "b"))
-    served = Counter(_take(line).owner for _ in range(1200))
-    assert served["a"] - served["b"] <= PLACES_PER_LEVEL * MAX_PRIORITY + 1
+    line.add(_request("b", 0, "b"))
+    assert [_take(line).owner for _ in range(2)].count("b") == 1
+    for index in range(1000):
+        line.add(_request(f"c{index}", MAX_PRIORITY, "c"))
+        line.add(_request(f"d{index}", 0, "d"))
+    served = Counter(_take(line).owner for _ in range(600))
+    assert abs(served["c"] - served["d"]) <= 1
+
+
+def test_urgent_request_goes_before_its_owners_others() -> None:
+    line = WaitingLine()
+    for name, priority, owner in (("a1", 0, "a"), ("b1", 0, "b"), ("a2", 0, "a"), ("a3", 5, "a")):
+        line.add(_request(name, priority, owner))
+    assert _empty(line) == ["a3", "b1", "a1", "a2"]
