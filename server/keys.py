@@ -54,6 +54,10 @@ class ApiKey:
             value = getattr(self, limit)
             if value is not None and (type(value) is not int or value < 1):
                 raise KeysError(f"{limit} of key {self.name} is {value!r}; it must be at least 1")
+        if not isinstance(self.admin, bool):
+            raise KeysError(f"admin of key {self.name} is {self.admin!r}; it must be true or false")
+        if not isinstance(self.revoked, str | None):
+            raise KeysError(f"revoked of key {self.name} is {self.revoked!r}; it must be a date")
 
 
 def digest(secret: str) -> str:
@@ -62,11 +66,13 @@ def digest(secret: str) -> str:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise KeysError(f"{path} isn't a file")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         hint = "`quill keys add` makes one"
         raise KeysError(f"can't read the keys in {path}: {error.strerror}; {hint}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeysError(f"{path} isn't JSON in UTF-8: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise KeysError(f"{path} isn't a file of keys in format {FORMAT}")
@@ -123,8 +129,9 @@ def _now() -> str:
 
 
 def _change(path: Path, change: Callable[[tuple[ApiKey, ...]], tuple[ApiKey, ...]]) -> None:
+    path = path.resolve()  # what a link leads to is changed, not the link
     try:
-        with _locked(path.absolute().parent):
+        with _locked(path.parent):
             keys = change(read_keys(path) if path.exists() else ())
             content = {"format": FORMAT, "keys": [asdict(key) for key in keys]}
             _replace(path, json.dumps(content, indent=1) + "\n")
