@@ -5,6 +5,7 @@ Knows: grpc.aio's contexts, callers, quotas, records. Does not know: what calls 
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 ROUNDING = 0.01
 SLACK_S = 0.01  # clocks are read at different moments
+
+# Names of certificates go into the log, where a line must not be two.
+_UNFIT = re.compile(r"[^\w.@,:*/+-]")
+MAX_NAME = 200
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -68,7 +73,8 @@ def caller_of(context: Context) -> Caller:
     """By its API key; without those, by its certificate, if it had to show one."""
     caller, identities = CALLER.get(), context.peer_identities()
     if caller is ANYBODY and identities:
-        return Caller(name=b",".join(identities).decode("utf-8", "replace"))
+        name = b",".join(identities).decode("utf-8", "replace")
+        return Caller(name=_UNFIT.sub("_", name)[:MAX_NAME])
     return caller
 
 

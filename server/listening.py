@@ -76,6 +76,8 @@ def allow_connections() -> None:
 def bind(server: grpc.aio.Server, settings: Settings) -> int:
     """The port that it took."""
     host, port = settings.host, settings.port
+    if ":" in host and not host.startswith(("[", "unix:")):
+        host = f"[{host}]"  # IPv6
     credentials = None if settings.tls is None else server_credentials(settings.tls)
     try:
         if credentials is None:

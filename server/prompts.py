@@ -79,6 +79,7 @@ def _read_messages(messages: Sequence[pb.Message], served: Served) -> list[int]:
         if message.role not in ROLES:
             given = f"has a message of the role {message.role[:40]!r}"
             raise InvalidFieldError("messages", f"{given}; known are {', '.join(ROLES)}")
+    _check_length(sum(len(message.content) for message in messages), "messages", served, text)
     spoken = [{"role": each.role, "content": text.mark(each.content)} for each in messages]
     return text.encode_rendered(served.template.render(spoken))
 
@@ -91,10 +92,15 @@ def _text(served: Served, field: str) -> Text:
     return served.text
 
 
-def encode(text: str, field: str, served: Served) -> list[int]:
+def encode(text: str, field: str, served: Served, whole: bool = True) -> list[int]:
     tokenizer = _text(served, field)
-    most = served.context * tokenizer.max_characters_per_token
-    if len(text) > most:  # refused before time is spent on it
-        rule = f"{served.context} tokens have at most {most}"
-        raise InvalidFieldError(field, f"has {len(text)} characters; {rule}")
-    return tokenizer.encode(text)
+    _check_length(len(text), field, served, tokenizer)
+    return tokenizer.encode(text, whole)
+
+
+def _check_length(num_characters: int, field: str, served: Served, text: Text) -> None:
+    """Refused before time is spent on it: everybody's time, while a tokenizer reads."""
+    most = served.context * text.max_characters_per_token
+    if num_characters > most:
+        rule = f"for a context of {served.context} tokens at most {most} are read"
+        raise InvalidFieldError(field, f"has {num_characters} characters; {rule}")

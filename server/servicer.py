@@ -4,6 +4,7 @@ Knows: grpc.aio, the order of things in a call. Does not know: the engine, how t
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,8 +19,14 @@ from server.answer import Answer, Chunk, merge
 from server.calls import Calls, Context
 from server.desk import Desk
 from server.duty import Duty
-from server.errors import SlowReaderError, UnavailableError, UnsupportedError
-from server.prompts import check_ids
+from server.errors import (
+    InvalidFieldError,
+    SlowReaderError,
+    StepError,
+    UnavailableError,
+    UnsupportedError,
+)
+from server.prompts import check_ids, encode
 from server.record import Record
 from server.served import Served
 from server.station import Station
@@ -33,11 +40,14 @@ from server.wire import (
     timings_message,
 )
 
+logger = logging.getLogger(__name__)
+
 Tell = Callable[[Chunk], Awaitable[None]]
 _Result = TypeVar("_Result")
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
+MAX_DETOKENIZED = 2**17  # tokens
 # How long before a client's deadline a request is stopped: a share of its time, and at most.
 MARGIN = 0.1
 MAX_MARGIN_S = 0.1
@@ -99,7 +109,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with self._call("Tokenize", context) as call:
-            return await _read(_tokenize, request, _text(call.served))
+            return await _read(_tokenize, request, call.served)
         raise AssertionError("the call was aborted")
 
     async def Detokenize(
@@ -175,8 +185,19 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
 async def _read(read: Callable[..., _Result], message: Message, *rest: Any) -> _Result:
     if message.ByteSize() <= MAX_INLINE_BYTES:
-        return read(message, *rest)
-    return await asyncio.to_thread(read, message, *rest)
+        return _read_guarded(read, message, *rest)
+    return await asyncio.to_thread(_read_guarded, read, message, *rest)
+
+
+def _read_guarded(read: Callable[..., _Result], *arguments: Any) -> _Result:
+    """The tokenizer's panics are no Exceptions: nobody would answer the call."""
+    try:
+        return read(*arguments)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        logger.exception("the tokenizer failed")
+        raise StepError(f"the tokenizer failed: {error}") from error
 
 
 def _deadline_s(context: Context) -> float | None:
@@ -193,13 +214,17 @@ def _text(served: Served) -> Text:
     return served.text
 
 
-def _tokenize(message: pb.TokenizeRequest, text: Text) -> pb.TokenizeResponse:
-    begin = message.add_special_tokens if message.HasField("add_special_tokens") else True
-    ids = text.encode(message.text, begin)
+def _tokenize(message: pb.TokenizeRequest, served: Served) -> pb.TokenizeResponse:
+    text = _text(served)
+    whole = message.add_special_tokens if message.HasField("add_special_tokens") else True
+    ids = encode(message.text, "text", served, whole)
     return pb.TokenizeResponse(token_ids=ids, tokens=[text.piece(id) for id in ids])
 
 
 def _detokenize(message: pb.DetokenizeRequest, served: Served) -> pb.DetokenizeResponse:
+    if len(message.token_ids) > MAX_DETOKENIZED:
+        rule = f"at most {MAX_DETOKENIZED} are taken at once"
+        raise InvalidFieldError("token_ids", f"has {len(message.token_ids)} tokens; {rule}")
     check_ids("token_ids", message.token_ids, served)
     skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
     return pb.DetokenizeResponse(text=_text(served).decode(message.token_ids, skip))

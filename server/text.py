@@ -19,6 +19,8 @@ from server.errors import StartError
 # Stands inside the special tokens that people write in a conversation, so that they aren't taken
 # for the template's own. Unicode promises that it is never a character of any text.
 _MARK = "\ufdd0"
+# The library holds everybody up while it reads: 4 million characters took seconds.
+MAX_CHARACTERS_PER_TOKEN = 32
 
 
 class Text:
@@ -26,9 +28,9 @@ class Text:
 
     def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
         """The tokens that begin and end what a model reads, if that begins or ends with one."""
-        self._parsing = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._parsing = _open(tokenizer_json)
         # The library keeps this choice in the object. One object for each keeps calls independent.
-        self._plain = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._plain = _open(tokenizer_json)
         self._plain.encode_special_tokens = True
         self._bos = bos
         self._eos = eos
@@ -39,14 +41,16 @@ class Text:
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
         longest = max(map(len, self._parsing.get_vocab()), default=1)
-        # Of the text that one token can stand for; a normaliser may have made it shorter.
-        self.max_characters_per_token = 4 * longest
+        # Of a text as a whole: a token can stand for more, but hardly every token of a long text.
+        self.max_characters_per_token = min(4 * longest, MAX_CHARACTERS_PER_TOKEN)
 
     @classmethod
     def load(cls, path: Path, bos: int | None, eos: int | None = None) -> "Text":
         try:
             return cls(path.read_text("utf-8"), bos, eos)
-        except Exception as error:  # the library raises a bare Exception for what it can't read
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exceptions, and panics, which aren't even those
             raise StartError(f"{path} can't be read as a tokenizer: {error}") from error
 
     def encode(self, text: str, whole: bool = True) -> list[int]:
@@ -105,6 +109,14 @@ class Text:
         if token_id not in self._bytes:
             self._bytes[token_id] = _bytes_of_piece(self._parsing.id_to_token(token_id) or "")
         return self._bytes[token_id]
+
+
+def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
+    """Without padding and cutting: lengths are ours to decide."""
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _bytes_of_piece(piece: str) -> bytes:
