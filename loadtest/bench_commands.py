@@ -99,7 +99,7 @@ def _add_server(kinds: "Subparsers") -> None:
         "--answer", type=_positive, default=64, metavar="TOKENS", help="of each answer; default 64"
     )
     parser.add_argument(
-        "--context", type=_positive, default=512, metavar="TOKENS", help="of a slot; default 512"
+        "--context", type=_positive, default=256, metavar="TOKENS", help="of a slot; default 256"
     )
     parser.add_argument(
         "--peers",
