@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Ask = Callable[[Sequence[int]], int]  # a prompt; answers the number of tokens that came
+IsOver = Callable[[], bool]
+User = Callable[[int, IsOver], None]  # which one it is
 
 
 class Served(NamedTuple):
@@ -28,23 +30,32 @@ def closed_loop(
 ) -> Served:
     """Everybody starts at once and begins nothing new after `duration_s`."""
     counts: list[int] = []
-    errors: list[BaseException] = []
     start_s = time.perf_counter()
 
-    def user(number: int) -> None:
+    def user(number: int, is_over: IsOver) -> None:
         turn = number
+        while time.perf_counter() - start_s < duration_s and not is_over():
+            counts.append(ask(prompts[turn % len(prompts)]))
+            turn += num_users
+
+    run_users(user, num_users)
+    return Served(len(counts), sum(counts), time.perf_counter() - start_s)
+
+
+def run_users(user: User, num_users: int) -> None:
+    """So many at once, until each is done. It is over for all when one of them fails."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
         try:
-            while time.perf_counter() - start_s < duration_s and not errors:
-                counts.append(ask(prompts[turn % len(prompts)]))
-                turn += num_users
+            user(number, lambda: bool(errors))
         except BaseException as error:  # raised again below, in the caller's thread
             errors.append(error)
 
-    users = [threading.Thread(target=user, args=(number,)) for number in range(num_users)]
+    users = [threading.Thread(target=run, args=(number,)) for number in range(num_users)]
     for each in users:
         each.start()
     for each in users:
         each.join()
     if errors:
         raise errors[0]
-    return Served(len(counts), sum(counts), time.perf_counter() - start_s)

@@ -7,7 +7,6 @@ Does not know: models. Everything is asked by many users at once; PyTorch was as
 import argparse
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.bench import read_manifest
+from loadtest.closed_loop import IsOver, run_users
 from loadtest.errors import LoadtestError, OptionError
 from loadtest.own_server import own_server
 from loadtest.progress import Line
@@ -107,31 +107,21 @@ def _read_question(line: dict[str, Any]) -> Question:
 def ask_all(address: str, questions: Sequence[Question], name: str, num_users: int) -> Way:
     """Each user takes the next question as soon as it has an answer."""
     served: list[Said | None] = [None] * len(questions)
-    errors: list[BaseException] = []
     numbers = iter(range(len(questions)))  # one step of it is one for all threads
     line = Line()
-
-    def user(stub: pb_grpc.TextGenerationStub) -> None:
-        try:
-            for number in numbers:
-                served[number] = _ask(stub, questions[number], name, number + 1)
-                line.show(f"{name}: {len(served) - served.count(None)} of {len(served)}")
-                if errors:
-                    return
-        except BaseException as error:  # raised again below, in the caller's thread
-            errors.append(error)
-
     start = time.perf_counter()
     with grpc.insecure_channel(address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
-        users = [threading.Thread(target=user, args=(stub,)) for _ in range(num_users)]
-        for each in users:
-            each.start()
-        for each in users:
-            each.join()
+
+        def user(_: int, is_over: IsOver) -> None:
+            for number in numbers:
+                if is_over():
+                    return
+                served[number] = _ask(stub, questions[number], name, number + 1)
+                line.show(f"{name}: {len(served) - served.count(None)} of {len(served)}")
+
+        run_users(user, num_users)
     line.end()
-    if errors:
-        raise errors[0]
     return Way(
         name,
         [said for said in served if said is not None],
