@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.addresses import write_address
 from server.administration import Administration
 from server.calls import Calls
 from server.errors import StartError
@@ -75,16 +76,14 @@ def allow_connections() -> None:
 
 def bind(server: grpc.aio.Server, settings: Settings) -> int:
     """The port that it took."""
-    host, port = settings.host, settings.port
-    if ":" in host and not host.startswith(("[", "unix:")):
-        host = f"[{host}]"  # IPv6
+    address = write_address(settings.host, settings.port)
     credentials = None if settings.tls is None else server_credentials(settings.tls)
     try:
         if credentials is None:
-            return server.add_insecure_port(f"{host}:{port}")
-        return server.add_secure_port(f"{host}:{port}", credentials)
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise StartError(
-            f"can't listen at {host}:{port}: is another server there? Give another --port, or 0 "
-            "for any free one"
+            f"can't listen at {address}: is another server there? Give another --port, or 0 for "
+            "any free one"
         ) from error

@@ -13,6 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from server.addresses import write_address
 from server.errors import RequestError, StartError
 from server.keyring import Keyring
 from server.tls import TlsFiles, http_context
@@ -74,8 +75,8 @@ def serve_metrics(
         server = make_server(host, port, app, _server_class(host, tls), _Handler)
     except OSError as error:
         raise StartError(
-            f"can't serve metrics at {host}:{port}: {error.strerror}. Give another --metrics-port, "
-            "or --metrics-port off"
+            f"can't serve metrics at {write_address(host, port)}: {error.strerror}. Give another "
+            "--metrics-port, or --metrics-port off"
         ) from error
     thread = threading.Thread(
         target=server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True

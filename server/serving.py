@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from export.manifest import Family
+from server.addresses import write_address
 from server.administration import Administration
 from server.admission import Admission
 from server.calls import Calls
@@ -173,12 +174,11 @@ class Server:
             self.metrics_port, self._stop_metrics = taken, stop
 
     def _say_ready(self, family: Family) -> None:
-        address = f"{self._settings.host}:{self.port}"
+        address = write_address(self._settings.host, self.port)
         if self.metrics_port is not None:
             scheme = "http" if self._settings.tls is None else "https"
-            logger.info(
-                "metrics at %s://%s:%d/metrics", scheme, self._settings.host, self.metrics_port
-            )
+            place = write_address(self._settings.host, self.metrics_port)
+            logger.info("metrics at %s://%s/metrics", scheme, place)
         _say(f"Serving at {address}. Now type:")
         needed = "" if self._settings.tls is None else " --ca CA.pem"
         needed += "" if self._keyring is None else " --api-key-file FILE"

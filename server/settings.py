@@ -45,7 +45,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
     if metrics_port == "auto":
         metrics_port = args.port + 1 if args.port else 0
     return Settings(
-        host=args.host,
+        host=args.host.removeprefix("[").removesuffix("]"),  # some write IPv6 so
         port=args.port,
         metrics_port=None if metrics_port == "off" else int(metrics_port),
         device=args.device,
