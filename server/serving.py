@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 
@@ -24,6 +22,7 @@ from server.desk import Desk
 from server.duty import Duty
 from server.errors import ReloadError
 from server.exposure import check_exposure
+from server.greeting import line_to_type, metrics_url
 from server.health import Health
 from server.keyring import Keyring
 from server.listening import SERVICE, allow_connections, bind, make_server
@@ -174,17 +173,11 @@ class Server:
             self.metrics_port, self._stop_metrics = taken, stop
 
     def _say_ready(self, family: Family) -> None:
-        address = write_address(self._settings.host, self.port)
+        settings = self._settings
         if self.metrics_port is not None:
-            scheme = "http" if self._settings.tls is None else "https"
-            place = write_address(self._settings.host, self.metrics_port)
-            logger.info("metrics at %s://%s/metrics", scheme, place)
-        _say(f"Serving at {address}. Now type:")
-        needed = "" if self._settings.tls is None else " --ca CA.pem"
-        needed += "" if self._keyring is None else " --api-key-file FILE"
-        text = "Once upon a time" if family == "causal" else "Restart the server"
-        line = f'{_front_door()} generate --address {address}{needed} "{text}"'
-        _say(f"  {line}")
+            logger.info("metrics at %s", metrics_url(settings, self.metrics_port))
+        _say(f"Serving at {write_address(settings.host, self.port)}. Now type:")
+        _say(f"  {line_to_type(settings, self.port, family)}")
 
     async def _drain(self) -> None:
         await self.health.note("stopping", True)
@@ -221,9 +214,3 @@ def _say(line: str) -> None:
     """A full disk, or a reader who has left, is no reason not to serve."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
-
-
-def _front_door() -> str:
-    """How this very program was called, so that the line can be typed as it is."""
-    called = Path(sys.argv[0])
-    return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"

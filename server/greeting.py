@@ -1,0 +1,54 @@
+"""What a server says when it is ready.
+
+Knows: what a client must give to be let in. Does not know: who reads it, how it is served.
+"""
+
+import ipaddress
+import sys
+from pathlib import Path
+
+from export.manifest import Family
+from server.addresses import write_address
+from server.settings import Settings
+
+
+def metrics_url(settings: Settings, port: int) -> str:
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://{write_address(settings.host, port)}/metrics"
+
+
+def line_to_type(settings: Settings, port: int, family: Family) -> str:
+    """On this machine, as it is but for the names of files."""
+    address = write_address(_reachable(settings.host), port)
+    text = "Once upon a time" if family == "causal" else "Restart the server"
+    return " ".join(
+        [_front_door(), "generate", "--address", address, *_proof(settings), f'"{text}"']
+    )
+
+
+def _reachable(host: str) -> str:
+    """All addresses are where a server listens, and none that a client can call."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if not ip.is_unspecified:
+        return host
+    return "127.0.0.1" if ip.version == 4 else "::1"
+
+
+def _proof(settings: Settings) -> list[str]:
+    needed = []
+    if settings.tls is not None:
+        needed += ["--ca", "CA.pem"]
+        if settings.tls.client_ca is not None:
+            needed += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+    if settings.api_keys is not None:
+        needed += ["--api-key-file", "FILE"]
+    return needed
+
+
+def _front_door() -> str:
+    """How this very program was called, so that the line can be typed as it is."""
+    called = Path(sys.argv[0])
+    return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"
