@@ -40,6 +40,7 @@ def own_server(
     """Serves the bundle (the default one if None) on a free port. `log` gets what it logs."""
     given = [] if bundle is None else [str(bundle)]
     arguments = [sys.executable, "-m", "quill", "serve", *given, "--port", "0", *options]
+    arguments += ["--log-format", "text"]  # whatever was given: the words below are looked for
     with log.open("wb") as errors:
         process = subprocess.Popen(
             arguments, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1

@@ -101,7 +101,12 @@ def _add_serve(subparsers: "Subparsers") -> None:
         action="store_true",
         help="send OpenTelemetry spans; $OTEL_EXPORTER_OTLP_ENDPOINT says where to",
     )
-    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: an object a line, for machines (default text)",
+    )
     parser.set_defaults(run="server.serving:run", extra="serve")
 
 

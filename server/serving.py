@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(args: argparse.Namespace) -> None:
-    set_up_logging(args.log_format)
     settings = read_settings(args)
+    set_up_logging(settings.log_format)
     check_exposure(settings)
     allow_connections()
     directory = args.bundle or default_bundle()
@@ -176,7 +176,11 @@ class Server:
         settings = self._settings
         if self.metrics_port is not None:
             logger.info("metrics at %s", metrics_url(settings, self.metrics_port))
-        _say(f"Serving at {write_address(settings.host, self.port)}. Now type:")
+        address = write_address(settings.host, self.port)
+        if settings.log_format == "json":  # nobody is there to type
+            logger.info("serving at %s", address, extra={"fields": {"address": address}})
+            return
+        _say(f"Serving at {address}. Now type:")
         _say(f"  {line_to_type(settings, self.port, family)}")
 
     async def _drain(self) -> None:

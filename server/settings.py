@@ -33,6 +33,7 @@ class Settings:
     max_step_s: float = 60.0  # a step that takes longer hangs, and health says so
     write_timeout_s: float = 60.0  # a reader that takes longer is ended
     tracing: bool = False
+    log_format: str = "text"  # or "json"
     tls: TlsFiles | None = None  # None: in the clear
     api_keys: Path | None = None  # None: anybody may call
     open_reflection: bool = False  # to callers without a key
@@ -61,6 +62,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         grace_s=args.grace,
         max_step_s=args.watchdog,
         tracing=args.tracing,
+        log_format=args.log_format,
         tls=_read_tls(args),
         api_keys=args.api_keys,
         open_reflection="reflection" in args.open,

@@ -27,6 +27,15 @@ def test_server_is_gone_afterwards(bundle: Path, tmp_path: Path) -> None:
         wait_until_healthy(running.address, timeout_s=0.1)
 
 
+def test_server_that_was_told_to_log_for_machines_is_found_all_the_same(
+    bundle: Path, tmp_path: Path
+) -> None:
+    with own_server(tmp_path / "log", bundle, "--threads", "1", "--log-format", "json") as running:
+        assert running.metrics_url is not None
+        with urllib.request.urlopen(running.metrics_url, timeout=5) as reply:
+            assert b"quill_running_rows" in reply.read()
+
+
 def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with (
         pytest.raises(NoServerError, match=r"code 1: .*no bundle at /nowhere"),

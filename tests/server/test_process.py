@@ -72,6 +72,32 @@ def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
     assert "Traceback" not in log
 
 
+def test_log_for_machines_is_json_from_the_first_line_to_the_last(tiny_bundle: TinyBundle) -> None:
+    process = subprocess.Popen(
+        [*command(tiny_bundle.directory), "--log-format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # as containers have it
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        entries = []
+        for line in process.stdout:
+            entries.append(json.loads(line))
+            if entries[-1]["message"].startswith("serving at "):
+                with Client(entries[-1]["address"]) as client:
+                    client.generate([5, 6, 7], max_new_tokens=2, timeout_s=60)
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    messages = [each["message"] for each in entries]
+    assert "request" in messages
+    assert messages[-1] == "stopped"
+
+
 def test_bundle_that_is_missing_is_one_line_and_an_exit_code() -> None:
     done = subprocess.run(
         command(Path("/nowhere")), capture_output=True, text=True, check=False, cwd=ROOT
