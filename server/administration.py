@@ -1,4 +1,4 @@
-"""Answers the calls of those who run the server. Only offered where callers have API keys.
+"""Answers the calls of those who run the server. Where callers have no API keys, in words only.
 
 Knows: grpc.aio, who may do what. Does not know: how a bundle is loaded.
 """
@@ -9,18 +9,25 @@ from collections.abc import Awaitable, Callable
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.calls import Calls, Context, caller_of
-from server.errors import ForbiddenError
+from server.errors import ForbiddenError, UnimplementedError
 from server.served import Served
 from server.wire import model_message
 
 
 class Administration(pb_grpc.AdministrationServicer):
-    def __init__(self, calls: Calls, reload: Callable[[], Awaitable[Served]]) -> None:
+    def __init__(self, calls: Calls, reload: Callable[[], Awaitable[Served]] | None) -> None:
+        """Without `reload` nobody can be told from anybody else, so nobody may."""
         self._calls = calls
         self._reload = reload
 
     async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.ReloadResponse:
         async with self._calls.call("Reload", context):
+            if self._reload is None:
+                raise UnimplementedError(
+                    "this server was started without --api-keys, so it knows no administrator. "
+                    "Send its process SIGHUP to reload, or start it with --api-keys FILE and call "
+                    "with a key that `quill keys add FILE NAME --admin` made"
+                )
             caller = caller_of(context)
             if not caller.admin:
                 raise ForbiddenError(

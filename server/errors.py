@@ -35,7 +35,7 @@ class UnsupportedError(RequestError):
 
 
 class UnimplementedError(RequestError):
-    """A call that this kind of model doesn't offer at all."""
+    """A call that this server, or this kind of model, doesn't offer at all."""
 
 
 class OverloadedError(RequestError):

@@ -43,12 +43,13 @@ def make_server(
     administration: Administration,
     health_servicer: health.aio.HealthServicer,
 ) -> grpc.aio.Server:
-    """Without API keys nobody is an administrator, so that service isn't offered."""
-    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable(SERVICE, calls)]
+    """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
+    guards: list[grpc.aio.ServerInterceptor] = [
+        RefuseUnreadable(service, calls) for service in (SERVICE, ADMINISTRATION)
+    ]
     names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         guards = [Gate(keyring, settings.open_reflection, calls), *guards]
-        guards.append(RefuseUnreadable(ADMINISTRATION, calls))
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -59,8 +60,7 @@ def make_server(
     server = make_stranger_proof(guards, options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    if keyring is not None:
-        pb_grpc.add_AdministrationServicer_to_server(administration, server)
+    pb_grpc.add_AdministrationServicer_to_server(administration, server)
     reflection.enable_server_reflection(names, server)
     return server
 

@@ -136,7 +136,7 @@ class Server:
             self._keyring,
             self.calls,
             TextGeneration(self.desk, self.duty, self.calls, timeout_s, share_cache),
-            Administration(self.calls, self.reload),
+            Administration(self.calls, None if self._keyring is None else self.reload),
             self.health.servicer,
         )
         await self.health.begin()

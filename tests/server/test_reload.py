@@ -209,9 +209,19 @@ def test_only_an_administrator_may_reload(tmp_path: Path) -> None:
         assert running.next_record("OK").method == "Reload"
 
 
-def test_without_keys_nobody_may_reload_by_call() -> None:
+def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with running_server() as running:
+        running.load_again = second
         assert reload_refusal(running, None) is grpc.StatusCode.UNIMPLEMENTED
+        assert quill.main(["reload", "--address", running.address]) == 1
+        assert name_of_station(running) == "reciter"
+        assert running.next_record("UNIMPLEMENTED").method == "Reload"
+    errors = capsys.readouterr().err
+    for advice in ("started without --api-keys", "quill keys add FILE NAME --admin", "SIGHUP"):
+        assert advice in errors
+    assert errors.count("\n") == 1
 
 
 def test_front_door_reloads_and_asks_for_health(
