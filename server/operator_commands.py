@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from server.access_options import add_access
 from server.argument_types import positive, seconds
+from server.quota import BURST_S
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -58,6 +59,17 @@ def add_operating(subparsers: "Subparsers") -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    for name in ("requests-per-minute", "max-concurrent"):
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="default: no limit")
+    parser.add_argument(
+        "--requests-per-minute",
+        type=positive,
+        metavar="N",
+        help=f"on average: a key that rested has saved calls up, and {BURST_S:g} seconds' worth "
+        "may come at once, but always one (default: no limit)",
+    )
+    parser.add_argument(
+        "--max-concurrent",
+        type=positive,
+        metavar="N",
+        help="calls that run or wait at the same time (default: no limit)",
+    )
     parser.add_argument("--admin", action="store_true", help="may reload the bundle")

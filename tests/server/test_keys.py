@@ -219,6 +219,13 @@ def test_rate_allows_a_burst_and_then_what_was_agreed() -> None:
     assert delays == [pytest.approx(0.5)] * 4
 
 
+def test_help_tells_of_the_burst(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quill.main(["keys", "add", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{BURST_S:g} seconds' worth may come at once" in text
+
+
 def test_wait_that_the_caller_is_told_is_enough() -> None:
     clock = Clock()
     quotas, caller = Quotas(clock), Caller(name="alice", requests_per_minute=1)
