@@ -21,6 +21,7 @@ _OPTIONS = (
     *("frequency_penalty", "presence_penalty", "seed", "num_sequences", "logprobs"),
     *("prompt_logprobs", "priority", "stop", "ignore_eos", "echo", "length_penalty"),
 )
+NOTE_TIMEOUT_S = 1.0
 _EARLY_STOPPING = {
     "at-once": pb.EARLY_STOPPING_AT_ONCE,
     "never": pb.EARLY_STOPPING_NEVER,
@@ -38,6 +39,9 @@ def generate(args: argparse.Namespace) -> None:
             answer = client.generate(prompt, timeout_s=args.timeout, **options)
             _show_whole(answer, args.json)
             seed = answer.seed
+            if _are_greedy(answer, options, client):
+                _tell_of_greed(len(answer.sequences))
+                return
         else:
             seed = _show(client.stream(prompt, timeout_s=args.timeout, **options))
     drawn = "seed" not in options and "num_beams" not in options and not args.json
@@ -78,6 +82,27 @@ def _show_whole(answer: pb.GenerateResponse, as_json: bool) -> None:
     for number, sequence in enumerate(answer.sequences):
         score = f"({sequence.score:.4f}) " if sequence.HasField("score") else ""
         print(f"[{number}] {score}{sequence.text}")
+
+
+def _are_greedy(answer: pb.GenerateResponse, options: Options, client: Client) -> bool:
+    """Whether the answers are the same one several times, because nothing was drawn."""
+    texts = {tuple(sequence.token_ids) for sequence in answer.sequences}
+    if len(answer.sequences) == 1 or len(texts) > 1 or options.get("num_beams", 1) > 1:
+        return False
+    if "temperature" in options:
+        return options["temperature"] == 0
+    try:
+        return client.model(timeout_s=NOTE_TIMEOUT_S).defaults.get("temperature", 1.0) == 0
+    except CallError:  # the answers are there: a note isn't worth an error
+        return False
+
+
+def _tell_of_greed(num_answers: int) -> None:
+    print(
+        f"(the {num_answers} answers are equal: at temperature 0 the likeliest token is always "
+        f"taken. --temperature 0.8 draws different ones, --beams {num_answers} searches for them)",
+        file=sys.stderr,
+    )
 
 
 def chat(args: argparse.Namespace) -> None:

@@ -58,6 +58,26 @@ def test_several_sequences_are_numbered(run: Run) -> None:
     assert printed == "[0] de\n[1] de\n"
 
 
+@pytest.mark.parametrize("given", [(), ("--temperature", "0"), ("--json",), ("--beams", "1")])
+def test_answers_that_are_equal_because_nothing_was_drawn_come_with_a_note(
+    run: Run, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    several = ("abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    note = run("generate", *several, *given)[2]  # the model's own temperature is 0
+    assert note.startswith("(the 2 answers are equal: at temperature 0 ")
+    assert "--temperature" in note
+    assert note.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [("--temperature", "1"), ("--beams", "2")])
+def test_answers_that_were_drawn_or_searched_come_without_that_note(
+    run: Run, given: tuple[str, ...]
+) -> None:
+    several = ("abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    assert run("generate", *several, *given)[2] == ""
+
+
 def test_refusal_is_one_line(run: Run) -> None:
     code, _, errors = run("generate", "abc", "--top-p", "2")
     assert code == 1
@@ -71,7 +91,7 @@ def test_seed_is_told_on_a_terminal_if_it_was_not_given(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     told = re.compile(r"\(--seed \d+ gives this answer again\)\n")
     short = ("abc", "--max-new-tokens", "2")
-    for option in ("--max-new-tokens 2", "--num-sequences 2"):
+    for option in ("--max-new-tokens 2", "--num-sequences 2 --temperature 1"):
         assert told.fullmatch(run("generate", *short, *option.split())[2])
     for option in ("--seed 4", "--beams 2", "--json"):
         assert run("generate", *short, *option.split())[2] == ""
