@@ -54,6 +54,7 @@ class StartEvent:
 
     request_id: str
     cached: int
+    was_looked_up: bool = True  # in the prefix cache; a source for an encoder never is
 
 
 @dataclass(frozen=True, slots=True)

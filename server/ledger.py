@@ -75,7 +75,7 @@ class Ledger:
     def start(self, request: Request, cached: int, now_s: float) -> StartEvent:
         entry = self._entries[request.request_id]
         entry.started_s, entry.cached = now_s, cached
-        return StartEvent(request.request_id, cached)
+        return StartEvent(request.request_id, cached, was_looked_up=request.source_ids is None)
 
     def token(
         self, row: Row, token: int, logprobs: PositionLogprobs | None, now_s: float

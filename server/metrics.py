@@ -88,7 +88,8 @@ class Metrics:
             if isinstance(event, TokenEvent):
                 self._note_token(event, now_s)
             elif isinstance(event, StartEvent):
-                (self._cache_hits if event.cached else self._cache_misses).inc()
+                if event.was_looked_up:
+                    (self._cache_hits if event.cached else self._cache_misses).inc()
             elif isinstance(event, FinishEvent):
                 self._last_token_s.pop((event.request_id, event.sequence), None)
             elif isinstance(event, FailEvent):

@@ -10,7 +10,7 @@ import pytest
 from server.client import Client
 from server.record import JsonFormatter, TextFormatter
 from tests.server.reciter import TIMEOUT_S
-from tests.server.running import Running, running_server
+from tests.server.running import Running, make_manifest, make_served, running_server
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,17 @@ def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
     assert growth('quill_step_time_seconds_count{kind="decode"}') == 4
     assert after["quill_slots"] == 4
     assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
+
+
+def test_translations_are_no_misses_of_a_cache_that_they_dont_have() -> None:
+    served = make_served(manifest=make_manifest(family="seq2seq"))
+    with running_server(served=served, metrics_port=0) as running:
+        with Client(running.address) as client:
+            client.generate("abc", max_new_tokens=3, timeout_s=TIMEOUT_S)
+        running.next_record("OK")
+        after = scrape(running)
+    assert after['quill_tokens_total{kind="generated"}'] == 3
+    assert after["quill_prefix_cache_hits_total"] == after["quill_prefix_cache_misses_total"] == 0
 
 
 def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running: Running) -> None:
