@@ -4,7 +4,6 @@ Knows: grpc.aio, the order of things in a call. Does not know: the engine, how t
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +21,6 @@ from server.duty import Duty
 from server.errors import (
     InvalidFieldError,
     SlowReaderError,
-    StepError,
     UnavailableError,
     UnsupportedError,
 )
@@ -39,8 +37,6 @@ from server.wire import (
     response_message,
     timings_message,
 )
-
-logger = logging.getLogger(__name__)
 
 Tell = Callable[[Chunk], Awaitable[None]]
 _Result = TypeVar("_Result")
@@ -185,19 +181,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
 async def _read(read: Callable[..., _Result], message: Message, *rest: Any) -> _Result:
     if message.ByteSize() <= MAX_INLINE_BYTES:
-        return _read_guarded(read, message, *rest)
-    return await asyncio.to_thread(_read_guarded, read, message, *rest)
-
-
-def _read_guarded(read: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The tokenizer's panics are no Exceptions: nobody would answer the call."""
-    try:
-        return read(*arguments)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        logger.exception("the tokenizer failed")
-        raise StepError(f"the tokenizer failed: {error}") from error
+        return read(message, *rest)
+    return await asyncio.to_thread(read, message, *rest)
 
 
 def _deadline_s(context: Context) -> float | None:

@@ -7,20 +7,38 @@ must not end anything. Only a chat template's own special tokens count.
 """
 
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 
 from server.decoding import ByteDecoder, Decoder, WindowDecoder
-from server.errors import StartError
+from server.errors import StartError, StepError
+
+logger = logging.getLogger(__name__)
 
 # Stands inside the special tokens that people write in a conversation, so that they aren't taken
 # for the template's own. Unicode promises that it is never a character of any text.
 _MARK = "\ufdd0"
 # The library holds everybody up while it reads: 4 million characters took seconds.
 MAX_CHARACTERS_PER_TOKEN = 32
+
+
+@contextmanager
+def _panics_caught() -> Iterator[None]:
+    """The library's panics are no Exceptions: one would leave a call without an end, or end the
+    server. Their words are on stderr already; they may quote a prompt, so no more is made of them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        logger.error("the tokenizer failed; the lines before this one have its own words")
+        raise StepError("the tokenizer failed; the server's stderr has more") from error
 
 
 class Text:
@@ -47,17 +65,18 @@ class Text:
     @classmethod
     def load(cls, path: Path, bos: int | None, eos: int | None = None) -> "Text":
         try:
-            return cls(path.read_text("utf-8"), bos, eos)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # bare Exceptions, and panics, which aren't even those
+            with _panics_caught():
+                return cls(path.read_text("utf-8"), bos, eos)
+        except Exception as error:  # the library raises bare ones
             raise StartError(f"{path} can't be read as a tokenizer: {error}") from error
 
+    @_panics_caught()
     def encode(self, text: str, whole: bool = True) -> list[int]:
         """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
         ids = self._begun(self._plain.encode(text, add_special_tokens=False).ids, whole)
         return [*ids, self._eos] if whole and self._eos is not None else ids
 
+    @_panics_caught()
     def encode_rendered(self, text: str) -> list[int]:
         """What a template made: its special tokens count, marked ones are plain text again."""
         if _MARK not in text:
@@ -73,6 +92,7 @@ class Text:
             text = text.replace(token, token[:1] + _MARK + token[1:])
         return text
 
+    @_panics_caught()
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Bytes that make no whole character become U+FFFD."""
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special))

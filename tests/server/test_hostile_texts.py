@@ -71,13 +71,14 @@ def test_padding_and_cutting_of_a_tokenizer_are_left_out() -> None:
     assert len(Text(_changed(padding=padding, truncation=cutting)).encode("abcde")) == 5
 
 
-def test_tokenizer_that_panics_on_a_text_ends_the_call_and_nothing_else() -> None:
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": "(a|aa)+b"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+# On many a's in a row it gives up, and the library panics.
+HOSTILE = {"Regex": "(a|aa)+b"}
+
+
+def test_tokenizer_that_panics_on_a_text_ends_the_call_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    split = {"type": "Split", "pattern": HOSTILE, "behavior": "Isolated", "invert": False}
     served = make_served(text=Text(_changed(pre_tokenizer=split)))
     with running_server(served=served) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
@@ -85,3 +86,23 @@ def test_tokenizer_that_panics_on_a_text_ends_the_call_and_nothing_else() -> Non
             stub.Tokenize(pb.TokenizeRequest(text="a" * 60), timeout=TIMEOUT_S)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert stub.Tokenize(pb.TokenizeRequest(text="b"), timeout=TIMEOUT_S).token_ids
+    assert "the tokenizer failed" in caplog.text
+
+
+def test_tokenizer_that_panics_on_an_answer_ends_the_call_and_nothing_else() -> None:
+    tokenizer = json.loads(_changed(decoder={"type": "Replace", "pattern": HOSTILE, "content": ""}))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a" * 60] = hostile = vocabulary.pop("d")  # the reciter says it after abc
+    served = make_served(text=Text(json.dumps(tokenizer)))
+    with running_server(served=served) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        calls: list[tuple[Any, Any]] = [
+            (stub.Detokenize, pb.DetokenizeRequest(token_ids=[hostile])),
+            (stub.Generate, pb.GenerateRequest(prompt="abc")),
+        ]
+        for call, request in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                call(request, timeout=TIMEOUT_S)
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        answer = stub.Generate(pb.GenerateRequest(prompt="e", max_new_tokens=1), timeout=TIMEOUT_S)
+        assert answer.sequences[0].text == "f"
