@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help serve translate test check format protos pins peers fuzz soak clean
+.PHONY: help serve translate test check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model"
@@ -18,6 +18,7 @@ help:
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
+	@echo "make operators  compile Quill's own operators (the others do it too, if there is g++)"
 	@echo "make protos  make the Python code of protos/generation.proto"
 	@echo "make peers   install the programs that quill bench peers compares with (minutes)"
 
@@ -35,21 +36,29 @@ $(VENV)/dev: $(VENV)/base
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@
 
-serve: $(VENV)/base
+# Without a compiler this says so, and everything works but precision quill4.
+$(VENV)/operators: $(wildcard export/operators/*.h export/operators/*.cpp) | $(VENV)/base
+	@$(BIN)/python -m export.build_operators --optional
+	@touch $@
+
+operators: $(VENV)/base
+	$(BIN)/python -m export.build_operators
+
+serve: $(VENV)/base $(VENV)/operators
 	$(BIN)/quill serve
 
-translate: $(VENV)/base
+translate: $(VENV)/base $(VENV)/operators
 	$(BIN)/quill translate
 
-test: $(VENV)/dev
+test: $(VENV)/dev $(VENV)/operators
 	$(BIN)/python -m pytest
 
 FUZZ_INPUTS ?= 100000
-fuzz: $(VENV)/dev
+fuzz: $(VENV)/dev $(VENV)/operators
 	$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 
 SOAK_MINUTES ?= 20
-soak: $(VENV)/dev
+soak: $(VENV)/dev $(VENV)/operators
 	$(BIN)/python -m loadtest.soak --minutes $(SOAK_MINUTES)
 
 check: $(VENV)/dev
@@ -87,4 +96,4 @@ $(PEERS)/installed: constraints-peers.txt
 peers: $(PEERS)/installed
 
 clean:
-	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) export/operators/*.so build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

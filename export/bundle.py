@@ -33,11 +33,12 @@ from export.precision import (
     Prepared,
     check_exportable,
     prepare,
+    prepare_own,
     prepare_packed,
     prepare_rounded,
 )
 from export.proof import Proof
-from export.quantisation import Quantisation, quantise
+from export.quantisation import Quantisation, in_halves, quantise
 from export.tracing import trace
 from export.weights_file import WeightsFile, weights_file
 from model.atomic import atomic_directory
@@ -123,7 +124,10 @@ def _remove(directory: Path, graphs: Graphs) -> None:
 def _quantisation(
     checkpoint: Checkpoint, precision: Precision, quantiser: str
 ) -> Quantisation | None:
-    return quantise(checkpoint, quantiser) if precision == "int4" else None
+    if precision not in ("int4", "quill4"):
+        return None
+    quantisation = quantise(checkpoint, quantiser)
+    return in_halves(quantisation) if precision == "quill4" else quantisation
 
 
 def write_graphs(
@@ -151,7 +155,8 @@ def _prepare(
     checkpoint: Checkpoint, precision: Precision, quantisation: Quantisation | None
 ) -> Prepared:
     if quantisation is not None:
-        return prepare_packed(checkpoint, quantisation)
+        prepare_quantised = prepare_own if precision == "quill4" else prepare_packed
+        return prepare_quantised(checkpoint, quantisation)
     if precision == "int8":
         return prepare_rounded(checkpoint)
     return prepare(checkpoint, torch.float16 if precision == "fp16" else torch.float32)

@@ -31,8 +31,9 @@ def _add_export(subparsers: "Subparsers") -> None:
         "--precision",
         default=None,
         metavar="LIST",
-        help="which graphs to write, from fp32, int4, int8 (for the CPU) and fp16 (for CUDA), "
-        "separated by commas (default: all; int4 and int8 only if the model's shape allows it)",
+        help="which graphs to write, from fp32, int4, int8, quill4 (for the CPU; the last with "
+        "operators of Quill's own) and fp16 (for CUDA), separated by commas (default: all; int4, "
+        "int8 and quill4 only if the model's shape allows it)",
     )
     parser.add_argument(
         "--verify",

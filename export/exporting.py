@@ -16,22 +16,24 @@ from rich.table import Table
 from export.bundle import Wishes, write_bundle
 from export.errors import ExportError, UnsupportedModelError
 from export.manifest import Graphs, Manifest, Precision
+from export.operator_library import operators_problem
 from export.quantisation import check_quantisable
 from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
 from model.training_state import resolve_checkpoint
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-DEFAULT_PRECISIONS: tuple[Precision, ...] = ("fp32", "int4", "int8", "fp16")
+DEFAULT_PRECISIONS: tuple[Precision, ...] = ALL_PRECISIONS
+QUANTISED = ("int4", "int8", "quill4")
 
 
 def run(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
     wishes = Wishes(
-        precisions=_precisions(args.precision, checkpoint.config, console),
+        precisions=_precisions(args.precision, args.verify, checkpoint.config, console),
         quantiser=args.quantiser,
-        optional=("int8",) if args.precision is None else (),
+        optional=("int8", "quill4") if args.precision is None else (),
         verify=args.verify,
         text=args.text,
     )
@@ -43,14 +45,23 @@ def run(args: argparse.Namespace) -> None:
     console.print(f"{manifest.name} is in {args.out}")
 
 
-def _precisions(wanted: str | None, config: ModelConfig, console: Console) -> tuple[Precision, ...]:
+def _precisions(
+    wanted: str | None, verify: bool, config: ModelConfig, console: Console
+) -> tuple[Precision, ...]:
+    problem = operators_problem() if verify else None
     if wanted is not None:
-        return parse_precisions(wanted)
+        precisions = parse_precisions(wanted)
+        if problem is not None and "quill4" in precisions:
+            raise ExportError(f"quill4 can't be verified: {problem}")
+        return precisions
     try:
         check_quantisable(config)
     except UnsupportedModelError as error:
-        console.print(f"Leaving int4 and int8 out: {error}")
-        return tuple(name for name in DEFAULT_PRECISIONS if name not in ("int4", "int8"))
+        console.print(f"Leaving {', '.join(QUANTISED)} out: {error}")
+        return tuple(name for name in DEFAULT_PRECISIONS if name not in QUANTISED)
+    if problem is not None:
+        console.print(f"Leaving quill4 out: {problem}")
+        return tuple(name for name in DEFAULT_PRECISIONS if name != "quill4")
     return DEFAULT_PRECISIONS
 
 

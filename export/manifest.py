@@ -20,7 +20,7 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 Family = Literal["causal", "seq2seq"]
-Precision = Literal["fp32", "int4", "int8", "fp16"]
+Precision = Literal["fp32", "int4", "int8", "quill4", "fp16"]
 Device = Literal["cpu", "cuda"]
 CacheType = Literal["float32", "float16"]
 
@@ -102,6 +102,11 @@ class Graphs:
     quantisation: str | None  # how the weights became small; None if they didn't
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
+
+    @property
+    def needs_operators(self) -> bool:
+        """Whether only Quill's own operators (export/operator_library.py) can run them."""
+        return self.precision == "quill4"
 
 
 @dataclass(frozen=True, kw_only=True)

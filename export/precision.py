@@ -11,6 +11,7 @@ from torch import nn
 
 from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
+from export.operator_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
 from export.packed import PackedEmbedding, PackedLinear
 from export.quantisation import Quantisation, check_quantisable
 from export.quantisers import eight_bits
@@ -18,6 +19,7 @@ from export.rotation import can_turn, turn
 from export.rounded import EvenLinear, MixedLinear, RoundedLinear, RoundedProjection
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
+from model.layers import EncoderLayer
 from model.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
@@ -87,6 +89,38 @@ def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
     embedding = PackedEmbedding(eight_bits(model.embedding.weight.detach()))
     model.embedding = embedding  # type: ignore[assignment]
     return Prepared(model, project, torch.float32)
+
+
+def prepare_own(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
+    """The network with integers for weights, computed by Quill's own operators."""
+    model = checkpoint.build()
+    return Prepared(model, use_operators(model, quantisation), torch.float32)
+
+
+def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
+    """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
+    Answers the vocabulary projection."""
+    weights, fuses = quantisation.weights, can_fuse(model.config)
+    name = "embedding.weight" if model.projection is None else "projection.weight"
+    project = OwnLinear(weights[name], model.output_bias)
+    embedding = OwnEmbedding(weights["embedding.weight"])
+    if model.projection is None:
+        embedding.records_CGB = project.records_CGB  # one tensor of the graph, not two
+    model.embedding = embedding  # type: ignore[assignment]
+    model.projection = None
+    for parent_name, parent in list(model.named_modules()):
+        for child_name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                weight = weights[f"{parent_name}.{child_name}.weight"]
+                gated = fuses and child_name == "up"
+                setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
+    if fuses:
+        for index, layer in enumerate(model.decoder):
+            assert isinstance(layer, EncoderLayer)
+            model.decoder[index] = FusedLayer(layer)
+        project.take_norm(model.decoder_norm)
+        model.decoder_norm = nn.Identity()
+    return project
 
 
 def pack(model: Transformer, quantisation: Quantisation) -> Project:

@@ -5,6 +5,7 @@ Does not know: PyTorch, requests, sampling. Verification and measurements use it
 an engine of its own.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +16,20 @@ import onnxruntime
 
 from export import contract
 from export.manifest import Graphs, Sizes
+from export.operator_library import library_path
 
 # R rows · T new tokens · L logits · V vocabulary
 
 Array = npt.NDArray[Any]
 
 
-def open_session(path: Path, num_threads: int = 0) -> onnxruntime.InferenceSession:
+def open_session(
+    path: Path, num_threads: int = 0, operators: bool = False
+) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. 0 threads: as many as there are cores."""
     options = onnxruntime.SessionOptions()
+    if operators:
+        options.register_custom_ops_library(os.fspath(library_path()))
     options.intra_op_num_threads = num_threads
     options.log_severity_level = 3  # errors only; they come as exceptions too
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -45,8 +51,11 @@ class Runner:
     ) -> None:
         self.capacity = capacity
         self._sizes = sizes
-        self._decoder = open_session(directory / graphs.decoder)
-        self._encoder = open_session(directory / graphs.encoder) if graphs.encoder else None
+        operators = graphs.needs_operators
+        self._decoder = open_session(directory / graphs.decoder, operators=operators)
+        self._encoder = None
+        if graphs.encoder is not None:
+            self._encoder = open_session(directory / graphs.encoder, operators=operators)
         shape = (num_slots, sizes.num_kv_heads, capacity, sizes.head_size)
         number = np.dtype(graphs.cache_type)
         self._caches = [np.zeros(shape, number) for _ in range(2 * sizes.num_layers)]

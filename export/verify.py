@@ -43,6 +43,7 @@ TOLERANCES: dict[Precision, Tolerance] = {
     "fp16": Tolerance(worst=0.2, mean=0.02),
     "int8": Tolerance(worst=math.inf, mean=0.5),
     "int4": Tolerance(worst=math.inf, mean=0.5),
+    "quill4": Tolerance(worst=math.inf, mean=0.5),
 }
 
 

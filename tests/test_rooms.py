@@ -10,7 +10,10 @@ ROOMS = ("model", "export", "server", "protos", "loadtest")
 MAY_IMPORT = {
     "model": set(),
     "export": {"model"},
-    "server": {"protos", "export.manifest", "export.contract", "export.errors"},
+    "server": {
+        *("protos", "export.manifest", "export.contract", "export.errors"),
+        "export.operator_library",
+    },
     "protos": set(),
     # The engine without the network, for `quill bench engine`; and a client's way in.
     "loadtest": {

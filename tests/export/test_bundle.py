@@ -16,6 +16,7 @@ from export.errors import BundleError, UnsupportedModelError, VerificationError
 from export.manifest import check_files, read_manifest
 from export.schema import manifest_schema
 from tests.export.tiny import LLAMA, Exported, make_checkpoint, silently
+from tests.operators import OWN
 
 FP32 = Wishes(precisions=("fp32",), quantiser="rtn")
 
@@ -33,8 +34,8 @@ def test_a_real_manifest_fits_its_json_schema(exported: Exported) -> None:
 
 def test_a_bundle_holds_its_files_and_no_others(llama: Exported) -> None:
     names = {path.name for path in llama.directory.iterdir()}
-    graphs = {f"decoder.{p}.onnx" for p in ("fp32", "int4", "fp16")}
-    weights = {f"weights.{p}.bin" for p in ("fp32", "int4", "fp16")}
+    graphs = {f"decoder.{p}.onnx" for p in ("fp32", "int4", *OWN, "fp16")}
+    weights = {f"weights.{p}.bin" for p in ("fp32", "int4", *OWN, "fp16")}
     assert names == {"manifest.json", "tokenizer.json"} | graphs | weights
 
 

@@ -56,7 +56,10 @@ def test_an_unknown_precision_is_refused_with_those_there_are(
 ) -> None:
     arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--precision", "fp8"]
     assert quill.main(arguments) == 1
-    assert "unknown precision 'fp8'; there are fp32, int4, int8, fp16" in capsys.readouterr().err
+    assert (
+        "unknown precision 'fp8'; there are fp32, int4, int8, quill4, fp16"
+        in capsys.readouterr().err
+    )
 
 
 def test_precisions_come_in_a_fixed_order_and_once() -> None:

@@ -1,0 +1,92 @@
+"""Quantised weights in the layout of Quill's own operators, without changing a single value.
+
+Knows: the records that export/operators/matrix.h describes. Does not know: graphs, compilers.
+
+Sixteen columns are computed side by side, 32 inputs share a scale: that is a record. First come its
+scales (and with 4 bits its minima), then its integers, four neighbouring inputs of each column in
+turn. With 4 bits the inputs 16 to 31 are in the high halves of the bytes of 0 to 15.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from model.quantised import BLOCK_SIZE, QuantisedWeight
+
+# N columns · I inputs · G = I / 32 blocks along the inputs · C = N / 16 groups of columns
+
+COLUMNS = 16
+MIDDLE_4BIT = 8
+MIDDLE_8BIT = 128
+MAX_ROUNDING = 2.0**-11  # of a scale that is kept in 16 bits
+
+
+class Records(NamedTuple):
+    """What the operators take."""
+
+    bytes_CGB: Tensor  # uint8
+    bits: int
+    halves: bool  # scales and minima are kept in 16 bits
+
+
+def lay_out(weight: QuantisedWeight, gated: bool = False) -> Records:
+    """`gated`: the first half of the columns gates the second. Their groups take turns."""
+    values_NI = weight.values_NI()
+    scale_NG, minimum_NG = weight.scale_NG, weight.minimum_NG
+    if weight.kind == "q4_0":
+        minimum_NG = -MIDDLE_4BIT * scale_NG
+    if weight.kind == "q8_0":
+        values_NI = (values_NI.to(torch.int16) + MIDDLE_8BIT).to(torch.uint8)
+    heads = [_grouped(each, gated) for each in (scale_NG, minimum_NG) if each is not None]
+    head_CGH = torch.cat([each.transpose(1, 2) for each in heads], dim=-1)
+    halves = minimum_NG is not None and torch.equal(head_CGH.half().to(head_CGH.dtype), head_CGH)
+    if halves:
+        head_CGH = head_CGH.half()
+    body_CGB = _body(_grouped(values_NI, gated), weight.kind == "q8_0")
+    head_CGB = head_CGH.contiguous().view(torch.uint8)
+    bits = 8 if weight.kind == "q8_0" else 4
+    return Records(torch.cat((head_CGB, body_CGB), dim=-1).contiguous(), bits, halves)
+
+
+def _grouped(columns: Tensor, gated: bool) -> Tensor:
+    """(N, …) as (C, 16, …); what is missing in the last group is zeros."""
+    columns = pad(columns, (0, 0, 0, -len(columns) % COLUMNS))
+    groups = columns.reshape(-1, COLUMNS, columns.shape[1])
+    if not gated:
+        return groups
+    assert len(groups) % 2 == 0
+    first, second = groups.chunk(2)
+    return torch.stack((first, second), dim=1).flatten(0, 1)
+
+
+def _body(values: Tensor, is_8bit: bool) -> Tensor:
+    """(C, 16, I) integers as the bytes of records."""
+    num_groups = len(values)
+    fours = values.reshape(num_groups, COLUMNS, -1, BLOCK_SIZE // 4, 4)
+    in_turn = fours.permute(0, 2, 3, 1, 4)  # groups, blocks, fours, columns, the four
+    if not is_8bit:
+        low, high = in_turn.chunk(2, dim=2)
+        in_turn = low | (high << 4)
+    return in_turn.flatten(2)
+
+
+def with_halves(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same integers with scales and minima that 16 bits can hold, if they nearly are already.
+
+    For weights that were quantised here: a step is then moved by less than a hundredth of itself.
+    """
+    if weight.minimum_NG is None:
+        return weight
+    scale_NG, minimum_NG = (_halved(each) for each in (weight.scale_NG, weight.minimum_NG))
+    if scale_NG is None or minimum_NG is None:
+        return weight
+    return replace(weight, scale_NG=scale_NG, minimum_NG=minimum_NG)
+
+
+def _halved(numbers: Tensor) -> Tensor | None:
+    halved = numbers.half().to(numbers.dtype)
+    close = (halved - numbers).abs() <= MAX_ROUNDING * numbers.abs()
+    return halved if bool(close.all()) else None

@@ -1,0 +1,53 @@
+"""Where Quill's own operators are on this machine, and what they make of its processor.
+
+Knows: the library that `make operators` builds from export/operators/. Does not know: graphs, how
+to build it (export/build_operators.py). The server finds the library through this module, so it
+imports only the standard library.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "operators"
+PLAIN = "plain"  # kernels without vectors: right, and slow
+
+
+def source_files() -> list[Path]:
+    return sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))
+
+
+def library_path() -> Path:
+    """Named by its sources: a library of other sources isn't this one."""
+    digest = hashlib.sha256()
+    for path in source_files():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return SOURCES / f"operators-{digest.hexdigest()[:12]}.so"
+
+
+def operators_problem() -> str | None:
+    """Why there are no operators here, in words. None: there are."""
+    library = library_path()
+    if not library.exists():
+        return "Quill's own operators aren't built here (`make operators` does; it takes g++)"
+    try:
+        kernels(library)
+    except OSError as error:
+        return f"Quill's own operators can't be loaded: {error}"
+    return None
+
+
+def operators_are_fast() -> bool:
+    """Whether this processor has what they were written for."""
+    return operators_problem() is None and kernels(library_path()) != PLAIN
+
+
+@functools.cache
+def kernels(library: Path) -> str:
+    """Which kernels the library chooses: avx512, avx2 or plain."""
+    loaded = ctypes.CDLL(os.fspath(library))
+    loaded.QuillKernels.restype = ctypes.c_char_p
+    name: bytes = loaded.QuillKernels()
+    return name.decode()

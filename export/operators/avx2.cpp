@@ -1,0 +1,3 @@
+#include "kernels.h"
+
+quill::Kernels quill::avx2_kernels() { return {round, multiply}; }

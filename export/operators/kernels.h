@@ -1,0 +1,264 @@
+// Rounding and multiplying, written once for all processors.
+//
+// Knows: the layout of matrices, lanes. Does not know: threads, ONNX Runtime.
+#pragma once
+#include "lanes.h"
+#include "matrix.h"
+
+namespace quill {
+namespace {
+
+// Blocks whose largest number is smaller than this count as zeros: its inverse would be infinite.
+constexpr float kTiny = 1e-30f;
+
+INLINE float added_up(Floats x) {
+  float v[16];
+  store(v, x);
+  for (int width = 8; width; width /= 2) {
+    for (int i = 0; i < width; i++) v[i] += v[i + width];
+  }
+  return v[0];
+}
+
+INLINE float inverse_rms(const float* x, float epsilon, int64_t inputs) {
+  Floats even = all(0.f), odd = all(0.f);
+  for (int64_t i = 0; i < inputs; i += kBlock) {
+    const Floats a = load(x + i), b = load(x + i + 16);
+    even = fused(a, a, even);
+    odd = fused(b, b, odd);
+  }
+  return 1.f / std::sqrt(added_up(add(even, odd)) / static_cast<float>(inputs) + epsilon);
+}
+
+// As integers, so that a NaN is the largest of all and can't get lost.
+INLINE float largest(Floats a, Floats b) {
+  int32_t v[16];
+  store(v, larger(magnitudes(a), magnitudes(b)));
+  for (int width = 8; width; width /= 2) {
+    for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+  }
+  float x;
+  std::memcpy(&x, v, 4);
+  return x;
+}
+
+INLINE uint32_t added_up(Ints x) {
+  int32_t v[16];
+  store(v, x);
+  uint32_t sum = 0;
+  for (int32_t each : v) sum += static_cast<uint32_t>(each);
+  return sum;
+}
+
+INLINE void round_block(Floats a, Floats b, int8_t* q, float* scale, float* sum, int32_t* shift) {
+  const float most = largest(a, b);
+  const Floats steps = all(most >= kTiny ? 127.f / most : 0.f);
+  const Ints qa = nearest(multiply(a, steps)), qb = nearest(multiply(b, steps));
+  store_bytes(q, qa);
+  store_bytes(q + 16, qb);
+  const uint32_t total = added_up(add(qa, qb));
+  int32_t of_integers, minus_128_times;
+  std::memcpy(&of_integers, &total, 4);
+  const uint32_t product = total * static_cast<uint32_t>(-128);
+  std::memcpy(&minus_128_times, &product, 4);
+  *scale = most / 127.f;
+  *sum = *scale * static_cast<float>(of_integers);
+  *shift = minus_128_times;
+}
+
+void round(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
+           int64_t last, const Rounded& to) {
+  const int64_t blocks = inputs / kBlock;
+  for (int64_t row = first; row < last; row++) {
+    const float* from = x + row * inputs;
+    const Floats inverse = all(gains ? inverse_rms(from, epsilon, inputs) : 1.f);
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t at = block * kBlock, index = row * blocks + block;
+      Floats a = load(from + at), b = load(from + at + 16);
+      if (gains) {
+        a = multiply(multiply(a, inverse), load(gains + at));
+        b = multiply(multiply(b, inverse), load(gains + at + 16));
+      }
+      round_block(a, b, to.q + row * inputs + at, to.scale + index, to.sum + index,
+                  to.shift + index);
+    }
+  }
+}
+
+template <int BITS, bool HALVES>
+struct Record {
+  const uint8_t* p;
+
+  static constexpr int kHead = BITS == 8 || HALVES ? 64 : 128;
+
+  INLINE Floats of_head(int index) const {
+    if constexpr (HALVES) return load_halves(p + 32 * index);
+    else return load(reinterpret_cast<const float*>(p) + 16 * index);
+  }
+  INLINE Floats scales() const { return of_head(0); }
+  INLINE Floats minima() const { return of_head(1); }
+
+  // Of inputs 4i to 4i + 3. With 4 bits, the block's second half is in the high bits of the first.
+  INLINE Bytes weights(int i) const {
+    if constexpr (BITS == 8) return load_bytes(p + kHead + 64 * i);
+    const Bytes both = load_bytes(p + kHead + 64 * (i % 4));
+    return i < 4 ? low_halves(both) : high_halves(both);
+  }
+
+  static INLINE Ints dot(Ints sum, Bytes w, int32_t x) {
+    return BITS == 8 ? dot8(sum, w, x) : dot4(sum, w, x);
+  }
+};
+
+// The products of a few rows with one or two neighbouring groups.
+template <int BITS, bool HALVES, int GROUPS, int ROWS>
+INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t row,
+                 Floats (&y)[GROUPS][ROWS]) {
+  const int64_t blocks = matrix.blocks(), inputs = matrix.inputs;
+  constexpr int64_t bytes = Record<BITS, HALVES>::kHead + kBlock * kColumns * BITS / 8;
+  const uint8_t* p = matrix.records + group * blocks * bytes;
+  const int8_t* q = x.q + row * inputs;
+  UNROLLED
+  for (int g = 0; g < GROUPS; g++) {
+    UNROLLED
+    for (int r = 0; r < ROWS; r++) y[g][r] = all(0.f);
+  }
+  for (int64_t block = 0; block < blocks; block++, p += bytes, q += kBlock) {
+    const int64_t index = row * blocks + block;  // of the first row's scale
+    Ints sums[GROUPS][ROWS];
+    UNROLLED
+    for (int g = 0; g < GROUPS; g++) {
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        sums[g][r] = BITS == 8 ? start(x.shift[index + r * blocks]) : all(0);
+      }
+    }
+    UNROLLED
+    for (int i = 0; i < 8; i++) {
+      Bytes w[GROUPS];
+      UNROLLED
+      for (int g = 0; g < GROUPS; g++) {
+        w[g] = Record<BITS, HALVES>{p + g * blocks * bytes}.weights(i);
+      }
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        int32_t four;
+        std::memcpy(&four, q + r * inputs + 4 * i, 4);
+        UNROLLED
+        for (int g = 0; g < GROUPS; g++) {
+          sums[g][r] = Record<BITS, HALVES>::dot(sums[g][r], w[g], four);
+        }
+      }
+    }
+    UNROLLED
+    for (int g = 0; g < GROUPS; g++) {
+      const Record<BITS, HALVES> record{p + g * blocks * bytes};
+      const Floats scales = record.scales();
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        const Floats scale = multiply(scales, all(x.scale[index + r * blocks]));
+        y[g][r] = fused(floats(sums[g][r]), scale, y[g][r]);
+      }
+      if constexpr (BITS == 4) {
+        const Floats minima = record.minima();
+        UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          y[g][r] = fused(minima, all(x.sum[index + r * blocks]), y[g][r]);
+        }
+      }
+    }
+  }
+}
+
+// e to the power of x, with a polynomial; what is beyond float's range is cut off.
+INLINE Floats exponential(Floats x) {
+  x = smaller(larger(x, all(-87.f)), all(88.f));
+  const Ints n = nearest(multiply(x, all(1.44269504f)));
+  const Floats negative = multiply(floats(n), all(-1.f));
+  Floats r = fused(negative, all(0.693145751953125f), x);
+  r = fused(negative, all(1.428606765330187e-6f), r);
+  Floats y = all(1.9875691500e-4f);
+  y = fused(y, r, all(1.3981999507e-3f));
+  y = fused(y, r, all(8.3334519073e-3f));
+  y = fused(y, r, all(4.1665795894e-2f));
+  y = fused(y, r, all(1.6666665459e-1f));
+  y = fused(y, r, all(5.0000001201e-1f));
+  y = fused(y, multiply(r, r), add(r, all(1.f)));
+  return multiply(y, power_of_two(n));
+}
+
+INLINE Floats silu(Floats x) {
+  return divide(x, add(all(1.f), exponential(multiply(x, all(-1.f)))));
+}
+
+INLINE void put(const Matrix& matrix, const Output& out, int64_t row, int64_t group, Floats y) {
+  const int64_t outputs = matrix.outputs(), at = group * kColumns, left = outputs - at;
+  float* to = out.y + row * outputs + at;
+  if (left >= kColumns) {
+    if (out.bias) y = add(y, load(out.bias + at));
+    if (out.residual) y = add(y, load(out.residual + row * outputs + at));
+    store(to, y);
+    return;
+  }
+  float v[16];
+  store(v, y);
+  for (int64_t i = 0; i < left; i++) {
+    if (out.bias) v[i] += out.bias[at + i];
+    if (out.residual) v[i] += out.residual[row * outputs + at + i];
+    to[i] = v[i];
+  }
+}
+
+template <int BITS, bool HALVES, int ROWS>
+void multiply_tile(const Matrix& matrix, const Rounded& x, int64_t row, int64_t group,
+                   const Output& out) {
+  Floats y[2][ROWS];
+  const bool is_pair = group + 1 < matrix.groups();
+  if (kSideBySide == 2 && is_pair) {
+    tile<BITS, HALVES, 2, ROWS>(matrix, group, x, row, y);
+  } else {
+    for (int g = 0; g < 1 + is_pair; g++) {
+      Floats one[1][ROWS];
+      tile<BITS, HALVES, 1, ROWS>(matrix, group + g, x, row, one);
+      for (int r = 0; r < ROWS; r++) y[g][r] = one[0][r];
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    if (matrix.gated) {
+      put(matrix, out, row + r, group / 2, multiply(silu(y[0][r]), y[1][r]));
+    } else {
+      put(matrix, out, row + r, group, y[0][r]);
+      if (is_pair) put(matrix, out, row + r, group + 1, y[1][r]);
+    }
+  }
+}
+
+template <int BITS, bool HALVES>
+void multiply_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t group,
+                   const Output& out) {
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t t = 0; t < tiles; t++) {
+    const int64_t row = rows * t / tiles;
+    switch (rows * (t + 1) / tiles - row) {
+      case 1: multiply_tile<BITS, HALVES, 1>(matrix, x, row, group, out); break;
+      case 2: multiply_tile<BITS, HALVES, 2>(matrix, x, row, group, out); break;
+      case 3: multiply_tile<BITS, HALVES, 3>(matrix, x, row, group, out); break;
+      case 4: multiply_tile<BITS, HALVES, 4>(matrix, x, row, group, out); break;
+      case 5: multiply_tile<BITS, HALVES, 5>(matrix, x, row, group, out); break;
+      case 6: multiply_tile<BITS, HALVES, 6>(matrix, x, row, group, out); break;
+    }
+  }
+}
+
+// Pair by pair: its weights stay in the nearest cache while all rows pass.
+void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first, int64_t last,
+              const Output& out) {
+  for (int64_t pair = first; pair < last; pair++) {
+    if (matrix.bits == 8) multiply_rows<8, false>(matrix, x, rows, 2 * pair, out);
+    else if (matrix.halves) multiply_rows<4, true>(matrix, x, rows, 2 * pair, out);
+    else multiply_rows<4, false>(matrix, x, rows, 2 * pair, out);
+  }
+}
+
+}  // namespace
+}  // namespace quill

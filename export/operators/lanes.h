@@ -1,0 +1,278 @@
+// Sixteen numbers side by side, as each processor has them.
+//
+// Knows: instructions. Does not know: matrices. The file that includes this is compiled for one
+// kind of processor; what it gets is its own (an unnamed namespace).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE __attribute__((always_inline)) inline
+// A loop whose numbers stay in registers.
+#if defined(__AVX2__)
+#define UNROLLED _Pragma("GCC unroll 8")
+#else
+#define UNROLLED
+#endif
+
+namespace quill {
+namespace {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kSideBySide = 2;  // groups that share each input that was read
+constexpr int kMaxRows = 6;     // of a tile: more would not fit into 32 registers
+
+using Floats = __m512;
+using Ints = __m512i;
+using Bytes = __m512i;  // four of each column
+
+INLINE Floats all(float x) { return _mm512_set1_ps(x); }
+INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE Floats load_halves(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+INLINE Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+INLINE Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+INLINE Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+INLINE Floats floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+INLINE Ints nearest(Floats x) { return _mm512_cvtps_epi32(x); }
+INLINE Ints all(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+INLINE Floats power_of_two(Ints n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, all(127)), 23));
+}
+INLINE Ints magnitudes(Floats x) {
+  return _mm512_and_si512(_mm512_castps_si512(x), all(0x7fffffff));
+}
+INLINE Ints larger(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+INLINE void store_bytes(int8_t* p, Ints x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x); }
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+// Eight bits are unsigned here, 128 too large: the sum starts with what that makes too much.
+INLINE Ints start(int32_t shift) { return all(shift); }
+INLINE Ints dot4(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+
+#elif defined(__AVX2__)
+
+constexpr int kSideBySide = 1;
+constexpr int kMaxRows = 3;
+
+struct Floats { __m256 a, b; };
+struct Ints { __m256i a, b; };
+using Bytes = Ints;
+
+INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE Floats load_halves(const uint8_t* p) {
+  const __m256i h = bits(p);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE Floats add(Floats x, Floats y) {
+  return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
+}
+INLINE Floats multiply(Floats x, Floats y) {
+  return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
+}
+INLINE Floats divide(Floats x, Floats y) {
+  return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+}
+INLINE Floats fused(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+INLINE Floats larger(Floats x, Floats y) {
+  return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)};
+}
+INLINE Floats smaller(Floats x, Floats y) {
+  return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)};
+}
+INLINE Floats floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE Ints nearest(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE Ints all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE Ints add(Ints x, Ints y) {
+  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+INLINE Floats power_of_two(Ints n) {
+  const Ints e = add(n, all(127));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(e.a, 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(e.b, 23))};
+}
+INLINE Ints magnitudes(Floats x) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), mask),
+          _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
+}
+INLINE Ints larger(Ints x, Ints y) {
+  return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)};
+}
+INLINE void store(int32_t* p, Ints x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+INLINE void store_bytes(int8_t* p, Ints x) {
+  // Packing works within halves of registers: the second step puts them in order.
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m128i packed =
+      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+INLINE Bytes load_bytes(const uint8_t* p) { return {bits(p), bits(p + 32)}; }
+INLINE Bytes low_halves(Bytes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+INLINE Bytes high_halves(Bytes x) {
+  return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+INLINE Ints start(int32_t) { return all(0); }
+INLINE __m256i pairs_added(__m256i unsigned_, __m256i signed_) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned_, signed_), _mm256_set1_epi16(1));
+}
+INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
+  const __m256i xs = _mm256_set1_epi32(x);
+  return add(sum, {pairs_added(w.a, xs), pairs_added(w.b, xs)});
+}
+// Pairs are added in 16 bits. Two products of 255 don't fit, two of 127 do: so the weights are
+// taken as signed, and give their signs away.
+INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
+  const __m256i xs = _mm256_set1_epi32(x), flip = _mm256_set1_epi8(-128);
+  const __m256i sizes = _mm256_abs_epi8(xs);
+  return add(sum, {pairs_added(sizes, _mm256_sign_epi8(_mm256_xor_si256(w.a, flip), xs)),
+                   pairs_added(sizes, _mm256_sign_epi8(_mm256_xor_si256(w.b, flip), xs))});
+}
+
+#else
+
+constexpr int kSideBySide = 1;
+constexpr int kMaxRows = 1;
+
+struct Floats { float v[16]; };
+struct Ints { int32_t v[16]; };
+struct Bytes { uint8_t v[64]; };
+
+template <typename To, typename F>
+INLINE To each(F f) {
+  To to;
+  for (int i = 0; i < 16; i++) to.v[i] = f(i);
+  return to;
+}
+INLINE Floats all(float x) { return each<Floats>([=](int) { return x; }); }
+INLINE Floats load(const float* p) { return each<Floats>([=](int i) { return p[i]; }); }
+INLINE float from_half(uint32_t h) {
+  const uint32_t sign = (h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  if (exponent == 0) return (sign ? -1.f : 1.f) * std::ldexp(static_cast<float>(fraction), -24);
+  const uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+INLINE Floats load_halves(const uint8_t* p) {
+  return each<Floats>([=](int i) { return from_half(p[2 * i] | p[2 * i + 1] << 8); });
+}
+INLINE void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }
+INLINE Floats add(Floats a, Floats b) {
+  return each<Floats>([&](int i) { return a.v[i] + b.v[i]; });
+}
+INLINE Floats multiply(Floats a, Floats b) {
+  return each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
+}
+INLINE Floats divide(Floats a, Floats b) {
+  return each<Floats>([&](int i) { return a.v[i] / b.v[i]; });
+}
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+  return each<Floats>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+INLINE Floats larger(Floats a, Floats b) {
+  return each<Floats>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+INLINE Floats smaller(Floats a, Floats b) {
+  return each<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+INLINE Floats floats(Ints x) {
+  return each<Floats>([&](int i) { return static_cast<float>(x.v[i]); });
+}
+INLINE Ints nearest(Floats x) {
+  return each<Ints>([&](int i) {
+    const float n = std::nearbyint(x.v[i]);
+    return n >= -2147483648.f && n < 2147483648.f ? static_cast<int32_t>(n) : INT32_MIN;
+  });
+}
+INLINE Ints all(int32_t x) { return each<Ints>([=](int) { return x; }); }
+INLINE int32_t wrapped(uint32_t x) {
+  int32_t y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+INLINE Ints add(Ints a, Ints b) {
+  return each<Ints>([&](int i) {
+    return wrapped(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
+  });
+}
+INLINE Floats power_of_two(Ints n) {
+  return each<Floats>([&](int i) {
+    const uint32_t bits = static_cast<uint32_t>(n.v[i] + 127) << 23;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  });
+}
+INLINE Ints magnitudes(Floats x) {
+  return each<Ints>([&](int i) {
+    int32_t bits;
+    std::memcpy(&bits, &x.v[i], 4);
+    return bits & 0x7fffffff;
+  });
+}
+INLINE Ints larger(Ints a, Ints b) {
+  return each<Ints>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+INLINE void store(int32_t* p, Ints x) { std::memcpy(p, x.v, sizeof x.v); }
+INLINE void store_bytes(int8_t* p, Ints x) {
+  for (int i = 0; i < 16; i++) {
+    p[i] = static_cast<int8_t>(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]);
+  }
+}
+INLINE Bytes load_bytes(const uint8_t* p) {
+  Bytes x;
+  std::memcpy(x.v, p, 64);
+  return x;
+}
+INLINE Bytes low_halves(Bytes x) {
+  for (uint8_t& byte : x.v) byte &= 15;
+  return x;
+}
+INLINE Bytes high_halves(Bytes x) {
+  for (uint8_t& byte : x.v) byte >>= 4;
+  return x;
+}
+INLINE Ints start(int32_t shift) { return all(shift); }
+INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
+  int8_t four[4];
+  std::memcpy(four, &x, 4);
+  return each<Ints>([&](int i) {
+    const uint8_t* of = w.v + 4 * i;
+    return sum.v[i] + of[0] * four[0] + of[1] * four[1] + of[2] * four[2] + of[3] * four[3];
+  });
+}
+INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+
+#endif
+
+}  // namespace
+}  // namespace quill

@@ -1,0 +1,3 @@
+#include "kernels.h"
+
+quill::Kernels quill::plain_kernels() { return {round, multiply}; }

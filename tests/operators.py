@@ -1,0 +1,12 @@
+"""Whether Quill's own operators can be tested here: `make test` builds them if there is g++."""
+
+import pytest
+
+from export.manifest import Precision
+from export.operator_library import operators_problem
+
+PROBLEM = operators_problem()
+needs_operators = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+OWN: tuple[Precision, ...] = () if PROBLEM else ("quill4",)
+# What a bundle of a test is served in: the plainest, the runtime's integers, our own.
+SERVED: tuple[Precision, ...] = ("fp32", "int4", *OWN)
