@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from export.manifest import Graphs, Manifest
+from export.operator_library import operators_are_fast, operators_problem
 from server.errors import StartError
 from server.opening import cuda_problem
 from server.processor import multiplies_integers
 
 # A precision goes before another where it is faster, if export has measured that it is as good.
+# quill4 is fastest for every number of rows, where its operators are built. Of the runtime's own,
 # int4 is fastest for a row or two; int8 for many and for prompts, on processors that can multiply
 # integers. On others it is slower, and its kernel may overflow.
 PREFERRED = ("int8", "int4", "fp32") if multiplies_integers() else ("int4", "fp32", "int8")
+OWN = "quill4"
 MAX_PERPLEXITY_RATIO = 1.02
 MAY_OVERFLOW = (
     "int8 on a processor that isn't known to sum products of 8-bit integers in 32 bits (VNNI): "
@@ -71,6 +74,8 @@ def _fitting_problem(
 def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
     on_cpu = {graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"}
     known = ", ".join(on_cpu) or "none"
+    if precision == OWN and (problem := operators_problem()) is not None:
+        raise StartError(f"--precision {precision} can't be had: {problem}. Or choose another")
     if precision is not None:
         if precision not in on_cpu:
             raise StartError(
@@ -82,7 +87,17 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
         raise StartError(
             f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
         )
-    return _warned(Choice(sorted(on_cpu.values(), key=_rank)[0], why))
+    best = min(on_cpu.values(), key=_rank)
+    if best.precision != OWN and OWN in on_cpu:
+        why += f"; not {OWN}: {_against_own()}"
+    return _warned(Choice(best, why))
+
+
+def _against_own() -> str:
+    problem = operators_problem()
+    if problem is not None:
+        return problem
+    return "its perplexity is too high" if operators_are_fast() else "no fast kernels here"
 
 
 def _warned(choice: Choice) -> Choice:
@@ -92,7 +107,8 @@ def _warned(choice: Choice) -> Choice:
 
 
 def _rank(graphs: Graphs) -> tuple[bool, int]:
-    return not _is_good(graphs), PREFERRED.index(graphs.precision)
+    order = (OWN, *PREFERRED) if operators_are_fast() else (*PREFERRED, OWN)
+    return not _is_good(graphs), order.index(graphs.precision)
 
 
 def _is_good(graphs: Graphs) -> bool:

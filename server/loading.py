@@ -77,9 +77,18 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
     encoder = None
     with huge_pages():
-        decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
+        decoder = open_graph(
+            bundle.directory / graphs.decoder,
+            session_settings,
+            graphs.device,
+            graphs.needs_operators,
+        )
         if graphs.encoder is not None:
-            encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
+            encoder = open_graph(
+                bundle.directory / graphs.encoder,
+                session_settings,
+                operators=graphs.needs_operators,
+            )
         detach(bundle.directory / graphs.weights)
     sources = None if encoder is None else Sources(encoder, Slots(num_slots, shape))
     slots = _make_slots(num_slots, shape, graphs.device)

@@ -9,6 +9,7 @@ in the log. Here that is an error: nobody is served by another device than was s
 import contextlib
 import ctypes
 import io
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import onnxruntime
 
 from export.manifest import Device
+from export.operator_library import library_path, operators_problem
 from server.errors import StartError
 from server.identity import identity_graph
 
@@ -36,14 +38,26 @@ class SessionSettings:
 
 
 def open_graph(
-    graph: Path | bytes, settings: SessionSettings, device: Device = "cpu"
+    graph: Path | bytes,
+    settings: SessionSettings,
+    device: Device = "cpu",
+    operators: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """Loads a graph for a device. There is no falling back to another."""
+    """Loads a graph for a device. There is no falling back to another.
+
+    `operators`: the graph needs Quill's own.
+    """
+    name = graph if isinstance(graph, Path) else "a graph"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = settings.num_threads
     spinning = "1" if settings.spinning else "0"
     options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     options.log_severity_level = 3  # errors only; they come as exceptions too
+    if operators:
+        problem = operators_problem()
+        if problem is not None:
+            raise StartError(f"{name} needs more than ONNX Runtime has. {problem}")
+        options.register_custom_ops_library(os.fspath(library_path()))
     if device == "cuda":
         return _open_on_cuda(graph, options)
     try:
@@ -51,7 +65,6 @@ def open_graph(
             graph, options, providers=[PROVIDERS["cpu"]], enable_fallback=False
         )
     except Exception as error:  # a damaged graph, no memory; the runtime has no class for these
-        name = graph if isinstance(graph, Path) else "a graph"
         raise StartError(f"{name} can't be opened. {says(error)}") from error
 
 

@@ -19,6 +19,7 @@ from server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
 from server.prefix_cache import PrefixCache
 from server.request import Beams, Request, Sampling
 from server.scheduler import Limits
+from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
@@ -146,7 +147,7 @@ def test_any_crowd_with_beams_gets_the_oracles_answers(
             check_found(results.found[name], fake_search(request))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 @pytest.mark.parametrize("family", ["causal", "seq2seq"])
 def test_beams_in_a_crowd_are_those_of_the_reference_and_of_the_request_alone(
     tiny_bundle: TinyBundle, tiny_translator: TinyBundle, family: str, precision: str

@@ -14,6 +14,7 @@ from server.errors import StartError
 from server.events import TokenEvent
 from server.loading import EngineSettings, open_bundle, open_engine
 from server.request import Request
+from tests.operators import SERVED
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
 
@@ -32,7 +33,7 @@ def _settings(**fields: Any) -> EngineSettings:
     return EngineSettings(**{"max_rows": 2, "context": 64, "num_threads": 1, **fields})
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 def test_bundle_becomes_an_engine_that_answers(tiny_bundle: TinyBundle, precision: str) -> None:
     bundle = open_bundle(tiny_bundle.directory, precision)
     engine = open_engine(bundle, _settings(spinning=False))

@@ -19,6 +19,7 @@ from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
 from server.session import OrtSession
+from tests.operators import SERVED
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
@@ -76,7 +77,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 @pytest.mark.parametrize("max_rows", [1, 3, 8])
 def test_crowd_gets_the_tokens_of_requests_alone(
     tiny_bundle: TinyBundle, precision: str, max_rows: int

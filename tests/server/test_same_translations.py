@@ -18,6 +18,7 @@ from server.prefix_cache import PrefixCache
 from server.request import Request, Sampling
 from server.scheduler import Limits
 from server.session import OrtSession
+from tests.operators import SERVED
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle
 
@@ -70,7 +71,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 @pytest.mark.parametrize("max_rows", [1, 3, 8])
 def test_crowd_gets_the_translations_of_requests_alone(
     tiny_translator: TinyBundle, precision: str, max_rows: int

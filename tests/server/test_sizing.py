@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import server.device
 from export.manifest import File, Graphs, Manifest, Verification
 from server.device import choose_graphs
 from server.errors import StartError
@@ -85,6 +86,37 @@ def test_int4_is_chosen_where_it_is_proven_good(
     manifest = manifest_with(graphs_in("fp32"), graphs_in("int4", verification=verification))
     assert choose_graphs(manifest, "auto", None).graphs.precision == chosen
     assert choose_graphs(manifest, "cpu", "int4").graphs.precision == "int4"
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_fast", "perplexity", "chosen", "words"),
+    [
+        (None, True, 20.1, "quill4", None),
+        (None, True, 25.0, "int4", "not quill4: its perplexity is too high"),
+        (None, False, 20.1, "int4", "not quill4: no fast kernels here"),
+        ("not built", False, 20.1, "int4", "not quill4: not built"),
+    ],
+)
+def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
+    problem: str | None,
+    is_fast: bool,
+    perplexity: float,
+    chosen: str,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
+    monkeypatch.setattr(server.device, "operators_are_fast", lambda: is_fast)
+    proven = {"fp32": None, "int4": proof(20.1), "quill4": proof(perplexity)}
+    manifest = manifest_with(*(graphs_in(name, verification=proven[name]) for name in proven))
+    choice = choose_graphs(manifest, "cpu", None)
+    assert choice.graphs.precision == chosen
+    assert choice.why == ("as asked" if words is None else f"as asked; {words}")
+    if problem is None:
+        assert choose_graphs(manifest, "cpu", "quill4").graphs.precision == "quill4"
+    else:
+        with pytest.raises(StartError, match="quill4 can't be had: not built"):
+            choose_graphs(manifest, "cpu", "quill4")
 
 
 def test_what_cannot_be_had_is_an_error() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from export.manifest import TILE
 from server.session import OrtSession
 from server.tiles import chunk_length, padded
+from tests.operators import SERVED
 from tests.server.tiny_bundle import TinyBundle
 
 
@@ -44,7 +45,7 @@ def _logits(session: OrtSession, ids: list[int], cuts: list[int]) -> bytes:
     return logits.tobytes()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 def test_every_cut_that_leaves_no_token_alone_gives_the_same_bits(
     tiny_bundle: TinyBundle, precision: str
 ) -> None:

@@ -19,6 +19,7 @@ from server.session import OrtSession
 from server.slots import Slots, SlotShape
 from server.sources import Sources
 from server.tiles import padded
+from tests.operators import SERVED
 
 CONTEXT = 128
 EOS = 10  # of the translator: a newline
@@ -58,7 +59,6 @@ SEQ2SEQ = ModelConfig(
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "int4")
 
 # The network is tiny; threads that wait for each other only make it slower.
 torch.set_num_threads(1)
@@ -73,18 +73,19 @@ class TinyBundle:
     def session(self, precision: str, num_slots: int) -> OrtSession:
         graphs = self.manifest.graphs_in(precision)
         settings = SessionSettings(num_threads=1, spinning=False)
-        decoder = open_graph(self.directory / graphs.decoder, settings)
+        operators = graphs.needs_operators
+        decoder = open_graph(self.directory / graphs.decoder, settings, operators=operators)
         shape = SlotShape.of(self.manifest.sizes, CONTEXT, graphs.cache_type)
         pad = Bundle(self.directory, self.manifest, graphs).needs_padding
         slots = Slots(padded(num_slots), shape)
         sources = None
         if graphs.encoder is not None:
-            encoder = open_graph(self.directory / graphs.encoder, settings)
+            encoder = open_graph(self.directory / graphs.encoder, settings, operators=operators)
             sources = Sources(encoder, Slots(padded(num_slots), shape))
         return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad, sources)
 
 
-def make_tiny_bundle(directory: Path, precisions: tuple[Precision, ...] = PRECISIONS) -> TinyBundle:
+def make_tiny_bundle(directory: Path, precisions: tuple[Precision, ...] = SERVED) -> TinyBundle:
     return _make_bundle(directory, CAUSAL, precisions)
 
 
@@ -93,7 +94,7 @@ def make_tiny_translator(directory: Path) -> TinyBundle:
     return _make_bundle(
         directory,
         SEQ2SEQ,
-        PRECISIONS,
+        SERVED,
         tokenizer=byte_tokenizer(),
         special_tokens=special,
         stop_ids=(EOS,),
