@@ -8,6 +8,7 @@ imports only the standard library.
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,9 @@ CacheType = Literal["float32", "float16"]
 # Kernels cut tokens into tiles: MatMulNBits of 128, attention of twice the head size. All are
 # multiples of this, so a number that isn't 1 more than a multiple leaves no token alone in one.
 TILE = 16
+
+# Of ASCII, of eight bits, and what else ends a line: they would change how logs and terminals look.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 # What a training run and a checkpoint have in the place of a manifest.
 NOT_BUNDLES = ("run.json", "config.json")
@@ -201,9 +205,15 @@ def _check_version(path: Path, value: object) -> None:
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:
+    if _CONTROL.search(manifest.name):
+        raise BundleError(
+            f"{path} names the bundle {manifest.name!r}; logs show the name, so it must have no "
+            "control characters. Change it there"
+        )
     names = [file.name for file in manifest.files]
     for name in names:
-        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or "\0" in name:
+        path_like = name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name
+        if path_like or _CONTROL.search(name):
             raise BundleError(f"{path} lists a file named {name!r}; a plain file name is needed")
     if len(set(names)) != len(names):
         raise BundleError(f"{path} lists a file twice")

@@ -171,6 +171,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "parent": (lambda m: m["files"][0].update(name=".."), "plain file name"),
     "null byte": (lambda m: m["files"][0].update(name="a\0b"), "plain file name"),
     "itself": (lambda m: m["files"][0].update(name=MANIFEST_FILE), "plain file name"),
+    "line break in a file": (lambda m: m["files"][0].update(name="a\nb"), "plain file name"),
+    "line break": (
+        lambda m: m.update(name="a\nb"),
+        r"names the bundle 'a\\nb'; .* no control characters",
+    ),
+    "escape": (lambda m: m.update(name="\x1b[2Ja"), "no control characters"),
+    "escape of eight bits": (lambda m: m.update(name="\x9b2Ja"), "no control characters"),
+    "line separator": (lambda m: m.update(name="a\u2028b"), "no control characters"),
 }
 
 
@@ -178,8 +186,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_damaged_manifest_is_refused_in_words(bundle: Path, damage: str) -> None:
     edit, message = DAMAGES[damage]
     change(bundle, edit)
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(BundleError, match=message) as caught:
         read_manifest(bundle)
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_may_have_letters_of_all_languages(bundle: Path) -> None:
+    change(bundle, lambda m: m.update(name="Gänsekiel 羽ペン 🪶"))
+    assert read_manifest(bundle).name == "Gänsekiel 羽ペン 🪶"
 
 
 @pytest.mark.parametrize(
