@@ -31,6 +31,15 @@ class Cache:
     total_length: Tensor  # int32 scalar: the longest row's length
     present: list[KeyValue] = field(default_factory=list)  # what the operators give back
 
+    def add(self, layer: int, present: KeyValue) -> None:
+        assert len(self.present) == layer, "layers attend in order, each once"
+        self.present.append(present)
+
+
+# The sizes of heads that Quill's own attention has kernels for (export/operators/heads.h).
+OWN_HEAD_SIZES = (16, 32, 64, 80, 96, 128)
+OWN_OPERATOR = "quill::Attention"
+
 
 class GroupQueryAttending:
     """New tokens against a cache that the operator extends in place."""
@@ -91,6 +100,34 @@ class GroupQueryAttending:
             ],
             version=1,
         )
-        assert len(cache.present) == layer, "layers attend in order, each once"
-        cache.present.append(KeyValue(*present))
+        cache.add(layer, KeyValue(*present))
+        return out_RTE
+
+
+class OwnAttending(GroupQueryAttending):
+    """Looks at what came before with Quill's own operator, which keeps it in halves."""
+
+    def self_attention(self, layer: int, qkv_RTE: Tensor) -> Tensor:
+        config, cache = self._config, self._cache
+        past = cache.past[layer]
+        tables = (None, None) if self._rotary is None else self._rotary
+        rows, num_new = qkv_RTE.shape[:2]
+        out_RTE, *present = torch.onnx.ops.symbolic_multi_out(
+            OWN_OPERATOR,
+            [qkv_RTE, *past, cache.seqlens_R, cache.total_length, *tables],
+            attrs={
+                "heads": config.num_heads,
+                "kv_heads": config.num_kv_heads,
+                "head_size": config.head_size,
+                "scale": config.head_size**-0.5,
+            },
+            dtypes=[qkv_RTE.dtype, past.k_BKSH.dtype, past.v_BKSH.dtype],
+            shapes=[
+                [rows, num_new, config.num_heads * config.head_size],
+                list(past.k_BKSH.shape),
+                list(past.v_BKSH.shape),
+            ],
+            version=1,
+        )
+        cache.add(layer, KeyValue(*present))
         return out_RTE

@@ -142,7 +142,7 @@ def write_graphs(
         decoder=f"decoder.{precision}.onnx",
         encoder=f"encoder.{precision}.onnx" if is_seq2seq else None,
         weights=f"weights.{precision}.bin",
-        cache_type="float16" if precision == "fp16" else "float32",
+        cache_type="float16" if prepared.cache_dtype == torch.float16 else "float32",
         quantisation=_describe_quantisation(precision, quantisation),
         verification=None,
         invariance=None,

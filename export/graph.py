@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from export import contract
-from export.attending import Cache, GroupQueryAttending
+from export.attending import Cache, GroupQueryAttending, OwnAttending
 from model.attention import EncoderAttending, KeyValue
 from model.transformer import Transformer
 
@@ -38,10 +38,11 @@ class Graph:
 class DecoderModule(nn.Module):
     """One step: new tokens in, logits and extended caches out."""
 
-    def __init__(self, model: Transformer, project: Project) -> None:
+    def __init__(self, model: Transformer, project: Project, own_attention: bool) -> None:
         super().__init__()
         self.model = model
         self.project = project
+        self.attending = OwnAttending if own_attention else GroupQueryAttending
 
     def forward(
         self,
@@ -60,7 +61,7 @@ class DecoderModule(nn.Module):
             assert source_seqlens_R is not None
             assert source_total_length is not None
             caches.append(Cache(_paired(past_cross), source_seqlens_R, source_total_length))
-        attending = GroupQueryAttending(self.model.config, self.model.rotary, *caches)
+        attending = self.attending(self.model.config, self.model.rotary, *caches)
         x_RTD = self.model.hidden(ids_RT, attending)
         # Before the projection: logits nobody asked for are the largest waste there is.
         x_LD = x_RTD.flatten(0, 1).index_select(0, logit_indices_L)
@@ -84,20 +85,26 @@ class EncoderModule(nn.Module):
         return [F.pad(side, (0, 0, 0, padding)) for pair in parked for side in pair]
 
 
-def decoder_graph(model: Transformer, project: Project, dtype: torch.dtype) -> Graph:
-    """The decoder of either family. `project` turns hidden states into logits."""
-    if model.config.family == "seq2seq":
-        return _seq2seq_decoder(model, project, dtype)
-    return _causal_decoder(model, project, dtype)
+def decoder_graph(
+    model: Transformer, project: Project, dtype: torch.dtype, own_attention: bool = False
+) -> Graph:
+    """The decoder of either family. `project` turns hidden states into logits.
+
+    `own_attention`: self-attention is Quill's own operator, not the runtime's.
+    """
+    module = DecoderModule(model, project, own_attention).eval()
+    make = _seq2seq_decoder if model.config.family == "seq2seq" else _causal_decoder
+    return make(module, dtype)
 
 
-def _causal_decoder(model: Transformer, project: Project, dtype: torch.dtype) -> Graph:
+def _causal_decoder(module: DecoderModule, dtype: torch.dtype) -> Graph:
+    model = module.model
     rows, tokens, num_logits = Dim("rows"), Dim("tokens"), Dim("num_logits")
     num_layers = model.config.num_layers
     # The sizes of the examples are arbitrary; that they differ shows what is free.
     past = _caches(model, 2, 8, dtype)
     return Graph(
-        module=DecoderModule(model, project).eval(),
+        module=module,
         arguments=(*_step_inputs(2, 3), past),
         dynamic_shapes=(
             *({0: rows, 1: tokens}, {0: rows}, {}, {0: num_logits}),
@@ -108,13 +115,14 @@ def _causal_decoder(model: Transformer, project: Project, dtype: torch.dtype) ->
     )
 
 
-def _seq2seq_decoder(model: Transformer, project: Project, dtype: torch.dtype) -> Graph:
+def _seq2seq_decoder(module: DecoderModule, dtype: torch.dtype) -> Graph:
+    model = module.model
     rows, num_logits = Dim("rows"), Dim("num_logits")
     num_layers = model.config.num_layers
     past, cross = _caches(model, 2, 8, dtype), _caches(model, 2, 9, dtype)
     ids_RT, seqlens_R, total_length, indices_L = _step_inputs(2, 1)
     return Graph(
-        module=DecoderModule(model, project).eval(),
+        module=module,
         arguments=(
             *(ids_RT, seqlens_R, total_length, indices_L, past),
             *(seqlens_R.clone(), total_length.clone(), cross),

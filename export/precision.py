@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from export.attending import OWN_HEAD_SIZES
 from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
 from export.operator_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
@@ -31,10 +32,11 @@ class Prepared:
 
     model: Transformer
     project: Project
-    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    own_attention: bool = False
 
     def decoder(self) -> Graph:
-        return decoder_graph(self.model, self.project, self.dtype)
+        return decoder_graph(self.model, self.project, self.cache_dtype, self.own_attention)
 
     def encoder(self) -> Graph | None:
         return encoder_graph(self.model) if self.model.config.family == "seq2seq" else None
@@ -94,7 +96,10 @@ def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
 def prepare_own(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
     """The network with integers for weights, computed by Quill's own operators."""
     model = checkpoint.build()
-    return Prepared(model, use_operators(model, quantisation), torch.float32)
+    project = use_operators(model, quantisation)
+    if model.config.family == "seq2seq" or model.config.head_size not in OWN_HEAD_SIZES:
+        return Prepared(model, project, torch.float32)
+    return Prepared(model, project, torch.float16, own_attention=True)
 
 
 def use_operators(model: Transformer, quantisation: Quantisation) -> Project:

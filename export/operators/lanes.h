@@ -12,11 +12,14 @@
 #endif
 
 #define INLINE __attribute__((always_inline)) inline
+#define INLINE_LAMBDA __attribute__((always_inline))
 // A loop whose numbers stay in registers.
 #if defined(__AVX2__)
 #define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED_16 _Pragma("GCC unroll 16")
 #else
 #define UNROLLED
+#define UNROLLED_16
 #endif
 
 namespace quill {
@@ -37,6 +40,9 @@ INLINE Floats load_halves(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+INLINE void store_halves(uint8_t* p, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, 0));
+}
 INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 INLINE Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
@@ -66,6 +72,28 @@ INLINE Ints start(int32_t shift) { return all(shift); }
 INLINE Ints dot4(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 
+// Each of 16 vectors added up. All processors do it in the order of added_up in kernels.h: the
+// second half to the first, until one number is left.
+INLINE Floats halved(Floats a, Floats b) {
+  return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+INLINE Floats quartered(Floats a, Floats b) {
+  return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+INLINE Floats paired(Floats a, Floats b) {
+  return add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+}
+INLINE Floats single(Floats a, Floats b) {
+  return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+INLINE Floats sums(const Floats (&v)[16]) {
+  // Where vector i ends up: each step deals its numbers out to the four quarters of a register.
+  const auto four = [&](int i) INLINE_LAMBDA {
+    return quartered(halved(v[i], v[i + 4]), halved(v[i + 8], v[i + 12]));
+  };
+  return single(paired(four(0), four(1)), paired(four(2), four(3)));
+}
+
 #elif defined(__AVX2__)
 
 constexpr int kSideBySide = 1;
@@ -84,6 +112,10 @@ INLINE Floats load_halves(const uint8_t* p) {
           _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
 }
 INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE void store_halves(uint8_t* p, Floats x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, 0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm256_cvtps_ph(x.b, 0));
+}
 INLINE Floats add(Floats x, Floats y) {
   return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
 }
@@ -157,6 +189,24 @@ INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
                    pairs_added(sizes, _mm256_sign_epi8(_mm256_xor_si256(w.b, flip), xs))});
 }
 
+INLINE __m256 quartered(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+INLINE __m256 paired(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+}
+INLINE __m256 single(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+INLINE __m256 sums_of_8(const Floats* v) {
+  const auto two = [&](int i) INLINE_LAMBDA {
+    return quartered(_mm256_add_ps(v[i].a, v[i].b), _mm256_add_ps(v[i + 4].a, v[i + 4].b));
+  };
+  return single(paired(two(0), two(1)), paired(two(2), two(3)));
+}
+// Each of 16 vectors added up, in the order of added_up in kernels.h.
+INLINE Floats sums(const Floats (&v)[16]) { return {sums_of_8(v), sums_of_8(v + 8)}; }
+
 #else
 
 constexpr int kSideBySide = 1;
@@ -186,6 +236,25 @@ INLINE Floats load_halves(const uint8_t* p) {
   return each<Floats>([=](int i) { return from_half(p[2 * i] | p[2 * i + 1] << 8); });
 }
 INLINE void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }
+// Rounded to the nearest, to even if there are two.
+INLINE uint32_t to_half(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return sign | 0x7e00;   // not a number
+  if (size >= 0x477ff000) return sign | 0x7c00;  // too large
+  if (size < 0x38800000) {                       // a multiple of 2 to the -24
+    return sign | static_cast<uint32_t>(std::nearbyint(std::ldexp(std::fabs(x), 24)));
+  }
+  return sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+}
+INLINE void store_halves(uint8_t* p, Floats x) {
+  for (int i = 0; i < 16; i++) {
+    const uint32_t half = to_half(x.v[i]);
+    p[2 * i] = static_cast<uint8_t>(half);
+    p[2 * i + 1] = static_cast<uint8_t>(half >> 8);
+  }
+}
 INLINE Floats add(Floats a, Floats b) {
   return each<Floats>([&](int i) { return a.v[i] + b.v[i]; });
 }
@@ -271,6 +340,17 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   });
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+
+// Each of 16 vectors added up, in the order of added_up in kernels.h.
+INLINE Floats sums(const Floats (&v)[16]) {
+  return each<Floats>([&](int i) {
+    Floats x = v[i];
+    for (int width = 8; width; width /= 2) {
+      for (int j = 0; j < width; j++) x.v[j] += x.v[j + width];
+    }
+    return x.v[0];
+  });
+}
 
 #endif
 

@@ -1,8 +1,10 @@
-// A matrix of small integers, and what is done with it.
+// A matrix of small integers, and all that is computed with it and with heads.
 //
 // Knows: how export/operator_layout.py lays weights out. Does not know: ONNX Runtime, processors.
 #pragma once
 #include <cstdint>
+
+#include "heads.h"
 
 namespace quill {
 
@@ -42,8 +44,8 @@ struct Output {
   float* y;
 };
 
-// The two halves of a product. Each row is computed as if it were alone, in the same order of
-// operations on every processor: neither its company nor the machine can change a bit of it.
+// What is computed. Each row is computed as if it were alone, in the same order of operations on
+// every processor: neither its company nor the machine can change a bit of it.
 struct Kernels {
   // Divides rows by their root mean square if there are gains, and rounds them.
   void (*round)(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
@@ -51,6 +53,10 @@ struct Kernels {
   // Multiplies all rows with some pairs of groups.
   void (*multiply)(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first,
                    int64_t last, const Output& out);
+  // Puts one token's keys and values into the cache, and its queries where they are looked for.
+  void (*append)(const Heads& heads, int64_t row, int64_t token);
+  // Looks at the cache; `room` is for as many floats as heads.h says.
+  void (*attend)(const Heads& heads, const Tile& tile, float* room);
 };
 
 Kernels plain_kernels();

@@ -18,7 +18,7 @@ struct Context;  // of a node, while it is computed
 struct Domain;
 struct Options;
 
-enum Type { kFloat = 1, kUint8 = 2, kInt64 = 7 };
+enum Type { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 enum Kind { kRequired = 0, kOptional = 1 };
 enum Code { kFail = 1, kInvalidArgument = 2 };
 

@@ -1,8 +1,5 @@
 """Quill's own operators: the source's values, the same bits alone and in a crowd, no crashes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,15 @@ from torch.export import Dim
 from export.graph import Graph
 from export.operator_layers import OwnEmbedding, OwnLinear
 from export.operator_layout import lay_out, with_halves
-from export.operator_library import library_path
 from export.runner import Array, open_session
 from export.tracing import trace
 from model.quantised import Kind, QuantisedWeight
+from tests.export.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
 pytestmark = needs_operators
 
 KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0"]
-KERNELS = ("plain", "avx2", "avx512")
 
 
 def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantisedWeight:
@@ -156,31 +152,6 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
             np.testing.assert_array_equal(found, crowd[-num_rows:])
 
 
-PROBE = """
-import ctypes, sys, numpy, onnxruntime
-library, graph, x, out = sys.argv[1:]
-kernels = ctypes.CDLL(library).QuillKernels
-kernels.restype = ctypes.c_char_p
-print(kernels().decode())
-options = onnxruntime.SessionOptions()
-options.register_custom_ops_library(library)
-session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-numpy.save(out, session.run(None, {"x": numpy.load(x)})[0])
-"""
-
-
-def computed_with(kernels: str, path: Path, x: Array) -> Array | None:
-    """In a process of its own, since kernels are chosen once. None: not on this processor."""
-    np.save(path.with_name("x.npy"), x)
-    out = path.with_name(f"{kernels}.npy")
-    arguments = [str(library_path()), str(path), str(path.with_name("x.npy")), str(out)]
-    environment = os.environ | {"QUILL_KERNELS": kernels}
-    command = [sys.executable, "-c", PROBE, *arguments]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    y: Array = np.load(out)
-    return y if said.stdout.strip() == kernels else None
-
-
 @pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False)])
 def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Path) -> None:
     linear = OwnLinear(make_weight(kind, 96, 192), gated=gated)
@@ -190,7 +161,7 @@ def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Pa
     x[4] *= 1e30
     x[5] = 0
     path = save(linear, tmp_path, x)
-    found = {kernels: computed_with(kernels, path, x) for kernels in KERNELS}
+    found = {kernels: computed_with(kernels, path, {"x": x}) for kernels in KERNELS}
     plain = found.pop("plain")
     assert plain is not None
     assert np.isfinite(plain).all()

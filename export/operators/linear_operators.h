@@ -1,0 +1,199 @@
+// Quill's operators that multiply with matrices.
+//
+//   quill::Linear(x, records, gains?, residual?, bias?)   y = norm(x)·w + residual + bias
+//   quill::Embedding(ids, records)                        rows of a matrix of 8 bits
+//
+// Knows: the runtime, threads. Does not know: how products are computed.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "glue.h"
+
+namespace quill {
+namespace {
+
+constexpr int64_t kMaxWidth = 1 << 24;     // of a matrix, in each direction
+constexpr int64_t kMaxRounded = 256;       // rows that are rounded at a time: bounds the memory
+constexpr int64_t kRowsToShare = 4;        // fewer are rounded faster than threads are called
+constexpr int64_t kWorthSharing = 100000;  // products; fewer are computed faster alone
+
+struct Work {
+  const Matrix& matrix;
+  const float* x;
+  const float* gains;
+  float epsilon;
+  Rounded rounded;
+  Output out;
+  int64_t rows, parts, pairs;
+};
+
+void round_part(void* data, size_t part) {
+  const Work& work = *static_cast<Work*>(data);
+  const int64_t index = static_cast<int64_t>(part);
+  kernels.round(work.x, work.gains, work.epsilon, work.matrix.inputs,
+                work.rows * index / work.parts, work.rows * (index + 1) / work.parts, work.rounded);
+}
+
+void multiply_part(void* data, size_t part) {
+  const Work& work = *static_cast<Work*>(data);
+  const int64_t index = static_cast<int64_t>(part);
+  kernels.multiply(work.matrix, work.rounded, work.rows, work.pairs * index / work.parts,
+                   work.pairs * (index + 1) / work.parts, work.out);
+}
+
+class Linear {
+ public:
+  static constexpr const char* kName = "Linear";
+  static constexpr size_t kNumInputs = 5;
+  static constexpr size_t kNumOutputs = 1;
+  static int output_type(size_t) { return runtime::kFloat; }
+  static int input_type(size_t index) { return index == 1 ? runtime::kUint8 : runtime::kFloat; }
+  static int input_kind(size_t index) { return index < 2 ? runtime::kRequired : runtime::kOptional; }
+
+  Status* read_attributes(const Info* info) {
+    int64_t halves, gated;
+    TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
+    TRY(ort->int_attribute(info, "columns", &matrix_.columns));
+    TRY(ort->int_attribute(info, "bits", &matrix_.bits));
+    TRY(ort->int_attribute(info, "halves", &halves));
+    TRY(ort->int_attribute(info, "gated", &gated));
+    TRY(ort->float_attribute(info, "epsilon", &epsilon_));
+    matrix_.halves = halves != 0;
+    matrix_.gated = gated != 0;
+    const bool fits = matrix_.inputs > 0 && matrix_.inputs <= kMaxWidth &&
+                      matrix_.inputs % kBlock == 0 && matrix_.columns > 0 &&
+                      matrix_.columns <= kMaxWidth && (matrix_.bits == 4 || matrix_.bits == 8) &&
+                      !(matrix_.halves && matrix_.bits == 8) &&
+                      !(matrix_.gated && matrix_.columns % (2 * kColumns));
+    return fits ? nullptr : failed("no such matrix");
+  }
+
+  Status* compute(Context* context) {
+    const Value* given[kNumInputs];
+    for (size_t i = 0; i < kNumInputs; i++) TRY(ort->input(context, i, &given[i]));
+    const int64_t outputs = matrix_.outputs();
+    Dims dims;
+    TRY(read_dims(given[0], &dims));
+    if (dims.num == 0 || dims.sizes[dims.num - 1] != matrix_.inputs) {
+      return failed("inputs of another width than the matrix's");
+    }
+    const int64_t rows = dims.product(0, dims.num - 1);
+    dims.sizes[dims.num - 1] = outputs;
+    Work work{matrix_, nullptr, nullptr, epsilon_, {}, {}, 0, 1, (matrix_.groups() + 1) / 2};
+    TRY(read_constants(given, &work));
+    TRY(read_data(given[0], &work.x));
+    if (given[3]) {
+      Dims of_residual;
+      TRY(read_dims(given[3], &of_residual));
+      if (of_residual.count() != rows * outputs) return failed("a residual of another size");
+      TRY(read_data(given[3], &work.out.residual));
+    }
+    Value* y;
+    TRY(ort->output(context, 0, dims.sizes, dims.num, &y));
+    TRY(read_data(y, &work.out.y));
+    return run(context, work, rows);
+  }
+
+ private:
+  Status* read_constants(const Value* const* given, Work* work) {
+    const int64_t records = matrix_.groups() * matrix_.blocks() * matrix_.record_bytes();
+    TRY(records_.read(given[1], records, &matrix_.records));
+    if (given[2]) TRY(gains_.read(given[2], matrix_.inputs, &work->gains));
+    if (given[4]) TRY(bias_.read(given[4], matrix_.outputs(), &work->out.bias));
+    return nullptr;
+  }
+
+  Status* run(Context* context, Work& work, int64_t rows) {
+    const int64_t blocks = matrix_.blocks(), most = rows < kMaxRounded ? rows : kMaxRounded;
+    const size_t needed = static_cast<size_t>(most * blocks);
+    if (scale_.size() < needed) {
+      q_.resize(needed * kBlock);
+      sum_.resize(needed);
+      shift_.resize(needed);
+      scale_.resize(needed);  // the last: if there is no memory for one, all are tried again
+    }
+    work.rounded = {q_.data(), scale_.data(), sum_.data(), shift_.data()};
+    for (int64_t done = 0; done < rows; done += most) {
+      work.rows = rows - done < most ? rows - done : most;
+      const int64_t size = work.rows * matrix_.inputs * matrix_.columns;
+      TRY(share(context, round_part, work.rows < kRowsToShare ? 1 : work.rows / 2, &work));
+      TRY(share(context, multiply_part, size < kWorthSharing ? 1 : work.pairs / 2, &work));
+      work.x += work.rows * matrix_.inputs;
+      work.out.y += work.rows * matrix_.outputs();
+      if (work.out.residual) work.out.residual += work.rows * matrix_.outputs();
+    }
+    return nullptr;
+  }
+
+  Matrix matrix_{};
+  float epsilon_ = 0;
+  Constant records_, gains_, bias_;
+  // Kept from step to step. A session computes one step at a time.
+  std::vector<int8_t> q_;
+  std::vector<float> scale_, sum_;
+  std::vector<int32_t> shift_;
+};
+
+class Embedding {
+ public:
+  static constexpr const char* kName = "Embedding";
+  static constexpr size_t kNumInputs = 2;
+  static constexpr size_t kNumOutputs = 1;
+  static int output_type(size_t) { return runtime::kFloat; }
+  static int input_type(size_t index) { return index == 1 ? runtime::kUint8 : runtime::kInt64; }
+  static int input_kind(size_t) { return runtime::kRequired; }
+
+  Status* read_attributes(const Info* info) {
+    matrix_.bits = 8;
+    TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
+    TRY(ort->int_attribute(info, "columns", &matrix_.columns));
+    const bool fits = matrix_.inputs > 0 && matrix_.inputs <= kMaxWidth &&
+                      matrix_.inputs % kBlock == 0 && matrix_.columns > 0 &&
+                      matrix_.columns <= kMaxWidth;
+    return fits ? nullptr : failed("no such matrix");
+  }
+
+  Status* compute(Context* context) {
+    const Value *given_ids, *given_records;
+    TRY(ort->input(context, 0, &given_ids));
+    TRY(ort->input(context, 1, &given_records));
+    const int64_t size = matrix_.groups() * matrix_.blocks() * matrix_.record_bytes();
+    TRY(records_.read(given_records, size, &matrix_.records));
+    Dims dims;
+    TRY(read_dims(given_ids, &dims));
+    const int64_t count = dims.count();
+    dims.sizes[dims.num++] = matrix_.inputs;
+    Value* output;
+    TRY(ort->output(context, 0, dims.sizes, dims.num, &output));
+    const int64_t* ids;
+    float* y;
+    TRY(read_data(given_ids, &ids));
+    TRY(read_data(output, &y));
+    for (int64_t i = 0; i < count; i++) {
+      if (ids[i] < 0 || ids[i] >= matrix_.columns) return failed("an id beyond the vocabulary");
+      copy(ids[i], y + i * matrix_.inputs);
+    }
+    return nullptr;
+  }
+
+ private:
+  void copy(int64_t id, float* y) const {
+    const int64_t bytes = matrix_.record_bytes(), lane = id % kColumns;
+    const uint8_t* record = matrix_.records + id / kColumns * matrix_.blocks() * bytes;
+    for (int64_t block = 0; block < matrix_.blocks(); block++, record += bytes) {
+      float scale;
+      std::memcpy(&scale, record + 4 * lane, 4);
+      const uint8_t* q = record + matrix_.head_bytes() + 4 * lane;
+      for (int i = 0; i < kBlock; i++) {
+        *y++ = scale * static_cast<float>(int{q[i / 4 * 64 + i % 4]} - 128);
+      }
+    }
+  }
+
+  Matrix matrix_{};
+  Constant records_;
+};
+
+}  // namespace
+}  // namespace quill
