@@ -16,6 +16,7 @@ from server.device import Choice, choose_graphs
 from server.engine import Engine
 from server.errors import StartError
 from server.events import FailEvent
+from server.huge_pages import give_back
 from server.loading import Bundle, EngineSettings, open_bundle, open_engine
 from server.opening import cuda_free_bytes
 from server.request import Request
@@ -87,12 +88,14 @@ def _load(
     try:
         engine = open_engine(bundle, engine_settings)
         warm_up(engine, bundle.manifest.family)
-        return Loaded(describe(bundle, engine_settings, settings), engine)
+        loaded = Loaded(describe(bundle, engine_settings, settings), engine)
     except MemoryError as error:
         raise StartError(
             f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
             "the process more, or try a smaller --max-slots, --context or --prefix-cache"
         ) from error
+    give_back()
+    return loaded
 
 
 def warm_up(engine: Engine, family: Family) -> None:

@@ -100,8 +100,11 @@ class Attention {
     TRY(ort->output(context, 0, dims.sizes, 3, &out));
     TRY(read_data(out, &work.heads.out));
     if (dims.count() == 0) return nullptr;
-    queries_.resize(static_cast<size_t>(dims.count()));
-    work.heads.queries = queries_.data();
+    static thread_local std::vector<float> queries;  // for all operators, kept from step to step
+    if (queries.size() < static_cast<size_t>(dims.count())) {
+      queries.resize(static_cast<size_t>(dims.count()));
+    }
+    work.heads.queries = queries.data();
     return run(context, &work);
   }
 
@@ -137,15 +140,16 @@ class Attention {
     if (given[5] && given[6]) TRY(read_tables(given, work, &longest));
     const int32_t* last;
     TRY(read_data(given[3], &last));
-    lengths_.resize(static_cast<size_t>(work->rows));
+    static thread_local std::vector<int64_t> lengths;
+    lengths.resize(static_cast<size_t>(work->rows));
     for (int64_t row = 0; row < work->rows; row++) {
       const int64_t length = int64_t{last[row]} + 1;
       if (length < work->heads.num_new || length > longest) {
         return failed("a row that is longer than its cache or its positions");
       }
-      lengths_[static_cast<size_t>(row)] = length;
+      lengths[static_cast<size_t>(row)] = length;
     }
-    work->heads.lengths = lengths_.data();
+    work->heads.lengths = lengths.data();
     return nullptr;
   }
 
@@ -176,8 +180,6 @@ class Attention {
 
   int64_t num_ = 0, num_kv_ = 0, size_ = 0;
   float scale_ = 0;
-  std::vector<float> queries_;
-  std::vector<int64_t> lengths_;
 };
 
 }  // namespace

@@ -42,6 +42,22 @@ void multiply_part(void* data, size_t part) {
                    work.pairs * (index + 1) / work.parts, work.out);
 }
 
+struct Room {
+  std::vector<int8_t> q;
+  std::vector<float> scale, sum;
+  std::vector<int32_t> shift;
+
+  Rounded for_blocks(size_t num) {
+    if (scale.size() < num) {
+      q.resize(num * kBlock);
+      sum.resize(num);
+      shift.resize(num);
+      scale.resize(num);  // the last: if there is no memory for one, all are tried again
+    }
+    return {q.data(), scale.data(), sum.data(), shift.data()};
+  }
+};
+
 class Linear {
  public:
   static constexpr const char* kName = "Linear";
@@ -106,14 +122,8 @@ class Linear {
 
   Status* run(Context* context, Work& work, int64_t rows) {
     const int64_t blocks = matrix_.blocks(), most = rows < kMaxRounded ? rows : kMaxRounded;
-    const size_t needed = static_cast<size_t>(most * blocks);
-    if (scale_.size() < needed) {
-      q_.resize(needed * kBlock);
-      sum_.resize(needed);
-      shift_.resize(needed);
-      scale_.resize(needed);  // the last: if there is no memory for one, all are tried again
-    }
-    work.rounded = {q_.data(), scale_.data(), sum_.data(), shift_.data()};
+    static thread_local Room room;  // one for all operators, kept from step to step
+    work.rounded = room.for_blocks(static_cast<size_t>(most * blocks));
     for (int64_t done = 0; done < rows; done += most) {
       work.rows = rows - done < most ? rows - done : most;
       const int64_t size = work.rows * matrix_.inputs * matrix_.columns;
@@ -129,10 +139,6 @@ class Linear {
   Matrix matrix_{};
   float epsilon_ = 0;
   Constant records_, gains_, bias_;
-  // Kept from step to step. A session computes one step at a time.
-  std::vector<int8_t> q_;
-  std::vector<float> scale_, sum_;
-  std::vector<int32_t> shift_;
 };
 
 class Embedding {
