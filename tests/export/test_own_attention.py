@@ -134,7 +134,7 @@ def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
     qkv[1, :, ::7] *= 1e-6  # halves that have lost their leading one
     cache = np.zeros((2, NUM_KV, CAPACITY, SIZE), np.float16)
     given = (qkv, cache, cache, np.array([52, 52], np.int32), np.array(53, np.int32))
-    feeds = dict(zip(NAMES, given, strict=True))
+    feeds: dict[str, Array] = dict(zip(NAMES, given, strict=True))
     found = {kernels: computed_with(kernels, path, feeds) for kernels in KERNELS}
     plain = found.pop("plain")
     assert plain is not None
