@@ -5,6 +5,7 @@ Does not know: how graphs are traced, verified or shown to anybody.
 """
 
 import errno
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -95,9 +96,10 @@ def _fill(
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
     all_graphs = []
+    find_integers = functools.cache(lambda: quantise(checkpoint, wishes.quantiser))
     for precision in wishes.precisions:
         with stage(f"{precision}: tracing and writing"):
-            quantisation = _quantisation(checkpoint, precision, wishes.quantiser)
+            quantisation = _quantisation(precision, find_integers)
             graphs = write_graphs(directory, checkpoint, precision, quantisation)
         try:
             if proof is not None:
@@ -122,12 +124,11 @@ def _remove(directory: Path, graphs: Graphs) -> None:
 
 
 def _quantisation(
-    checkpoint: Checkpoint, precision: Precision, quantiser: str
+    precision: Precision, find_integers: Callable[[], Quantisation]
 ) -> Quantisation | None:
-    if precision not in ("int4", "quill4"):
-        return None
-    quantisation = quantise(checkpoint, quantiser)
-    return in_halves(quantisation) if precision == "quill4" else quantisation
+    if precision == "quill4":
+        return in_halves(find_integers())
+    return find_integers() if precision == "int4" else None
 
 
 def write_graphs(
