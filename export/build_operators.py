@@ -10,6 +10,7 @@ but speed: the server then takes other graphs. So that is said, and isn't an err
 import argparse
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from export.operator_library import SOURCES, library_path
+from export.operator_library import SOURCES, library_path, operators_problem, seal
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = (
@@ -42,13 +43,13 @@ def units(machine: str) -> dict[str, tuple[str, ...]]:
     return PORTABLE | (X86 if machine in ("x86_64", "AMD64") else {})
 
 
-def find_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise BuildError(f"there is no C++ compiler ({wanted or ', '.join(COMPILERS)})")
+def find_compiler() -> list[str]:
+    """The compiler's command: $CXX, which may have arguments, or one of those that are usual."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name in wanted[:1] or COMPILERS:
+        if shutil.which(name) is not None:
+            return wanted or [name]
+    raise BuildError(f"there is no C++ compiler ({shlex.join(wanted) or ', '.join(COMPILERS)})")
 
 
 def build() -> Path:
@@ -58,7 +59,7 @@ def build() -> Path:
         chosen = units(platform.machine())
         with ThreadPoolExecutor() as pool:
             jobs = [
-                pool.submit(_run, [compiler, *OPTIONS, *flags, "-c", f"{name}.cpp", "-o", target])
+                pool.submit(_run, [*compiler, *OPTIONS, *flags, "-c", f"{name}.cpp", "-o", target])
                 for name, flags in chosen.items()
                 for target in [str(Path(directory, f"{name}.o"))]
             ]
@@ -66,10 +67,11 @@ def build() -> Path:
                 job.result()
         objects = [str(Path(directory, f"{name}.o")) for name in chosen]
         linked = Path(directory, library.name)
-        _run([compiler, "-shared", "-o", str(linked), *objects])
+        _run([*compiler, "-shared", "-o", str(linked), *objects])
         linked.replace(library)
-    for old in SOURCES.glob("operators-*.so"):
-        if old != library:
+    seal(library)
+    for old in SOURCES.glob("operators-*"):
+        if old.stem != library.stem:
             old.unlink()
     return library
 
@@ -77,17 +79,19 @@ def build() -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"`{' '.join(command)}` failed:\n{done.stderr.strip()}")
+        said = done.stderr.strip() or f"it ended with {done.returncode} and said nothing"
+        raise BuildError(f"`{shlex.join(command)}` failed:\n{said}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build Quill's own operators.")
     parser.add_argument("--optional", action="store_true", help="no compiler is no error")
     optional = parser.parse_args().optional
-    if library_path().exists():
-        print(f"{library_path().name} is up to date")
+    if operators_problem() is None:
+        if not optional:
+            print(f"{library_path().name} is up to date")
         return 0
-    print("compiling Quill's own operators (half a minute)", flush=True)
+    print("compiling Quill's own operators (half a minute or a minute)", flush=True)
     start = time.monotonic()
     try:
         library = build()

@@ -70,6 +70,8 @@ def write_bundle(
     try:
         with atomic_directory(out) as directory:
             return _fill(directory, out.resolve().name, checkpoint, wishes, stage, say)
+    except VerificationError as error:
+        raise VerificationError(f"{error}. Nothing was written") from error
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise BundleError(f"can't write the bundle {out}: {reason}") from error

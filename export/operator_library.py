@@ -12,19 +12,29 @@ import os
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "operators"
+BUILDER = Path(__file__).parent / "build_operators.py"
 PLAIN = "plain"  # kernels without vectors: right, and slow
 
 
-def source_files() -> list[Path]:
-    return sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))
-
-
 def library_path() -> Path:
-    """Named by its sources: a library of other sources isn't this one."""
+    """Named by its sources and how they are compiled: a library of others isn't this one."""
     digest = hashlib.sha256()
-    for path in source_files():
+    for path in (BUILDER, *sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return SOURCES / f"operators-{digest.hexdigest()[:12]}.so"
+
+
+def seal(library: Path) -> None:
+    """Writes down what the library is: a damaged one would end the process that loads it."""
+    _seal_of(library).write_text(_hash(library), encoding="ascii")
+
+
+def _seal_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _hash(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def operators_problem() -> str | None:
@@ -33,9 +43,11 @@ def operators_problem() -> str | None:
     if not library.exists():
         return "Quill's own operators aren't built here (`make operators` does; it takes g++)"
     try:
+        if _seal_of(library).read_text(encoding="ascii") != _hash(library):
+            return "Quill's own operators are damaged (`make operators` builds them again)"
         kernels(library)
-    except OSError as error:
-        return f"Quill's own operators can't be loaded: {error}"
+    except (OSError, AttributeError) as error:
+        return f"Quill's own operators can't be loaded (`make operators` builds them): {error}"
     return None
 
 

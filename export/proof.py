@@ -93,6 +93,6 @@ def _check_rise(
     if allowed is not None and not rise <= allowed:
         raise VerificationError(
             f"the {precision} graph's perplexity is {found.perplexity:.4f}, {rise:.2%} above "
-            f"PyTorch's {expected.perplexity:.4f}; {allowed:.2%} is allowed. Nothing was written. "
+            f"PyTorch's {expected.perplexity:.4f}; {allowed:.2%} is allowed. "
             "Leave this precision out, or export with --no-verify to look into it"
         )

@@ -99,7 +99,7 @@ def _check(situation: str, differences: Array, allowed: Tolerance, precision: Pr
         raise VerificationError(
             f"the {precision} graph doesn't compute what PyTorch computes: {situation}, the worst "
             f"difference is {worst:.2g} and the mean {mean:.2g} of the spread; {allowed.worst:g} "
-            f"and {allowed.mean:g} are allowed. Nothing was written. This is a bug in the export "
+            f"and {allowed.mean:g} are allowed. This is a bug in the export "
             "or in the runtime: please report it with the model's config"
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from export.operator_library import operators_problem
 from loadtest.bench_report import table, write
 from loadtest.bench_tasks import (
     PEER_ROWS,
@@ -28,6 +29,7 @@ from loadtest.errors import ContenderError, OptionError
 from loadtest.machine import machine_facts, num_cores
 
 MODEL = "smollm2-135m"
+OWN = "quill4"  # the precision that needs operators of Quill's own
 MAX_IDS = 600
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PASSAGES = "passages.json"
@@ -79,6 +81,10 @@ def _quill_commands(
     bundle: Path, manifest: Mapping[str, Any], args: argparse.Namespace
 ) -> list[list[str]]:
     on_cpu = [graphs["precision"] for graphs in manifest["graphs"] if graphs["device"] == "cpu"]
+    problem = operators_problem()
+    if problem is not None and OWN in on_cpu and not args.precision:
+        Console(stderr=True).print(f"Without {OWN}: {problem}", highlight=False)
+        on_cpu.remove(OWN)
     wanted = args.precision.split(",") if args.precision else on_cpu
     command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle)]
     return [[*command, each, str(args.threads or num_cores())] for each in wanted]

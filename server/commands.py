@@ -72,7 +72,11 @@ def _add_serve(subparsers: "Subparsers") -> None:
         help="for Prometheus; 'off' for none (default: the next port, or a free one)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--precision", help="which of the bundle's graphs (default: the fastest)")
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="which graphs: fp32, int4, int8, quill4 or fp16 (default: the bundle's fastest)",
+    )
     _add_sizes(parser)
     add_protection(parser)
     parser.add_argument(

@@ -72,7 +72,9 @@ def _fitting_problem(
 
 
 def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
-    on_cpu = {graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"}
+    on_cpu: dict[str, Graphs] = {
+        graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"
+    }
     known = ", ".join(on_cpu) or "none"
     if precision == OWN and (problem := operators_problem()) is not None:
         raise StartError(f"--precision {precision} can't be had: {problem}. Or choose another")
@@ -88,16 +90,22 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
             f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
         )
     best = min(on_cpu.values(), key=_rank)
-    if best.precision != OWN and OWN in on_cpu:
-        why += f"; not {OWN}: {_against_own()}"
+    if best.precision != OWN:
+        against = _against_own(on_cpu.get(OWN))
+        why += f"; not {OWN}: {against}" if against is not None else ""
     return _warned(Choice(best, why))
 
 
-def _against_own() -> str:
+def _against_own(graphs: Graphs | None) -> str | None:
+    """Why the fastest wasn't chosen. None: there is none, and none could be had."""
     problem = operators_problem()
+    if graphs is None:
+        return None if problem else "the bundle has none; export it again"
     if problem is not None:
         return problem
-    return "its perplexity is too high" if operators_are_fast() else "no fast kernels here"
+    if not operators_are_fast():
+        return "no fast kernels here"
+    return "its perplexity is too high" if graphs.verification else "it was never verified"
 
 
 def _warned(choice: Choice) -> Choice:

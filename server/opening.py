@@ -57,10 +57,11 @@ def open_graph(
         problem = operators_problem()
         if problem is not None:
             raise StartError(f"{name} needs more than ONNX Runtime has. {problem}")
-        options.register_custom_ops_library(os.fspath(library_path()))
     if device == "cuda":
         return _open_on_cuda(graph, options)
     try:
+        if operators:
+            options.register_custom_ops_library(os.fspath(library_path()))
         return onnxruntime.InferenceSession(
             graph, options, providers=[PROVIDERS["cpu"]], enable_fallback=False
         )

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     # The engine without the network, for `quill bench engine`; and a client's way in.
     "loadtest": {
         *("protos", "server.loading", "server.request", "server.events", "server.errors"),
+        "export.operator_library",
         *("server.access", "server.access_options", "server.argument_types", "server.unreachable"),
     },
 }

@@ -137,7 +137,8 @@ class Attention {
     TRY(read_dims(given[3], &dims));
     if (dims.count() != work->rows) return failed("lengths for another number of rows");
     int64_t longest = work->heads.capacity;
-    if (given[5] && given[6]) TRY(read_tables(given, work, &longest));
+    if (!given[5] != !given[6]) return failed("cosines without sines");
+    if (given[5]) TRY(read_tables(given, work, &longest));
     const int32_t* last;
     TRY(read_data(given[3], &last));
     static thread_local std::vector<int64_t> lengths;

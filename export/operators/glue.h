@@ -65,6 +65,7 @@ Status* read_dims(const Value* value, Dims* dims) {
   return status;
 }
 
+// Null if there is no value.
 template <typename T>
 Status* read_data(const Value* value, T** data) {
   void* found = nullptr;
@@ -73,19 +74,29 @@ Status* read_data(const Value* value, T** data) {
   return nullptr;
 }
 
-// A constant of the graph: its size is looked at when it is seen for the first time.
+// A constant of the graph. What isn't one could have another size in every step.
 struct Constant {
-  const Value* seen = nullptr;
+  const void* data = nullptr;  // null: the graph has none at this place
 
+  Status* find(const Info* info, size_t index, int64_t size) {
+    int is_constant = 0;
+    const Value* value = nullptr;
+    TRY(ort->constant_input(info, index, &is_constant, &value));
+    if (!is_constant) return nullptr;
+    Dims dims;
+    TRY(read_dims(value, &dims));
+    if (dims.count() != size) return failed("weights of another size than their operator's");
+    return read_data(value, &data);
+  }
+
+  // What is given in a step must be what was found.
   template <typename T>
-  Status* read(const Value* value, int64_t size, T** data) {
-    if (value != seen) {
-      Dims dims;
-      TRY(read_dims(value, &dims));
-      if (dims.count() != size) return failed("weights of another size than their operator's");
-      seen = value;
-    }
-    return read_data(value, data);
+  Status* read(const Value* given, const T** to) const {
+    const void* now;
+    TRY(read_data(given, &now));
+    if (now != data) return failed("weights that aren't constants of the graph");
+    *to = static_cast<const T*>(now);
+    return nullptr;
   }
 };
 

@@ -10,6 +10,7 @@ namespace {
 
 // Blocks whose largest number is smaller than this count as zeros: its inverse would be infinite.
 constexpr float kTiny = 1e-30f;
+constexpr float kLargest = 3.402823466e38f;
 
 INLINE float added_up(Floats x) {
   float v[16];
@@ -42,28 +43,26 @@ INLINE float largest(Floats a, Floats b) {
   return x;
 }
 
-INLINE uint32_t added_up(Ints x) {
+INLINE int32_t added_up(Ints x) {
   int32_t v[16];
   store(v, x);
-  uint32_t sum = 0;
-  for (int32_t each : v) sum += static_cast<uint32_t>(each);
+  int32_t sum = 0;
+  for (int32_t each : v) sum += each;
   return sum;
 }
 
 INLINE void round_block(Floats a, Floats b, int8_t* q, float* scale, float* sum, int32_t* shift) {
   const float most = largest(a, b);
+  const bool is_finite = most <= kLargest;  // otherwise zeros: times a scale that isn't finite
   const Floats steps = all(most >= kTiny ? 127.f / most : 0.f);
-  const Ints qa = nearest(multiply(a, steps)), qb = nearest(multiply(b, steps));
+  const Ints qa = is_finite ? nearest(multiply(a, steps)) : all(0);
+  const Ints qb = is_finite ? nearest(multiply(b, steps)) : all(0);
   store_bytes(q, qa);
   store_bytes(q + 16, qb);
-  const uint32_t total = added_up(add(qa, qb));
-  int32_t of_integers, minus_128_times;
-  std::memcpy(&of_integers, &total, 4);
-  const uint32_t product = total * static_cast<uint32_t>(-128);
-  std::memcpy(&minus_128_times, &product, 4);
+  const int32_t total = added_up(add(qa, qb));
   *scale = most / 127.f;
-  *sum = *scale * static_cast<float>(of_integers);
-  *shift = minus_128_times;
+  *sum = *scale * static_cast<float>(total);
+  *shift = -128 * total;
 }
 
 void round(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,

@@ -180,13 +180,15 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
   return add(sum, {pairs_added(w.a, xs), pairs_added(w.b, xs)});
 }
-// Pairs are added in 16 bits. Two products of 255 don't fit, two of 127 do: so the weights are
-// taken as signed, and give their signs away.
+// Pairs are added in 16 bits. Two products of 255 and 127 don't fit, two of 128 and 127 do: so the
+// weights are taken as signed, and give their signs to the inputs, which are never -128.
+INLINE __m256i signed_pairs_added(__m256i w, __m256i xs) {
+  w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  return pairs_added(_mm256_abs_epi8(w), _mm256_sign_epi8(xs, w));
+}
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
-  const __m256i xs = _mm256_set1_epi32(x), flip = _mm256_set1_epi8(-128);
-  const __m256i sizes = _mm256_abs_epi8(xs);
-  return add(sum, {pairs_added(sizes, _mm256_sign_epi8(_mm256_xor_si256(w.a, flip), xs)),
-                   pairs_added(sizes, _mm256_sign_epi8(_mm256_xor_si256(w.b, flip), xs))});
+  const __m256i xs = _mm256_set1_epi32(x);
+  return add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
 }
 
 INLINE __m256 quartered(__m256 a, __m256 b) {

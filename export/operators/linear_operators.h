@@ -19,7 +19,7 @@ constexpr int64_t kRowsToShare = 4;        // fewer are rounded faster than thre
 constexpr int64_t kWorthSharing = 100000;  // products; fewer are computed faster alone
 
 struct Work {
-  const Matrix& matrix;
+  Matrix matrix;
   const float* x;
   const float* gains;
   float epsilon;
@@ -82,7 +82,10 @@ class Linear {
                       matrix_.columns <= kMaxWidth && (matrix_.bits == 4 || matrix_.bits == 8) &&
                       !(matrix_.halves && matrix_.bits == 8) &&
                       !(matrix_.gated && matrix_.columns % (2 * kColumns));
-    return fits ? nullptr : failed("no such matrix");
+    if (!fits) return failed("no such matrix");
+    TRY(records_.find(info, 1, matrix_.size()));
+    TRY(gains_.find(info, 2, matrix_.inputs));
+    return bias_.find(info, 4, matrix_.outputs());
   }
 
   Status* compute(Context* context) {
@@ -97,7 +100,9 @@ class Linear {
     const int64_t rows = dims.product(0, dims.num - 1);
     dims.sizes[dims.num - 1] = outputs;
     Work work{matrix_, nullptr, nullptr, epsilon_, {}, {}, 0, 1, (matrix_.groups() + 1) / 2};
-    TRY(read_constants(given, &work));
+    TRY(records_.read(given[1], &work.matrix.records));
+    TRY(gains_.read(given[2], &work.gains));
+    TRY(bias_.read(given[4], &work.out.bias));
     TRY(read_data(given[0], &work.x));
     if (given[3]) {
       Dims of_residual;
@@ -112,14 +117,6 @@ class Linear {
   }
 
  private:
-  Status* read_constants(const Value* const* given, Work* work) {
-    const int64_t records = matrix_.groups() * matrix_.blocks() * matrix_.record_bytes();
-    TRY(records_.read(given[1], records, &matrix_.records));
-    if (given[2]) TRY(gains_.read(given[2], matrix_.inputs, &work->gains));
-    if (given[4]) TRY(bias_.read(given[4], matrix_.outputs(), &work->out.bias));
-    return nullptr;
-  }
-
   Status* run(Context* context, Work& work, int64_t rows) {
     const int64_t blocks = matrix_.blocks(), most = rows < kMaxRounded ? rows : kMaxRounded;
     static thread_local Room room;  // one for all operators, kept from step to step
@@ -157,15 +154,15 @@ class Embedding {
     const bool fits = matrix_.inputs > 0 && matrix_.inputs <= kMaxWidth &&
                       matrix_.inputs % kBlock == 0 && matrix_.columns > 0 &&
                       matrix_.columns <= kMaxWidth;
-    return fits ? nullptr : failed("no such matrix");
+    return fits ? records_.find(info, 1, matrix_.size()) : failed("no such matrix");
   }
 
   Status* compute(Context* context) {
     const Value *given_ids, *given_records;
     TRY(ort->input(context, 0, &given_ids));
     TRY(ort->input(context, 1, &given_records));
-    const int64_t size = matrix_.groups() * matrix_.blocks() * matrix_.record_bytes();
-    TRY(records_.read(given_records, size, &matrix_.records));
+    const uint8_t* records;
+    TRY(records_.read(given_records, &records));
     Dims dims;
     TRY(read_dims(given_ids, &dims));
     const int64_t count = dims.count();
@@ -178,15 +175,15 @@ class Embedding {
     TRY(read_data(output, &y));
     for (int64_t i = 0; i < count; i++) {
       if (ids[i] < 0 || ids[i] >= matrix_.columns) return failed("an id beyond the vocabulary");
-      copy(ids[i], y + i * matrix_.inputs);
+      copy(records, ids[i], y + i * matrix_.inputs);
     }
     return nullptr;
   }
 
  private:
-  void copy(int64_t id, float* y) const {
+  void copy(const uint8_t* records, int64_t id, float* y) const {
     const int64_t bytes = matrix_.record_bytes(), lane = id % kColumns;
-    const uint8_t* record = matrix_.records + id / kColumns * matrix_.blocks() * bytes;
+    const uint8_t* record = records + id / kColumns * matrix_.blocks() * bytes;
     for (int64_t block = 0; block < matrix_.blocks(); block++, record += bytes) {
       float scale;
       std::memcpy(&scale, record + 4 * lane, 4);

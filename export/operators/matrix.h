@@ -27,6 +27,7 @@ struct Matrix {
   int64_t outputs() const { return gated ? columns / 2 : columns; }
   int64_t head_bytes() const { return bits == 8 || halves ? 64 : 128; }
   int64_t record_bytes() const { return head_bytes() + kBlock * kColumns * bits / 8; }
+  int64_t size() const { return groups() * blocks() * record_bytes(); }
 };
 
 // Rows of inputs, rounded to 8 bits with one scale for each block.

@@ -50,10 +50,12 @@ Operator describe() {
   return op;
 }
 
-// The best that this processor has; QUILL_KERNELS names another, to compare them.
+// The best that this processor has. QUILL_KERNELS, plain or avx2, asks for less, to compare them.
 const char* choose_kernels() {
-  const char* wanted = std::getenv("QUILL_KERNELS");
-  const auto is_wanted = [=](const char* name) { return !wanted || !std::strcmp(wanted, name); };
+  const char* named = std::getenv("QUILL_KERNELS");
+  const auto is_named = [=](const char* name) { return named && !std::strcmp(named, name); };
+  const bool any = !is_named("plain") && !is_named("avx2") && !is_named("avx512");
+  const auto is_wanted = [=](const char* name) { return any || is_named(name); };
 #ifdef __x86_64__
   if (is_wanted("avx512") && __builtin_cpu_supports("avx512vnni") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -61,7 +63,8 @@ const char* choose_kernels() {
     kernels = avx512_kernels();
     return "avx512";
   }
-  if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
     kernels = avx2_kernels();
     return "avx2";
   }

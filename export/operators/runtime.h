@@ -43,7 +43,10 @@ struct Api {
   Status* (*output)(Context* context, size_t index, const int64_t* dims, size_t num, Value** value);
   void* skipped_92[7];
   void (*release_shape)(Shape* shape);  // 99
-  void* skipped_100[174];
+  void* skipped_100[149];
+  Status* (*constant_input)(const Info* info, size_t index, int* is_constant,
+                            const Value** value);  // 249
+  void* skipped_250[24];
   Status* (*parallel_for)(const Context* context, void (*work)(void* data, size_t index),
                           size_t total, size_t num_batches, void* data);  // 274
 };

@@ -5,11 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from export import build_operators, operator_library
 from export.build_operators import BuildError, find_compiler, units
-from export.operator_library import library_path, operators_are_fast, operators_problem
+from export.operator_library import (
+    library_path,
+    operators_are_fast,
+    operators_problem,
+    seal,
+)
 from tests.operators import needs_operators
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,13 +54,33 @@ def test_what_was_not_built_is_said_with_what_to_do() -> None:
 @pytest.mark.usefixtures("sources")
 def test_a_library_that_cannot_be_loaded_is_a_problem_in_words() -> None:
     library_path().write_bytes(b"no library")
-    assert "can't be loaded" in str(operators_problem())
+    assert "can't be loaded" in str(operators_problem()), "nobody has said what it should be"
+    seal(library_path())
+    assert "can't be loaded" in str(operators_problem()), "it is no library"
+    other = next(Path(np.__file__).parent.glob("_core/_multiarray_umath*.so"))
+    library_path().write_bytes(other.read_bytes())
+    seal(library_path())
+    assert "can't be loaded" in str(operators_problem()), "it is another library"
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_library_that_was_cut_short_is_not_loaded() -> None:
+    """Loading it would end the process."""
+    library_path().write_bytes(b"library" * 1000)
+    seal(library_path())
+    library_path().write_bytes(b"library" * 500)
+    assert "damaged" in str(operators_problem())
 
 
 def test_no_compiler_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match=r"no C\+\+ compiler \(no-such-compiler\)"):
         find_compiler()
+
+
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
+    assert find_compiler() == [sys.executable, "-O2"]
 
 
 @needs_operators

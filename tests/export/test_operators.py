@@ -31,7 +31,7 @@ def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) ->
     shape = (num_outputs, num_inputs // 32)
     scale = (torch.rand(shape, generator=generator) * 0.1 + 0.01).half().float()
     if kind == "q8_0":
-        q = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator)
+        q = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
         return QuantisedWeight(kind, q.to(torch.int8), scale)
     q = torch.randint(0, 256, (num_outputs, num_inputs // 2), generator=generator).to(torch.uint8)
     minimum = (-scale * 7.3).half().float() if kind == "q4_1" else None
@@ -160,11 +160,13 @@ def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Pa
     x[3] *= 1e-35  # next to nothing
     x[4] *= 1e30
     x[5] = 0
+    x[6, 7], x[7, 8] = np.inf, np.nan
     path = save(linear, tmp_path, x)
     found = {kernels: computed_with(kernels, path, {"x": x}) for kernels in KERNELS}
     plain = found.pop("plain")
     assert plain is not None
-    assert np.isfinite(plain).all()
+    assert np.isfinite(plain[[0, 1, 2, 3, 4, 5, 8]]).all()
+    assert np.isnan(plain[6:8]).all()
     for y in found.values():
         if y is not None:
             np.testing.assert_array_equal(y, plain)
@@ -205,17 +207,21 @@ def hand_made(directory: Path, **changes: Any) -> Path:
     attributes = {"inputs": 96, "columns": 48, "bits": 8, "halves": 0, "gated": 0, "epsilon": 1e-5}
     records = np.zeros(changes.pop("num_bytes", 3 * 3 * 576), np.uint8)
     gains = np.ones(changes.pop("num_gains", 96), np.float32)
+    constant = changes.pop("constant", True)
     width = changes.pop("width", 96)
     node = helper.make_node("Linear", ["x", "records", "gains", "residual"], ["y"], domain="quill")
     for name, value in (attributes | changes).items():
         node.attribute.append(helper.make_attribute(name, value))
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, width]),
+        helper.make_tensor_value_info("residual", TensorProto.FLOAT, [None, None]),
+    ]
+    if not constant:  # an input that has a value of its own can be given another
+        inputs.append(helper.make_tensor_value_info("gains", TensorProto.FLOAT, None))
     graph = helper.make_graph(
         [node],
         "one",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, width]),
-            helper.make_tensor_value_info("residual", TensorProto.FLOAT, [None, None]),
-        ],
+        inputs,
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [
             onnx.numpy_helper.from_array(records, "records"),
@@ -257,6 +263,14 @@ def test_sizes_that_do_not_fit_are_errors_not_crashes(
     width = changes.get("width", 96)
     with pytest.raises(Exception, match=words):
         run(hand_made(tmp_path, **changes), normal(2, width), normal(2, 48))
+
+
+def test_weights_that_are_no_constants_are_refused(tmp_path: Path) -> None:
+    """They could have another size in every step."""
+    session = open_session(hand_made(tmp_path, constant=False), operators=True)
+    given = {"x": normal(2, 96), "residual": normal(2, 48), "gains": np.ones(96, np.float32)}
+    with pytest.raises(Exception, match="weights that aren't constants"):
+        session.run(None, given)
 
 
 def test_a_residual_of_another_size_is_an_error(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def tables() -> RotaryTables:
 def save(directory: Path, **changes: Any) -> Path:
     attributes = {"heads": NUM, "kv_heads": NUM_KV, "head_size": SIZE, "scale": SIZE**-0.5}
     rotary = changes.pop("rotary", True)
-    inputs = [*NAMES, *(("cosines", "sines") if rotary else ())]
+    num_tables = changes.pop("num_tables", 2)
+    inputs = [*NAMES, *(("cosines", "sines")[:num_tables] if rotary else ())]
     outputs = ["out", "key", "value"]
     node = helper.make_node("Attention", inputs, outputs, domain="quill", **attributes | changes)
     types = (TensorProto.FLOAT, *[TensorProto.FLOAT16] * 2, *[TensorProto.INT32] * 2)
@@ -169,6 +170,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(tmp_path: Pa
         ({"head_size": 40}, "no such heads"),
         ({"heads": 4}, "heads of another width"),
         ({"head_size": 128}, "heads of another width"),
+        ({"num_tables": 1}, "cosines without sines"),
     ],
     ids=str,
 )

@@ -26,6 +26,13 @@ PROBLEM = cuda_problem()
 without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
 
 
+@pytest.fixture(autouse=True)
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of Quill's own operators is another test's."""
+    monkeypatch.setattr(server.device, "operators_problem", lambda: "not built")
+    monkeypatch.setattr(server.device, "operators_are_fast", lambda: False)
+
+
 def graphs_in(precision: Any, **changes: Any) -> Graphs:
     return dataclasses.replace(make_manifest().graphs[0], precision=precision, **changes)
 

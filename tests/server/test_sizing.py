@@ -119,6 +119,17 @@ def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
             choose_graphs(manifest, "cpu", "quill4")
 
 
+@pytest.mark.parametrize("problem", [None, "not built"])
+def test_what_would_be_faster_is_said(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
+    monkeypatch.setattr(server.device, "operators_are_fast", lambda: problem is None)
+    without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
+    hint = "; not quill4: the bundle has none; export it again"
+    assert without == "as asked" + ("" if problem else hint)
+    unproven = choose_graphs(manifest_with(graphs_in("fp32"), graphs_in("quill4")), "cpu", None)
+    assert unproven.why.endswith(problem or "it was never verified")
+
+
 def test_what_cannot_be_had_is_an_error() -> None:
     with pytest.raises(StartError, match="--device cpu"):
         choose_graphs(MANIFEST, "cuda", None)
