@@ -14,7 +14,9 @@ from server.opening import cuda_problem
 from server.processor import multiplies_integers
 
 # A precision goes before another where it is faster, if export has measured that it is as good.
-# quill4 is fastest for every number of rows, where its operators are built. Of the runtime's own,
+# quill4 is fastest for every number of rows, where its operators are built; for translators by next
+# to nothing, so int8, which loses less of weights that came in full precision, goes before it
+# there. Of the runtime's own,
 # int4 is fastest for a row or two; int8 for many and for prompts, on processors that can multiply
 # integers. On others it is slower, and its kernel may overflow.
 PREFERRED = ("int8", "int4", "fp32") if multiplies_integers() else ("int4", "fp32", "int8")
@@ -89,8 +91,10 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
         raise StartError(
             f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
         )
-    best = min(on_cpu.values(), key=_rank)
-    if best.precision != OWN:
+    own_first = manifest.family == "causal" and operators_are_fast()
+    order = (OWN, *PREFERRED) if own_first else (*PREFERRED, OWN)
+    best = min(on_cpu.values(), key=lambda each: (not _is_good(each), order.index(each.precision)))
+    if best.precision != OWN and manifest.family == "causal":
         against = _against_own(on_cpu.get(OWN))
         why += f"; not {OWN}: {against}" if against is not None else ""
     return _warned(Choice(best, why))
@@ -112,11 +116,6 @@ def _warned(choice: Choice) -> Choice:
     if choice.graphs.precision == "int8" and not multiplies_integers():
         return replace(choice, warning=MAY_OVERFLOW)
     return choice
-
-
-def _rank(graphs: Graphs) -> tuple[bool, int]:
-    order = (OWN, *PREFERRED) if operators_are_fast() else (*PREFERRED, OWN)
-    return not _is_good(graphs), order.index(graphs.precision)
 
 
 def _is_good(graphs: Graphs) -> bool:

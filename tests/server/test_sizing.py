@@ -119,6 +119,17 @@ def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
             choose_graphs(manifest, "cpu", "quill4")
 
 
+def test_translators_lose_less_with_the_runtimes_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.device, "operators_problem", lambda: None)
+    monkeypatch.setattr(server.device, "operators_are_fast", lambda: True)
+    graphs = [graphs_in(name, verification=proof(20.1)) for name in ("int4", "quill4")]
+    causal = manifest_with(*graphs)
+    translator = dataclasses.replace(causal, family="seq2seq")
+    assert choose_graphs(causal, "cpu", None).graphs.precision == "quill4"
+    choice = choose_graphs(translator, "cpu", None)
+    assert (choice.graphs.precision, choice.why) == ("int4", "as asked")
+
+
 @pytest.mark.parametrize("problem", [None, "not built"])
 def test_what_would_be_faster_is_said(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
