@@ -7,7 +7,7 @@ The network hands its queries, keys and values to an `Attending` (model/attentio
 computes nothing: it writes the operator into the graph that torch.onnx is tracing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,10 +30,6 @@ class Cache:
     seqlens_R: Tensor  # int32: the length of each row, less 1
     total_length: Tensor  # int32 scalar: the longest row's length
     present: list[KeyValue] = field(default_factory=list)  # what the operators give back
-
-    def add(self, layer: int, present: KeyValue) -> None:
-        assert len(self.present) == layer, "layers attend in order, each once"
-        self.present.append(present)
 
 
 # The sizes of heads that Quill's own attention has kernels for (export/operators/heads.h).
@@ -81,26 +77,41 @@ class GroupQueryAttending:
         cache: Cache,
         rotary: Sequence[Tensor],
     ) -> Tensor:
-        config, past = self._config, cache.past[layer]
-        rows, num_new = qkv[0].shape[:2]
+        config = self._config
+        attributes = {
+            "num_heads": config.num_heads,
+            "kv_num_heads": config.num_kv_heads,
+            "do_rotary": int(bool(rotary)),
+            "scale": config.head_size**-0.5,
+        }
+        cached = (*cache.past[layer], cache.seqlens_R, cache.total_length)
+        return self._write(OPERATOR, layer, cache, [*qkv, *cached, *rotary], attributes)
+
+    def _write(
+        self,
+        operator: str,
+        layer: int,
+        cache: Cache,
+        inputs: Sequence[Tensor | None],
+        attributes: Mapping[str, int | float],
+    ) -> Tensor:
+        """The operator into the graph, which answers what was found and the extended cache."""
+        x_RTE, past = inputs[0], cache.past[layer]
+        assert x_RTE is not None
         out_RTE, *present = torch.onnx.ops.symbolic_multi_out(
-            OPERATOR,
-            [*qkv, *past, cache.seqlens_R, cache.total_length, *rotary],
-            attrs={
-                "num_heads": config.num_heads,
-                "kv_num_heads": config.num_kv_heads,
-                "do_rotary": int(bool(rotary)),
-                "scale": config.head_size**-0.5,
-            },
-            dtypes=[qkv[0].dtype] * 3,
+            operator,
+            inputs,
+            attrs={**attributes},
+            dtypes=[x_RTE.dtype, past.k_BKSH.dtype, past.v_BKSH.dtype],
             shapes=[
-                [rows, num_new, config.num_heads * config.head_size],
+                [*x_RTE.shape[:2], self._config.num_heads * self._config.head_size],
                 list(past.k_BKSH.shape),
                 list(past.v_BKSH.shape),
             ],
             version=1,
         )
-        cache.add(layer, KeyValue(*present))
+        assert len(cache.present) == layer, "layers attend in order, each once"
+        cache.present.append(KeyValue(*present))
         return out_RTE
 
 
@@ -109,25 +120,12 @@ class OwnAttending(GroupQueryAttending):
 
     def self_attention(self, layer: int, qkv_RTE: Tensor) -> Tensor:
         config, cache = self._config, self._cache
-        past = cache.past[layer]
+        attributes = {
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "scale": config.head_size**-0.5,
+        }
         tables = (None, None) if self._rotary is None else self._rotary
-        rows, num_new = qkv_RTE.shape[:2]
-        out_RTE, *present = torch.onnx.ops.symbolic_multi_out(
-            OWN_OPERATOR,
-            [qkv_RTE, *past, cache.seqlens_R, cache.total_length, *tables],
-            attrs={
-                "heads": config.num_heads,
-                "kv_heads": config.num_kv_heads,
-                "head_size": config.head_size,
-                "scale": config.head_size**-0.5,
-            },
-            dtypes=[qkv_RTE.dtype, past.k_BKSH.dtype, past.v_BKSH.dtype],
-            shapes=[
-                [rows, num_new, config.num_heads * config.head_size],
-                list(past.k_BKSH.shape),
-                list(past.v_BKSH.shape),
-            ],
-            version=1,
-        )
-        cache.add(layer, KeyValue(*present))
-        return out_RTE
+        cached = (*cache.past[layer], cache.seqlens_R, cache.total_length)
+        return self._write(OWN_OPERATOR, layer, cache, [qkv_RTE, *cached, *tables], attributes)

@@ -23,7 +23,6 @@ from model.config import ModelConfig
 from model.training_state import resolve_checkpoint
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-DEFAULT_PRECISIONS: tuple[Precision, ...] = ALL_PRECISIONS
 QUANTISED = ("int4", "int8", "quill4")
 
 
@@ -58,11 +57,11 @@ def _precisions(
         check_quantisable(config)
     except UnsupportedModelError as error:
         console.print(f"Leaving {', '.join(QUANTISED)} out: {error}")
-        return tuple(name for name in DEFAULT_PRECISIONS if name not in QUANTISED)
+        return tuple(name for name in ALL_PRECISIONS if name not in QUANTISED)
     if problem is not None:
         console.print(f"Leaving quill4 out: {problem}")
-        return tuple(name for name in DEFAULT_PRECISIONS if name != "quill4")
-    return DEFAULT_PRECISIONS
+        return tuple(name for name in ALL_PRECISIONS if name != "quill4")
+    return ALL_PRECISIONS
 
 
 def parse_precisions(wanted: str) -> tuple[Precision, ...]:

@@ -58,6 +58,12 @@ struct Room {
   }
 };
 
+// Both sides are there, and blocks are whole.
+bool has_size(const Matrix& matrix) {
+  return matrix.inputs > 0 && matrix.inputs <= kMaxWidth && matrix.inputs % kBlock == 0 &&
+         matrix.columns > 0 && matrix.columns <= kMaxWidth;
+}
+
 class Linear {
  public:
   static constexpr const char* kName = "Linear";
@@ -77,9 +83,7 @@ class Linear {
     TRY(ort->float_attribute(info, "epsilon", &epsilon_));
     matrix_.halves = halves != 0;
     matrix_.gated = gated != 0;
-    const bool fits = matrix_.inputs > 0 && matrix_.inputs <= kMaxWidth &&
-                      matrix_.inputs % kBlock == 0 && matrix_.columns > 0 &&
-                      matrix_.columns <= kMaxWidth && (matrix_.bits == 4 || matrix_.bits == 8) &&
+    const bool fits = has_size(matrix_) && (matrix_.bits == 4 || matrix_.bits == 8) &&
                       !(matrix_.halves && matrix_.bits == 8) &&
                       !(matrix_.gated && matrix_.columns % (2 * kColumns));
     if (!fits) return failed("no such matrix");
@@ -151,10 +155,8 @@ class Embedding {
     matrix_.bits = 8;
     TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
     TRY(ort->int_attribute(info, "columns", &matrix_.columns));
-    const bool fits = matrix_.inputs > 0 && matrix_.inputs <= kMaxWidth &&
-                      matrix_.inputs % kBlock == 0 && matrix_.columns > 0 &&
-                      matrix_.columns <= kMaxWidth;
-    return fits ? records_.find(info, 1, matrix_.size()) : failed("no such matrix");
+    if (!has_size(matrix_)) return failed("no such matrix");
+    return records_.find(info, 1, matrix_.size());
   }
 
   Status* compute(Context* context) {
