@@ -37,4 +37,3 @@ class Administration(pb_grpc.AdministrationServicer):
             # Once begun it goes on, even if whoever asked for it leaves.
             served = await asyncio.shield(asyncio.ensure_future(self._reload()))
             return pb.ReloadResponse(model=model_message(served))
-        raise AssertionError("the call was aborted")

@@ -54,7 +54,6 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):
                 return await behaviour(request, context)
             async with self._calls.call(method, context):
                 raise InvalidFieldError("message", f"can't be read: {request.reason}")
-            raise AssertionError("the call was aborted")
 
         return answer
 
