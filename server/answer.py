@@ -3,7 +3,7 @@
 Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event loop.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.decoding import StopStrings
@@ -34,16 +34,15 @@ class Chunk:
 
 
 class Answer:
-    """All sequences of one request. `stopped` names those whose stop string has appeared."""
+    """All sequences of one request. `end` is called with each whose stop string has appeared."""
 
-    def __init__(self, asked: Asked, text: Text | None) -> None:
+    def __init__(self, asked: Asked, text: Text | None, end: Callable[[int], None]) -> None:
         self._asked = asked
-        self._text = text
+        self._end = end
         self._sequences = [_Sequence(asked, text) for _ in range(asked.request.num_sequences)]
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._num_open = len(self._sequences)
         self._has_begun = False
-        self.stopped: list[int] = []
         self.num_cached: int | None = None  # None: the prompt hasn't been read yet
 
     @property
@@ -79,7 +78,7 @@ class Answer:
             for token in _tokens(event):
                 sequence.add(chunk, token)
         elif sequence.add(chunk, event):
-            self.stopped.append(event.sequence)
+            self._end(event.sequence)
 
     def _begin(self, chunks: dict[int, Chunk]) -> None:
         """Before the first token: the prompt, if it was asked for."""

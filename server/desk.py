@@ -34,8 +34,8 @@ class Inbox:
     """One request's events that nobody has read yet."""
 
     def __init__(self, request: Request, engine: Engine, max_held: int) -> None:
-        self.request_id = request.request_id
-        self.engine = engine
+        self._request_id = request.request_id
+        self._engine = engine
         self._max_held = max_held
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
@@ -51,7 +51,7 @@ class Inbox:
         self._arrived.set()
         if len(self._events) > self._max_held and self.num_open:
             reason = f"{self._max_held} tokens were made and not read; read faster"
-            self._events = [FailEvent(self.request_id, SlowReaderError(reason))]
+            self._events = [FailEvent(self._request_id, SlowReaderError(reason))]
             self.num_open = 0
             return False
         return True
@@ -62,6 +62,14 @@ class Inbox:
         self._arrived.clear()
         events, self._events = self._events, []
         return events
+
+    def end(self, sequence: int) -> None:
+        """Its answer is complete: the engine needn't go on with it."""
+        self._engine.end(self._request_id, sequence, "stop")
+
+    def cancel(self) -> None:
+        """Nobody waits for the rest."""
+        self._engine.end(self._request_id)
 
 
 class Desk:
@@ -114,7 +122,7 @@ class Desk:
             yield inbox
         finally:
             if inbox.num_open:
-                engine.end(request.request_id)
+                inbox.cancel()
             self._forget(request.request_id)
 
     def publish(self, batch: Batch) -> None:
@@ -127,7 +135,7 @@ class Desk:
         for event in batch.events:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None and not inbox.put(event):
-                inbox.engine.end(event.request_id)
+                inbox.cancel()
                 del self._inboxes[event.request_id]  # its reader is told; nobody else listens
 
     def _forget(self, request_id: str) -> None:

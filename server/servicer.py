@@ -6,7 +6,6 @@ Knows: grpc.aio, the order of things in a call. Does not know: the engine, how t
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc
@@ -15,7 +14,7 @@ from google.protobuf.message import Message
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.answer import Answer, Chunk, merge
-from server.calls import Calls, Context
+from server.calls import Calls, Context, raising_context
 from server.desk import Desk
 from server.duty import Duty
 from server.errors import (
@@ -38,7 +37,7 @@ from server.wire import (
     timings_message,
 )
 
-Tell = Callable[[Chunk], Awaitable[None]]
+Send = Callable[[Chunk], Awaitable[None]]
 _Result = TypeVar("_Result")
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
@@ -51,8 +50,11 @@ MAX_MARGIN_S = 0.1
 
 class _Call(NamedTuple):
     record: Record
-    served: Served
     station: Station
+
+    @property
+    def served(self) -> Served:
+        return self.station.served
 
 
 class TextGeneration(pb_grpc.TextGenerationServicer):
@@ -73,7 +75,6 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             asked = await _read(read_generate, request, served, self._arrival(call.record, context))
             chunks = await self._collect(asked, call)
             return response_message(merge(chunks, asked.request.num_sequences), served.text)
-        raise AssertionError("the call was aborted")
 
     async def GenerateStream(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
@@ -83,10 +84,10 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             served = call.served
             asked = await _read(read_generate, request, served, self._arrival(call.record, context))
 
-            async def tell(chunk: Chunk) -> None:
+            async def send(chunk: Chunk) -> None:
                 await self._write(chunk_message(chunk, served.text), context)
 
-            await self._answer(asked, call, tell)
+            await self._answer(asked, call, send)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as call:
@@ -101,26 +102,22 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                 timings=timings_message(whole.finish.timings),
                 request_id=call.record.request_id,
             )
-        raise AssertionError("the call was aborted")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with self._call("Tokenize", context) as call:
             return await _read(_tokenize, request, call.served)
-        raise AssertionError("the call was aborted")
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         async with self._call("Detokenize", context) as call:
             return await _read(_detokenize, request, call.served)
-        raise AssertionError("the call was aborted")
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         async with self._call("GetModel", context) as call:
             return model_message(call.served)
-        raise AssertionError("the call was aborted")
 
-    @asynccontextmanager
+    @raising_context
     async def _call(self, method: str, context: Context) -> AsyncIterator[_Call]:
         async with self._calls.call(method, context) as record:
             if self._duty.station is None:
@@ -128,7 +125,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                     "the server is loading its model. Try again in a few seconds"
                 )
             with self._duty.station.call() as station:
-                yield _Call(record, station.served, station)
+                yield _Call(record, station)
 
     def _arrival(self, record: Record, context: Context) -> Arrival:
         return Arrival(
@@ -138,33 +135,30 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             cache_scope="" if self._share_cache else record.caller,
         )
 
-    async def _answer(self, asked: Asked, call: _Call, tell: Tell) -> None:
-        answer, engine = Answer(asked, call.served.text), call.station.engine
-        call.record.submitted_s = time.monotonic()
-        try:
-            with self._desk.serve(asked.request, engine) as inbox:
+    async def _answer(self, asked: Asked, call: _Call, send: Send) -> None:
+        record, request = call.record, asked.request
+        record.submitted_s = time.monotonic()
+        with self._desk.serve(request, call.station.engine) as inbox:
+            answer = Answer(asked, call.served.text, inbox.end)
+            try:
                 while not answer.is_over:
-                    chunks = answer.take(await inbox.take())
-                    for sequence in answer.stopped:
-                        engine.end(asked.request.request_id, sequence, "stop")
-                    answer.stopped.clear()
-                    for chunk in chunks:
+                    for chunk in answer.take(await inbox.take()):
                         if chunk.finish is not None:
-                            call.record.note(chunk.finish)
-                        await tell(chunk)
-        finally:  # a client that left has had its tokens too
-            if answer.num_cached is not None:
-                call.record.num_prompt = asked.request.num_prompt
-                call.record.num_cached = answer.num_cached
-                call.record.num_generated = answer.num_generated
+                            record.note(chunk.finish)
+                        await send(chunk)
+            finally:  # a client that left has had its tokens too
+                if answer.num_cached is not None:
+                    record.num_prompt = request.num_prompt
+                    record.num_cached = answer.num_cached
+                    record.num_generated = answer.num_generated
 
     async def _collect(self, asked: Asked, call: _Call) -> list[Chunk]:
         chunks: list[Chunk] = []
 
-        async def tell(chunk: Chunk) -> None:
+        async def send(chunk: Chunk) -> None:
             chunks.append(chunk)
 
-        await self._answer(asked, call, tell)
+        await self._answer(asked, call, send)
         return chunks
 
     async def _write(self, message: pb.GenerateChunk, context: Context) -> None:

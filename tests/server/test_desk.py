@@ -58,7 +58,7 @@ def test_reader_that_was_away_gets_one_larger_chunk() -> None:
             return await inbox.take()
 
     events = asyncio.run(main())
-    (chunk,) = Answer(Asked(request=REQUEST), make_text()).take(events)
+    (chunk,) = Answer(Asked(request=REQUEST), make_text(), lambda _: None).take(events)
     assert (chunk.text, len(chunk.token_ids)) == ("abc", 3)
     assert chunk.finish is not None
 
@@ -75,7 +75,7 @@ def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
     events = asyncio.run(main(engine))
     assert engine.ended == [("r", None, "cancelled")]
     with pytest.raises(SlowReaderError):
-        Answer(Asked(request=REQUEST), make_text()).take(events)
+        Answer(Asked(request=REQUEST), make_text(), lambda _: None).take(events)
 
 
 def test_reader_that_leaves_early_ends_its_request() -> None:
@@ -118,9 +118,10 @@ def test_closed_desk_refuses_and_waits_for_the_last_one() -> None:
 
 def test_tokens_made_after_a_stop_string_are_dropped() -> None:
     asked = Asked(request=REQUEST, stop=("bc",))
-    answer = Answer(asked, make_text())
+    stopped: list[int] = []
+    answer = Answer(asked, make_text(), stopped.append)
     (chunk,) = answer.take([token(letter) for letter in "abcde"])
-    assert (chunk.text, len(chunk.token_ids), answer.stopped) == ("a", 3, [0])
+    assert (chunk.text, len(chunk.token_ids), stopped) == ("a", 3, [0])
     (last,) = answer.take([token("f"), FINISH])
     assert last.finish is not None
     assert (last.finish.reason, last.finish.usage.generated) == ("stop", 3)
