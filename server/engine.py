@@ -1,6 +1,6 @@
 """Serves requests, one step at a time.
 
-Knows: the scheduler, the stepper, the ledger, and the order in which they are asked.
+Knows: the scheduler, the executor, the ledger, and the order in which they are asked.
 Does not know: threads, gRPC, text, the model. All of it runs in one thread, see
 server/engine_thread.py.
 """
@@ -14,12 +14,12 @@ from server.errors import CancelledError, DeadlineError, RequestError, StepError
 from server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
 from server.ledger import Ledger
 from server.pace import Pace
-from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
+from server.plan import Plan
 from server.prefix_cache import PrefixCache
 from server.request import Request
 from server.scheduler import Limits, Scheduler
 from server.session import Session
-from server.stepper import Stepper, StepResult
+from server.stepper import Executor, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,7 @@ class Engine:
         prefix_cache: PrefixCache,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session = session
-        self._stepper = Stepper(session, prefix_cache)
+        self._executor = Executor(session, prefix_cache)
         self._scheduler = Scheduler(limits, prefix_cache)
         self._ledger = Ledger()
         self._pace = Pace()
@@ -61,9 +60,8 @@ class Engine:
         plan = self._under_way
         if plan is None:
             return "between two runs of the model"
-        kind = "decode" if isinstance(plan, DecodePlan) else "prefill"
         requests = ", ".join(sorted(_request_ids(plan)))
-        return f"a {kind} of {plan.num_tokens} tokens for the requests {requests}"
+        return f"a {plan.kind} of {plan.num_tokens} tokens for the requests {requests}"
 
     def submit(self, request: Request, arrived_s: float) -> None:
         self._ledger.arrive(request, arrived_s)
@@ -76,7 +74,7 @@ class Engine:
             gone = [each for each in gone if each == sequence]
         if not gone:
             return
-        self._copy(self._scheduler.remove(request_id, sequence))
+        self._executor.copy(self._scheduler.remove(request_id, sequence))
         if self._ledger.has_token(request_id):
             for each in gone:
                 self._finish(request_id, each, reason)
@@ -103,10 +101,11 @@ class Engine:
 
     def _run(self, plan: Plan) -> StepReport:
         started_s = self._clock()
-        self._start(plan, started_s)
+        for request, cached in plan.starts:
+            self._events.append(self._ledger.start(request, cached, started_s))
         self._under_way = plan
         try:
-            result = self._stepper.run(plan)
+            result = self._executor.run(plan)
         except Exception:
             logger.exception("a step failed; its requests: %s", _request_ids(plan))
             self._num_failures += 1
@@ -117,24 +116,16 @@ class Engine:
         self._under_way = None
         return self._report(plan, self._clock() - started_s)
 
-    def _start(self, plan: Plan, now_s: float) -> None:
-        """Whoever leaves the queue with this step."""
-        if isinstance(plan, EncodePlan):
-            for request, _, _ in plan.encodings:
-                self._events.append(self._ledger.start(request, 0, now_s))
-        elif isinstance(plan, PrefillPlan) and plan.is_first:
-            self._events.append(self._ledger.start(plan.request, plan.cached, now_s))
-
     def _commit(self, plan: Plan, result: StepResult) -> None:
         outcome = self._scheduler.commit(plan, result.tokens, result.ranked)
-        self._copy(outcome.copies)
+        self._executor.copy(outcome.copies)
         if result.broken:
             broken = {plan.rows[i].request.request_id for i in result.broken}
             logger.error("logits that aren't finite; requests: %s", sorted(broken))
             self._fail_all(broken)
-        if result.prompt_logprobs and isinstance(plan, PrefillPlan):
-            event = PromptEvent(plan.request.request_id, tuple(result.prompt_logprobs))
-            self._events.append(event)
+        if result.prompt_logprobs:  # all rows are answers to the one prompt
+            request_id = plan.rows[0].request.request_id
+            self._events.append(PromptEvent(request_id, tuple(result.prompt_logprobs)))
         now_s = self._clock()
         # No tokens if the chunk wasn't its prompt's last.
         for row, token, logprobs in zip(plan.rows, result.tokens, result.logprobs, strict=False):
@@ -163,24 +154,16 @@ class Engine:
 
     def _fail_all(self, request_ids: Iterable[str]) -> None:
         for request_id in sorted(request_ids):
-            self._copy(self._scheduler.remove(request_id))
+            self._executor.copy(self._scheduler.remove(request_id))
             reason = f"a step failed on the server; its log has more under request {request_id}"
             self._fail(request_id, StepError(reason))
 
-    def _copy(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            self._session.copy(copy)
-
     def _report(self, plan: Plan, duration_s: float) -> StepReport:
-        if isinstance(plan, DecodePlan):
+        if plan.kind == "decode":
             self._pace.note_decode(duration_s)
         else:
             self._pace.note_prefill(plan.num_tokens, duration_s, self._scheduler.num_waiting)
-        return StepReport(
-            kind="decode" if isinstance(plan, DecodePlan) else "prefill",
-            duration_s=duration_s,
-            num_tokens=plan.num_tokens,
-        )
+        return StepReport(plan.kind, duration_s, plan.num_tokens)
 
     def _batch(self, report: StepReport | None) -> Batch:
         events, self._events = tuple(self._events), []

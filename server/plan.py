@@ -4,18 +4,26 @@ Knows: rows, slots as numbers. Does not know: why they were chosen, how they are
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from server.beams import Search
-from server.events import FinishReason
+from server.events import FinishReason, StepKind
 from server.request import Request
 from server.row import Row
+
+
+class Start(NamedTuple):
+    """A request leaves the queue."""
+
+    request: Request
+    cached: int  # tokens that needn't be read
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """One slot reads some of a prompt's tokens."""
 
+    kind: ClassVar[StepKind] = "prefill"
     request: Request
     rows: tuple[Row, ...]  # the answers that will start from this prompt
     slot: int
@@ -35,6 +43,10 @@ class PrefillPlan:
     def is_last(self) -> bool:
         return self.stop == len(self.request.prompt_ids)
 
+    @property
+    def starts(self) -> tuple[Start, ...]:
+        return (Start(self.request, self.cached),) if self.is_first else ()
+
 
 class Encoding(NamedTuple):
     """One source is read into one slot."""
@@ -48,6 +60,7 @@ class Encoding(NamedTuple):
 class EncodePlan:
     """The encoder reads some sources, one after another. Each into the next slot."""
 
+    kind: ClassVar[StepKind] = "prefill"  # to those who measure: it is what a first token waits for
     encodings: tuple[Encoding, ...]
 
     @property
@@ -58,11 +71,17 @@ class EncodePlan:
     def num_tokens(self) -> int:
         return sum(each.request.num_prompt for each in self.encodings)
 
+    @property
+    def starts(self) -> tuple[Start, ...]:
+        return tuple(Start(each.request, 0) for each in self.encodings)
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Every running row reads its last token. Row i is in slot i."""
 
+    kind: ClassVar[StepKind] = "decode"
+    starts: ClassVar[tuple[Start, ...]] = ()
     rows: tuple[Row, ...]
 
     @property

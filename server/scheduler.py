@@ -152,11 +152,13 @@ class Scheduler:
 
         A search has `ranked` continuations instead; the tokens of its rows mean nothing.
         """
-        if isinstance(plan, DecodePlan):
-            return self._commit_decode(plan, tokens, ranked)
-        if isinstance(plan, EncodePlan):
-            return self._commit_encode(plan)
-        return self._commit_prefill(plan, tokens, ranked)
+        match plan:
+            case DecodePlan():
+                return self._commit_decode(plan, tokens, ranked)
+            case EncodePlan():
+                return self._commit_encode(plan)
+            case PrefillPlan():
+                return self._commit_prefill(plan, tokens, ranked)
 
     def _commit_encode(self, plan: EncodePlan) -> Outcome:
         """A request's first row has the slot that its source was read into; others get copies."""

@@ -1,9 +1,9 @@
-"""Carries out a plan: runs the model, chooses tokens.
+"""Carries out a plan: runs the model, chooses tokens, copies slots.
 
 Knows: the session, sampling, the prefix cache. Does not know: who is next, what ends a row, time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from server.beam_rows import Ranked, searches
 from server.events import PositionLogprobs
 from server.leaders import FloatArray as LogitsArray
 from server.logprobs import position_logprobs
-from server.plan import DecodePlan, EncodePlan, Plan, PrefillPlan
+from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
 from server.prefix_cache import PrefixCache
 from server.ranking import rank
 from server.row import Row
@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
 NOTHING = StepResult([], [], set(), [], {})
 
 
-class Stepper:
+class Executor:
     """Turns plans into tokens."""
 
     def __init__(self, session: Session, prefix_cache: PrefixCache) -> None:
@@ -43,9 +43,17 @@ class Stepper:
         self._prefix_cache = prefix_cache
 
     def run(self, plan: Plan) -> StepResult:
-        if isinstance(plan, DecodePlan):
-            return self._decode(plan)
-        return self._encode(plan) if isinstance(plan, EncodePlan) else self._prefill(plan)
+        match plan:
+            case DecodePlan():
+                return self._decode(plan)
+            case EncodePlan():
+                return self._encode(plan)
+            case PrefillPlan():
+                return self._prefill(plan)
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self._session.copy(copy)
 
     def _decode(self, plan: DecodePlan) -> StepResult:
         ids = [row.last_token for row in plan.rows]

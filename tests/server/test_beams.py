@@ -218,9 +218,10 @@ def _searching(**changes: Any) -> Request:
     return dataclasses.replace(request, **changes)
 
 
-def _engine(max_rows: int = 4) -> Engine:
+def _engine(max_rows: int = 4, session: FakeSession | None = None) -> Engine:
     limits = Limits(max_rows=max_rows, context=CONTEXT)
-    return Engine(FakeSession(max_rows, CONTEXT), limits, PrefixCache(0), clock=lambda: 5.0)
+    session = session or FakeSession(max_rows, CONTEXT)
+    return Engine(session, limits, PrefixCache(0), clock=lambda: 5.0)
 
 
 def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
@@ -239,14 +240,13 @@ def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
 
 
 def test_logits_that_are_not_finite_fail_the_search_and_nobody_else() -> None:
-    engine, results = _engine(max_rows=5), Results()
+    session = FakeSession(5, CONTEXT)
+    engine, results = _engine(5, session), Results()
     other = Request(request_id="other", prompt_ids=(4, 5), max_new_tokens=9)
     engine.submit(_searching(), 0.0)
     engine.submit(other, 0.0)
     for _ in range(4):
         results.step(engine)
-    session = engine._session
-    assert isinstance(session, FakeSession)
     session.poisoned = {1}
     results.step(engine)
     session.poisoned = set()
