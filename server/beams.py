@@ -129,20 +129,17 @@ def follow(texts: Sequence[Sequence[int]], parents: Sequence[int]) -> tuple[list
     takes the row of a text that ended, of those the one that parted from the parent last: only
     what came after has to be copied.
     """
-    places = [-1] * len(parents)
     free = sorted(set(range(len(texts))) - set(parents))
-    moves, stayed = [], set[int]()
+    places, moves = list[int](), list[Move]()
     for beam, parent in enumerate(parents):
-        if parent not in stayed:
-            stayed.add(parent)
-            places[beam] = parent
-    for beam, parent in enumerate(parents):
-        if places[beam] < 0:
-            same = {row: _num_same(texts[row], texts[parent]) for row in free}
-            target = max(free, key=lambda row: same[row])
-            free.remove(target)
-            places[beam] = target
-            moves.append(Move(parent, target, same[target]))
+        if parents.index(parent) == beam:  # the parent's best
+            places.append(parent)
+            continue
+        same = {row: _num_same(texts[row], texts[parent]) for row in free}
+        target = max(free, key=lambda row: same[row])
+        free.remove(target)
+        places.append(target)
+        moves.append(Move(parent, target, same[target]))
     return places, moves
 
 
