@@ -93,15 +93,13 @@ Plan = PrefillPlan | EncodePlan | DecodePlan
 
 
 class Copy(NamedTuple):
-    """Positions of a slot, from `start` to before `stop`, go into the same places of another.
-
-    From 0 on, what the encoder parked in the slot goes along.
-    """
+    """Positions of a slot, from `start` to before `stop`, go into the same places of another."""
 
     source: int
     target: int
     stop: int
     start: int = 0
+    with_source: bool = False  # what the encoder parked in the slot goes along, if there is one
 
 
 class Finished(NamedTuple):

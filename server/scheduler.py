@@ -166,7 +166,7 @@ class Scheduler:
         copies = []
         for each in plan.encodings:
             for row in each.rows[1:]:
-                copies.append(Copy(each.slot, len(self._rows), 0))
+                copies.append(Copy(each.slot, len(self._rows), 0, with_source=True))
                 self._rows.append(row)
         return Outcome([], copies, [])
 
@@ -219,7 +219,7 @@ class Scheduler:
                 rows.pop()
             if slot < len(rows) and rows[slot] in gone:
                 rows[slot] = rows.pop()
-                copies.append(Copy(len(rows), slot, rows[slot].num_cached))
+                copies.append(Copy(len(rows), slot, rows[slot].num_cached, with_source=True))
         return copies
 
 

@@ -128,7 +128,7 @@ class OrtSession:
     def copy(self, copy: Copy) -> None:
         self._slots.copy(copy)
         self._held[copy.target] = copy.stop
-        if self._sources is not None and copy.start == 0:
+        if self._sources is not None and copy.with_source:
             self._sources.copy(copy.source, copy.target)
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:

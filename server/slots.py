@@ -75,9 +75,9 @@ class Slots:
         return list(self._caches_YSKCH)
 
     def copy(self, copy: Copy) -> None:
-        source, target, stop, start = copy
-        moved = self._caches_YSKCH[:, source, :, start:stop]
-        self._caches_YSKCH[:, target, :, start:stop] = moved
+        positions = slice(copy.start, copy.stop)
+        moved = self._caches_YSKCH[:, copy.source, :, positions]
+        self._caches_YSKCH[:, copy.target, :, positions] = moved
 
     def read(self, slot: int, start: int, stop: int) -> CacheArray:
         """A copy of some positions, as (Y, K, P, H)."""

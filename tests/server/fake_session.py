@@ -70,7 +70,7 @@ class FakeSession:
         held = self._ids_SC[copy.source, copy.start : copy.stop]
         assert NOTHING not in held
         self._ids_SC[copy.target, copy.start : copy.stop] = held
-        if copy.start == 0:
+        if copy.with_source:
             self._sources[copy.target] = self._sources[copy.source]
 
     def read(self, slot: int, start: int, stop: int) -> npt.NDArray[Any]:

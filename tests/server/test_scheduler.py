@@ -93,8 +93,8 @@ class World:
         self._copy(outcome.copies)
 
     def _copy(self, copies: list[Copy]) -> None:
-        for source, target, length, _ in copies:
-            self.slots[target] = self.slots[source][:length]
+        for copy in copies:
+            self.slots[copy.target] = self.slots[copy.source][: copy.stop]
 
 
 def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
