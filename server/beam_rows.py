@@ -31,7 +31,7 @@ def advance(rows: Sequence[Row], slots: Sequence[int], ranked: Ranked) -> list[C
     parents = search.advance(ranked[request.request_id])
     if search.is_over:
         return []
-    assert len(parents) == len(rows), "the servicer refuses more beams than the vocabulary allows"
+    assert len(parents) == len(rows), "SamplingReader._check_vocabulary refuses these"
     places, moves = follow(texts, parents)
     for beam, place in enumerate(places):
         rows[place].beam = beam

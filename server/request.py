@@ -4,7 +4,7 @@ Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text,
 What the engine answers is in server/events.py.
 
 The ranges are those of generation.proto, checked here once; an error names the proto's field.
-Whether a prompt fits the model is the servicer's to check: only it knows which field it came from.
+Whether a prompt fits the model is checked by server/prompts.py, which knows the field it came from.
 """
 
 import math
@@ -104,7 +104,7 @@ class Request:
     cache_scope: str = ""  # beginnings of prompts are shared within it, and never across
 
     def __post_init__(self) -> None:
-        assert self.prompt_ids, "the servicer refuses empty prompts"
+        assert self.prompt_ids, "PromptReader refuses these"
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")

@@ -3,8 +3,6 @@
 Knows: protobuf, the model's defaults, which fields go together. Does not know: what is answered.
 """
 
-from typing import Any
-
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError
 from server.request import Beams, EarlyStopping, Sampling
@@ -17,47 +15,63 @@ _EARLY_STOPPING: dict[int, EarlyStopping] = {
 }
 
 
-def read_sampling(message: pb.GenerateRequest, served: Served) -> Sampling:
-    if searches(message):
-        return Sampling()  # a search looks at the model's own distribution
-    defaults = served.sampling_defaults
-    settings: dict[str, Any] = {
-        name: getattr(message, name) if message.HasField(name) else defaults[name]
-        for name in SAMPLING_DEFAULTS
-        if message.HasField(name) or name in defaults
-    }
-    # More than the vocabulary is the same as off.
-    if settings.get("top_k", 0) >= served.vocab_size:
-        settings["top_k"] = 0
-    return Sampling(
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        logit_bias=dict(message.logit_bias),
-        **settings,
-    )
+class SamplingReader:
+    """Reads how clients want one model's answers."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def read_sampling(self, message: pb.GenerateRequest) -> Sampling:
+        if _searches(message):
+            return Sampling()  # a search looks at the model's own distribution
+        given, default = message, self._served.default_sampling
+        has = message.HasField
+        top_k = given.top_k if has("top_k") else default.top_k
+        penalty = default.repetition_penalty
+        return Sampling(
+            temperature=given.temperature if has("temperature") else default.temperature,
+            # More than the vocabulary is the same as off.
+            top_k=0 if top_k >= self._served.vocab_size else top_k,
+            top_p=given.top_p if has("top_p") else default.top_p,
+            min_p=given.min_p if has("min_p") else default.min_p,
+            repetition_penalty=given.repetition_penalty if has("repetition_penalty") else penalty,
+            frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
+            logit_bias=dict(given.logit_bias),
+        )
+
+    def read_beams(self, message: pb.GenerateRequest) -> Beams | None:
+        if not _searches(message):
+            _refuse_without_beams(message)
+            return None
+        most = self._served.max_num_beams
+        if not 1 <= message.num_beams <= most:
+            some = f"it must be from 1, which is off, to {most}"
+            rule = some if most > 1 else "there is one slot"
+            raise InvalidFieldError("num_beams", f"is {message.num_beams}; {rule}")
+        _refuse_with_beams(message)
+        self._check_vocabulary(message)
+        if message.early_stopping not in _EARLY_STOPPING:
+            given = f"is {message.early_stopping}"
+            raise InvalidFieldError("early_stopping", f"{given}; there is no such")
+        return Beams(
+            num_beams=message.num_beams,
+            length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+            early_stopping=_EARLY_STOPPING[message.early_stopping],
+        )
+
+    def _check_vocabulary(self, message: pb.GenerateRequest) -> None:
+        """The first step must find as many beams as are asked for."""
+        eos_ids = () if message.ignore_eos else self._served.manifest.stop_ids
+        ends = {*message.stop_token_ids, *eos_ids}
+        most = self._served.vocab_size // max(2, 1 + len(ends))
+        if message.num_beams > most:
+            rule = f"with {len(ends)} tokens that end an answer, this vocabulary allows {most}"
+            raise InvalidFieldError("num_beams", f"is {message.num_beams}; {rule}")
 
 
-def searches(message: pb.GenerateRequest) -> bool:
+def _searches(message: pb.GenerateRequest) -> bool:
     return message.HasField("num_beams") and message.num_beams != 1
-
-
-def read_beams(message: pb.GenerateRequest, served: Served) -> Beams | None:
-    if not searches(message):
-        _refuse_without_beams(message)
-        return None
-    if not 1 <= message.num_beams <= served.max_num_beams:
-        most = served.max_num_beams
-        rule = f"it must be from 1, which is off, to {most}" if most > 1 else "there is one slot"
-        raise InvalidFieldError("num_beams", f"is {message.num_beams}; {rule}")
-    _refuse_with_beams(message)
-    _check_vocabulary(message, served)
-    if message.early_stopping not in _EARLY_STOPPING:
-        raise InvalidFieldError("early_stopping", f"is {message.early_stopping}; there is no such")
-    return Beams(
-        num_beams=message.num_beams,
-        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
-        early_stopping=_EARLY_STOPPING[message.early_stopping],
-    )
 
 
 def _refuse_without_beams(message: pb.GenerateRequest) -> None:
@@ -80,12 +94,3 @@ def _refuse_with_beams(message: pb.GenerateRequest) -> None:
 # What clients send that always send everything.
 _OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 _DRAWING = frozenset({*SAMPLING_DEFAULTS, "frequency_penalty", "presence_penalty", "logit_bias"})
-
-
-def _check_vocabulary(message: pb.GenerateRequest, served: Served) -> None:
-    """The first step must find as many beams as are asked for."""
-    ends = {*message.stop_token_ids, *(() if message.ignore_eos else served.manifest.stop_ids)}
-    most = served.vocab_size // max(2, 1 + len(ends))
-    if message.num_beams > most:
-        rule = f"with {len(ends)} tokens that end an answer, this vocabulary allows {most}"
-        raise InvalidFieldError("num_beams", f"is {message.num_beams}; {rule}")

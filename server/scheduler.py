@@ -78,8 +78,9 @@ class Scheduler:
         return len(self._rows)
 
     def add(self, request: Request) -> None:
-        assert request.num_rows <= self._limits.max_rows, "the servicer refuses these"
-        assert len(request.prompt_ids) < self._limits.context or not request.max_new_tokens
+        assert request.num_rows <= self._limits.max_rows, "RequestReader refuses these"
+        fits = len(request.prompt_ids) < self._limits.context
+        assert fits or not request.max_new_tokens, "PromptReader refuses these"
         self._waiting.add(request)
 
     def plan(self, max_chunk: int, go_on: bool = False) -> Plan | None:

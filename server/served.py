@@ -36,7 +36,7 @@ class Served:
 
     def __post_init__(self) -> None:
         try:
-            Sampling(**self.sampling_defaults)
+            _ = self.default_sampling
         except InvalidFieldError as error:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
 
@@ -61,6 +61,10 @@ class Served:
     def default_max_new_tokens(self) -> int:
         wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         return max(1, min(int(wanted), self.context))
+
+    @property
+    def default_sampling(self) -> Sampling:
+        return Sampling(**self.sampling_defaults)
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

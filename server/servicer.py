@@ -23,12 +23,12 @@ from server.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from server.prompts import check_ids, encode
+from server.prompts import PromptReader
 from server.record import Record
 from server.served import Served
 from server.station import Station
 from server.text import Text
-from server.validation import Arrival, Asked, read_generate, read_score
+from server.validation import Arrival, Asked, RequestReader
 from server.wire import (
     chunk_message,
     logprobs_messages,
@@ -72,7 +72,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._call("Generate", context) as call:
             served = call.served
-            asked = await _read(read_generate, request, served, self._arrival(call.record, context))
+            read, arrival = RequestReader(served).read_generate, self._arrival(call.record, context)
+            asked = await _read(read, request, arrival)
             chunks = await self._collect(asked, call)
             return response_message(merge(chunks, asked.request.num_sequences), served.text)
 
@@ -82,7 +83,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         # It writes instead of yielding: a client that leaves during a write is noticed at once.
         async with self._call("GenerateStream", context) as call:
             served = call.served
-            asked = await _read(read_generate, request, served, self._arrival(call.record, context))
+            read, arrival = RequestReader(served).read_generate, self._arrival(call.record, context)
+            asked = await _read(read, request, arrival)
 
             async def send(chunk: Chunk) -> None:
                 await self._write(chunk_message(chunk, served.text), context)
@@ -92,7 +94,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as call:
             served = call.served
-            asked = await _read(read_score, request, served, self._arrival(call.record, context))
+            read, arrival = RequestReader(served).read_score, self._arrival(call.record, context)
+            asked = await _read(read, request, arrival)
             chunks = await self._collect(asked, call)
             (whole,) = merge(chunks, 1)
             assert whole.finish is not None
@@ -196,7 +199,7 @@ def _text(served: Served) -> Text:
 def _tokenize(message: pb.TokenizeRequest, served: Served) -> pb.TokenizeResponse:
     text = _text(served)
     whole = message.add_special_tokens if message.HasField("add_special_tokens") else True
-    ids = encode(message.text, "text", served, whole)
+    ids = PromptReader(served).encode(message.text, "text", whole)
     return pb.TokenizeResponse(token_ids=ids, tokens=[text.piece(id) for id in ids])
 
 
@@ -204,6 +207,6 @@ def _detokenize(message: pb.DetokenizeRequest, served: Served) -> pb.DetokenizeR
     if len(message.token_ids) > MAX_DETOKENIZED:
         rule = f"at most {MAX_DETOKENIZED} are taken at once"
         raise InvalidFieldError("token_ids", f"has {len(message.token_ids)} tokens; {rule}")
-    check_ids("token_ids", message.token_ids, served)
+    PromptReader(served).check_ids("token_ids", message.token_ids)
     skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
     return pb.DetokenizeResponse(text=_text(served).decode(message.token_ids, skip))

@@ -11,7 +11,7 @@ from protos import generation_pb2 as pb
 from server.client import Client
 from server.errors import InvalidFieldError
 from server.request import Beams
-from server.validation import Arrival, Asked, read_generate
+from server.validation import Arrival, Asked, RequestReader
 from tests.server.running import Running, make_served, running_server
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
@@ -19,7 +19,7 @@ ARRIVAL = Arrival(request_id="r", deadline_s=None)
 
 def read(**fields: Any) -> Asked:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
-    return read_generate(message, make_served(max_rows=8), ARRIVAL)
+    return RequestReader(make_served(max_rows=8)).read_generate(message, ARRIVAL)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from server.asking import CallError
 from server.client import Client
 from server.errors import StartError, UnsupportedError
 from server.loading import EngineSettings, open_bundle, open_engine
-from server.prompts import read_ids
+from server.prompts import PromptReader
 from server.settings import Settings
 from server.starting import Loaded, prepare
 from tests.server.reciter import Reciter
@@ -127,7 +127,7 @@ def test_messages_are_refused_even_with_a_template() -> None:
     served = make_served(manifest=make_manifest(family="seq2seq"))
     conversation = pb.Conversation(messages=[pb.Message(role="user", content="hello")])
     with pytest.raises(UnsupportedError, match="translates"):
-        read_ids(pb.GenerateRequest(messages=conversation), served)
+        PromptReader(served).read(pb.GenerateRequest(messages=conversation))
     assert served.context == CONTEXT
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError, StartError, UnsupportedError
-from server.validation import Arrival, Asked, read_generate, read_score
+from server.validation import Arrival, Asked, RequestReader
 from tests.server.running import CONTEXT, make_manifest, make_served, make_text
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
@@ -16,7 +16,7 @@ SERVED = make_served()
 
 def read(**fields: Any) -> Asked:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
-    return read_generate(message, SERVED, ARRIVAL)
+    return RequestReader(SERVED).read_generate(message, ARRIVAL)
 
 
 def conversation(*messages: tuple[str, str]) -> pb.Conversation:
@@ -111,9 +111,9 @@ def test_echoed_tokens_have_logprobs_too() -> None:
 def test_what_the_model_lacks_is_no_fault_of_the_field() -> None:
     message = pb.GenerateRequest(messages=conversation(("user", "hi")))
     with pytest.raises(UnsupportedError, match="no chat template"):
-        read_generate(message, make_served(template=None), ARRIVAL)
+        RequestReader(make_served(template=None)).read_generate(message, ARRIVAL)
     with pytest.raises(UnsupportedError, match="no tokenizer"):
-        read_generate(pb.GenerateRequest(prompt="a"), make_served(text=None), ARRIVAL)
+        RequestReader(make_served(text=None)).read_generate(pb.GenerateRequest(prompt="a"), ARRIVAL)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_what_the_model_lacks_is_no_fault_of_the_field() -> None:
 )
 def test_scores_have_rules_too(field: str, message: pb.ScoreRequest) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        read_score(message, SERVED, ARRIVAL)
+        RequestReader(SERVED).read_score(message, ARRIVAL)
     assert caught.value.field == field
 
 
 def test_whole_context_can_be_scored() -> None:
-    request = read_score(pb.ScoreRequest(text="a" * CONTEXT), SERVED, ARRIVAL).request
+    request = RequestReader(SERVED).read_score(pb.ScoreRequest(text="a" * CONTEXT), ARRIVAL).request
     assert (len(request.prompt_ids), request.max_new_tokens) == (CONTEXT, 0)
 
 
