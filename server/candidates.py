@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from server.leaders import FloatArray as LogitsArray
+from server.arrays import Counts, Flags, Ids, Logits, Scores
 from server.leaders import leaders
-from server.penalties import FloatArray, IntArray
 
 # R rows · V vocabulary · C candidates, best first · A adjusted tokens · N candidates of all rows
 
@@ -19,29 +17,29 @@ from server.penalties import FloatArray, IntArray
 class Adjusted(NamedTuple):
     """The tokens of a row that have a score of their own. Their logits are -inf."""
 
-    ids_A: IntArray
-    scores_A: FloatArray
+    ids_A: Ids
+    scores_A: Scores
 
 
 class Candidates(NamedTuple):
     """By score descending, then by id ascending; padded with scores of -inf."""
 
-    ids_RC: IntArray
-    scores_RC: FloatArray
-    num_R: IntArray  # without the padding
-    whole_R: npt.NDArray[np.bool_]  # nothing that could be drawn was left out
+    ids_RC: Ids
+    scores_RC: Scores
+    num_R: Counts  # without the padding
+    whole_R: Flags  # nothing that could be drawn was left out
 
 
 class _Found(NamedTuple):
-    rows_N: IntArray
-    ids_N: IntArray
-    scores_N: FloatArray
+    rows_N: Ids
+    ids_N: Ids
+    scores_N: Scores
 
-    def pick(self, which_N: IntArray | npt.NDArray[np.bool_]) -> "_Found":
+    def pick(self, which_N: Ids | Flags) -> "_Found":
         return _Found(self.rows_N[which_N], self.ids_N[which_N], self.scores_N[which_N])
 
 
-def best_candidates(logits_RV: LogitsArray, k: int, adjusted: Sequence[Adjusted]) -> Candidates:
+def best_candidates(logits_RV: Logits, k: int, adjusted: Sequence[Adjusted]) -> Candidates:
     """At least the k best of each row. A row with too many equals gets none (`num_R` is 0)."""
     found, thresholds_R = _find(logits_RV, k, adjusted)
     num_R = np.bincount(found.rows_N, minlength=len(logits_RV))
@@ -60,9 +58,7 @@ def best_candidates(logits_RV: LogitsArray, k: int, adjusted: Sequence[Adjusted]
     )
 
 
-def _find(
-    logits_RV: LogitsArray, k: int, adjusted: Sequence[Adjusted]
-) -> tuple[_Found, LogitsArray]:
+def _find(logits_RV: Logits, k: int, adjusted: Sequence[Adjusted]) -> tuple[_Found, Logits]:
     """Everything that reaches its row's threshold, by row, then by id."""
     rows_N, ids_N, thresholds_R = leaders(logits_RV, k)
     found = _Found(rows_N, ids_N, logits_RV[rows_N, ids_N].astype(np.float64))
@@ -78,7 +74,7 @@ def _find(
     return found, thresholds_R
 
 
-def _in_rows(found: _Found, num_R: IntArray) -> tuple[IntArray, FloatArray]:
+def _in_rows(found: _Found, num_R: Counts) -> tuple[Ids, Scores]:
     shape = (len(num_R), max(1, int(num_R.max())))
     ids_RC, scores_RC = np.zeros(shape, np.int64), np.full(shape, -np.inf)
     starts_R = np.cumsum(num_R) - num_R

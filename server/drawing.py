@@ -12,16 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from server.arrays import Counts, Flags, Ids, Logits, Scores
 from server.candidates import Adjusted, Candidates, best_candidates
 from server.exact_draw import RowSettings, draw_exactly
-from server.leaders import FloatArray as LogitsArray
-from server.penalties import FloatArray, IntArray
 
 # R rows · V vocabulary · C candidates, best first
 
-BoolArray = npt.NDArray[np.bool_]
 
 NUM_CANDIDATES = 256  # of a row without top-k
 MAX_TOP_K = 512  # above, a row is drawn exactly
@@ -34,30 +31,30 @@ TOTAL_ERROR = 1e-5
 class Settings(NamedTuple):
     """One number a row."""
 
-    temperature_R: FloatArray
-    top_k_R: IntArray
-    top_p_R: FloatArray
-    min_p_R: FloatArray
-    u_R: FloatArray
+    temperature_R: Scores
+    top_k_R: Counts
+    top_p_R: Scores
+    min_p_R: Scores
+    u_R: Scores
 
 
 class _Heads(NamedTuple):
     """The candidates' weights."""
 
-    num_R: IntArray  # candidates at hand that top-k leaves
-    closed_R: BoolArray  # they are all that it leaves
-    weights_RC: FloatArray  # the best one's is 1
-    sums_RC: FloatArray  # running
+    num_R: Counts  # candidates at hand that top-k leaves
+    closed_R: Flags  # they are all that it leaves
+    weights_RC: Scores  # the best one's is 1
+    sums_RC: Scores  # running
 
 
 class _Totals(NamedTuple):
     """The weight of all that top-k leaves lies between these. Equal for closed rows."""
 
-    least_R: FloatArray
-    most_R: FloatArray
+    least_R: Scores
+    most_R: Scores
 
 
-def draw(logits_RV: LogitsArray, settings: Settings, adjusted: Sequence[Adjusted]) -> list[int]:
+def draw(logits_RV: Logits, settings: Settings, adjusted: Sequence[Adjusted]) -> list[int]:
     """A token for each row."""
     cuts_R = (settings.top_k_R > 0) & (settings.top_k_R <= MAX_TOP_K)
     k = int(np.where(cuts_R, settings.top_k_R, NUM_CANDIDATES).max())
@@ -72,7 +69,7 @@ def draw(logits_RV: LogitsArray, settings: Settings, adjusted: Sequence[Adjusted
     return tokens
 
 
-def _weigh(candidates: Candidates, settings: Settings, cuts_R: BoolArray) -> _Heads:
+def _weigh(candidates: Candidates, settings: Settings, cuts_R: Flags) -> _Heads:
     top_R = np.where(candidates.num_R > 0, candidates.scores_RC[:, 0], 0.0)
     with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
         relative_RC = (candidates.scores_RC - top_R[:, None]) / settings.temperature_R[:, None]
@@ -87,7 +84,7 @@ def _weigh(candidates: Candidates, settings: Settings, cuts_R: BoolArray) -> _He
 
 
 def _total(
-    logits_RV: LogitsArray,
+    logits_RV: Logits,
     settings: Settings,
     adjusted: Sequence[Adjusted],
     candidates: Candidates,
@@ -108,11 +105,11 @@ def _total(
 
 
 def _estimate(
-    logits_RV: LogitsArray,
+    logits_RV: Logits,
     adjusted: Sequence[Adjusted],
-    top_R: FloatArray,
-    temperature_R: FloatArray,
-) -> FloatArray:
+    top_R: Scores,
+    temperature_R: Scores,
+) -> Scores:
     """The weight of the whole vocabulary. NaN where it can't be told, as at tiny temperatures."""
     with np.errstate(all="ignore"):
         top_logit_R = logits_RV.max(axis=1)
@@ -120,14 +117,14 @@ def _estimate(
         weights_RV *= (1 / temperature_R).astype(np.float32)[:, None]
         np.exp(weights_RV, out=weights_RV)
         scale_R = np.exp((top_logit_R - top_R) / temperature_R)
-        total_R: FloatArray = weights_RV.sum(axis=1) * scale_R
+        total_R: Scores = weights_RV.sum(axis=1) * scale_R
         for row, (_, scores_A) in enumerate(adjusted):
             if len(scores_A):
                 total_R[row] += np.exp((scores_A - top_R[row]) / temperature_R[row]).sum()
     return total_R
 
 
-def _rank(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[IntArray, BoolArray]:
+def _rank(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[Ids, Flags]:
     """Where in the candidates each draw falls, and whether that is certain."""
     num_kept_R, certain_R = _num_kept(settings, heads, totals)
     within_R = num_kept_R <= heads.num_R
@@ -141,7 +138,7 @@ def _rank(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[IntArray,
     return np.where(certain_R, rank_R, 0), certain_R
 
 
-def _num_kept(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[IntArray, BoolArray]:
+def _num_kept(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[Ids, Flags]:
     """How many candidates top-k, top-p and min-p leave, and whether that is certain.
 
     For an open row from which nothing is cut the number is just more than there are candidates.
@@ -162,11 +159,11 @@ def _num_kept(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[IntAr
     return num_kept_R, certain_R & ((num_kept_R <= heads.num_R) | nothing_cut_R)
 
 
-def _num_below(bound_R: FloatArray, sums_RC: FloatArray) -> IntArray:
-    num_R: IntArray = np.count_nonzero(sums_RC < bound_R[:, None], axis=1)
+def _num_below(bound_R: Scores, sums_RC: Scores) -> Ids:
+    num_R: Counts = np.count_nonzero(sums_RC < bound_R[:, None], axis=1)
     return num_R
 
 
-def _sum_of_first(num_R: IntArray, sums_RC: FloatArray) -> FloatArray:
-    sum_R: FloatArray = sums_RC[np.arange(len(num_R)), np.maximum(num_R, 1) - 1]
+def _sum_of_first(num_R: Counts, sums_RC: Scores) -> Scores:
+    sum_R: Scores = sums_RC[np.arange(len(num_R)), np.maximum(num_R, 1) - 1]
     return sum_R

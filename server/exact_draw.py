@@ -7,8 +7,8 @@ the fast path of server/drawing.py can't decide.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from server.arrays import Logits
 from server.candidates import Adjusted
 
 # V vocabulary · C candidates, best first
@@ -22,9 +22,7 @@ class RowSettings(NamedTuple):
     u: float
 
 
-def draw_exactly(
-    logits_V: npt.NDArray[np.float32], adjusted: Adjusted, settings: RowSettings
-) -> int:
+def draw_exactly(logits_V: Logits, adjusted: Adjusted, settings: RowSettings) -> int:
     """Rules 5 to 10 of model/sampling.py. Sorts values only; the id is looked up at the end."""
     scores_V = logits_V.astype(np.float64)
     scores_V[adjusted.ids_A] = adjusted.scores_A

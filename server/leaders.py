@@ -10,12 +10,11 @@ that at least k logits reach, and few more do. At 32 x 49,152 and k = 50, findin
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from server.arrays import Ids, Logits
 
 # R rows · V vocabulary · G groups · N leaders of all rows together
 
-FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int64]
 
 _GROUPS_PER_LEADER = 8  # fewer: more than k reach the threshold; more: more maxima to look through
 
@@ -23,12 +22,12 @@ _GROUPS_PER_LEADER = 8  # fewer: more than k reach the threshold; more: more max
 class Leaders(NamedTuple):
     """Every logit that reaches its row's threshold, by row, then by id."""
 
-    rows_N: IntArray
-    ids_N: IntArray
-    thresholds_R: FloatArray
+    rows_N: Ids
+    ids_N: Ids
+    thresholds_R: Logits
 
 
-def leaders(logits_RV: FloatArray, k: int) -> Leaders:
+def leaders(logits_RV: Logits, k: int) -> Leaders:
     """At least the k greatest of each row, with all that equal the least of them.
 
     -inf never leads. With no more than k tokens in the vocabulary, everything else does.
@@ -41,7 +40,7 @@ def leaders(logits_RV: FloatArray, k: int) -> Leaders:
     return Leaders(rows_N, ids_N, thresholds_R)
 
 
-def _thresholds(logits_RV: FloatArray, k: int) -> FloatArray:
+def _thresholds(logits_RV: Logits, k: int) -> Logits:
     num_rows, vocab_size = logits_RV.shape
     if k >= vocab_size:
         return np.full(num_rows, -np.inf, np.float32)
@@ -54,7 +53,7 @@ def _thresholds(logits_RV: FloatArray, k: int) -> FloatArray:
     return _kth_greatest(whole_RV.reshape(num_rows, size, num_groups).max(axis=1), k)
 
 
-def _kth_greatest(values_RG: FloatArray, k: int) -> FloatArray:
+def _kth_greatest(values_RG: Logits, k: int) -> Logits:
     place = values_RG.shape[1] - k
-    kth_R: FloatArray = np.partition(values_RG, place, axis=1)[:, place]
+    kth_R: Logits = np.partition(values_RG, place, axis=1)[:, place]
     return kth_R

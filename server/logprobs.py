@@ -7,16 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from server.arrays import Logits, Scores
 from server.events import Alternative, PositionLogprobs
-from server.leaders import FloatArray as LogitsArray
 from server.leaders import leaders
-from server.penalties import FloatArray
 
 # R rows · V vocabulary
 
 
 def position_logprobs(
-    logits_RV: LogitsArray, tokens: Sequence[int], num_tops: Sequence[int]
+    logits_RV: Logits, tokens: Sequence[int], num_tops: Sequence[int]
 ) -> list[PositionLogprobs]:
     """For each row: its token, and as many of the likeliest tokens as are asked for."""
     log_totals_R = log_totals(logits_RV)
@@ -25,16 +24,16 @@ def position_logprobs(
     return list(map(PositionLogprobs, tokens, logprobs_R.tolist(), tops))
 
 
-def log_totals(logits_RV: LogitsArray) -> FloatArray:
+def log_totals(logits_RV: Logits) -> Scores:
     """What to subtract from logits to make log-probabilities of them; within 1e-5."""
     top_R = logits_RV.max(axis=1)
     total_R = np.exp(logits_RV - top_R[:, None]).sum(axis=1)
-    log_totals_R: FloatArray = top_R.astype(np.float64) + np.log(total_R.astype(np.float64))
+    log_totals_R: Scores = top_R.astype(np.float64) + np.log(total_R.astype(np.float64))
     return log_totals_R
 
 
 def _tops(
-    logits_RV: LogitsArray, log_totals_R: FloatArray, num_tops: Sequence[int]
+    logits_RV: Logits, log_totals_R: Scores, num_tops: Sequence[int]
 ) -> list[tuple[Alternative, ...]]:
     most = max(num_tops)
     if most == 0:

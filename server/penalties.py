@@ -6,14 +6,11 @@ not the whole vocabulary.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from server.arrays import Ids, Logits, Scores
 from server.request import Sampling
 
 # A adjusted tokens · V vocabulary
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class Adjustments:
@@ -42,10 +39,10 @@ class Adjustments:
         self._in_text[place] = True
         self._counts[place] += 1
 
-    def ids(self) -> IntArray:
+    def ids(self) -> Ids:
         return self._ids[: len(self._places)]
 
-    def scores(self, logits_V: npt.NDArray[np.float32]) -> FloatArray:
+    def scores(self, logits_V: Logits) -> Scores:
         """The adjusted logits of `ids()`."""
         num = len(self._places)
         sampling, counts_A = self._sampling, self._counts[:num]

@@ -8,28 +8,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from server.arrays import Ids, Logits, Scores
 from server.beams import Continuation, Search
 from server.events import PositionLogprobs
-from server.leaders import FloatArray as LogitsArray
 from server.leaders import leaders
 from server.logprobs import log_totals, position_logprobs
-from server.penalties import FloatArray, IntArray
 
 # R rows: the beams of all searches, one after another · V vocabulary
 # N candidates of all rows together · C candidates of one search
 
 
 class _Candidates(NamedTuple):
-    rows_N: IntArray  # ascending, and so are the ids of each row
-    ids_N: IntArray
-    logprobs_N: FloatArray  # of the whole answer
+    rows_N: Ids  # ascending, and so are the ids of each row
+    ids_N: Ids
+    logprobs_N: Scores  # of the whole answer
 
     def between(self, start: int, stop: int) -> "_Candidates":
         part = slice(start, stop)
         return _Candidates(self.rows_N[part], self.ids_N[part], self.logprobs_N[part])
 
 
-def rank(logits_RV: LogitsArray, searches: Sequence[Search]) -> list[list[Continuation]]:
+def rank(logits_RV: Logits, searches: Sequence[Search]) -> list[list[Continuation]]:
     """For each search, as many continuations as it looks at, best first.
 
     Ties go to the better-ranked beam, then to the lower token id.
@@ -44,7 +43,7 @@ def rank(logits_RV: LogitsArray, searches: Sequence[Search]) -> list[list[Contin
     return ranked
 
 
-def _candidates(logits_RV: LogitsArray, searches: Sequence[Search]) -> _Candidates:
+def _candidates(logits_RV: Logits, searches: Sequence[Search]) -> _Candidates:
     most = max(search.num_ranked for search in searches)
     rows_N, ids_N, _ = leaders(logits_RV, most)
     so_far_R = np.array([beam.logprob for search in searches for beam in search.running])
@@ -53,7 +52,7 @@ def _candidates(logits_RV: LogitsArray, searches: Sequence[Search]) -> _Candidat
 
 
 def _best(
-    logits_RV: LogitsArray, candidates: _Candidates, search: Search, first_row: int
+    logits_RV: Logits, candidates: _Candidates, search: Search, first_row: int
 ) -> list[Continuation]:
     best_C = np.argsort(-candidates.logprobs_N, kind="stable")[: search.num_ranked]
     rows_C, ids_C = candidates.rows_N[best_C], candidates.ids_N[best_C].tolist()

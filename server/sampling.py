@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from server.arrays import Logits
 from server.candidates import Adjusted
 from server.drawing import Settings, draw
-from server.leaders import FloatArray as LogitsArray
 from server.penalties import Adjustments
 from server.randomness import uniforms
 from server.request import Sampling
@@ -33,7 +33,7 @@ class Draw(NamedTuple):
 _NOTHING_ADJUSTED = Adjusted(np.zeros(0, np.int64), np.zeros(0))
 
 
-def choose(logits_RV: LogitsArray, draws: Sequence[Draw]) -> list[int]:
+def choose(logits_RV: Logits, draws: Sequence[Draw]) -> list[int]:
     """The next token of each row. Logits of adjusted tokens are overwritten."""
     adjusted = [_set_apart(row_V, each) for row_V, each in zip(logits_RV, draws, strict=True)]
     drawn = [row for row, each in enumerate(draws) if each.sampling.temperature > 0]
@@ -47,7 +47,7 @@ def choose(logits_RV: LogitsArray, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
-def _set_apart(logits_V: LogitsArray, each: Draw) -> Adjusted:
+def _set_apart(logits_V: Logits, each: Draw) -> Adjusted:
     if each.adjustments is None:
         return _NOTHING_ADJUSTED
     ids_A = each.adjustments.ids()
@@ -56,7 +56,7 @@ def _set_apart(logits_V: LogitsArray, each: Draw) -> Adjusted:
     return adjusted
 
 
-def _greedy(logits_RV: LogitsArray, adjusted: Sequence[Adjusted]) -> list[int]:
+def _greedy(logits_RV: Logits, adjusted: Sequence[Adjusted]) -> list[int]:
     tokens: list[int] = logits_RV.argmax(axis=1).tolist()
     for row, (ids_A, scores_A) in enumerate(adjusted):
         if len(ids_A):

@@ -16,8 +16,8 @@ import numpy as np
 import onnxruntime
 
 from export import contract
+from server.arrays import Logits
 from server.device_slots import DeviceCache, DeviceSlots
-from server.leaders import FloatArray as LogitsArray
 from server.plan import Copy
 from server.slots import CacheArray, Slots
 from server.sources import Sources, bind
@@ -29,15 +29,13 @@ from server.tiles import padded as padded_to_tiles
 class Session(Protocol):
     """What the engine needs of a model. Slot i is row i of a decode step."""
 
-    def prefill(
-        self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]
-    ) -> LogitsArray:
+    def prefill(self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]) -> Logits:
         """Reads tokens into a slot, from position `start`. Logits after ids[i] for wanted i.
 
         None may be wanted: the vocabulary projection is a fifth of a small model's work.
         """
 
-    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
+    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
         """Reads one token into each of the first slots, which hold `lengths` positions so far.
 
         The logits are good until the next step; the caller may overwrite them.
@@ -86,9 +84,7 @@ class OrtSession:
         self._decode_bindings: dict[int, Any] = {}
         self._prefill_bindings: dict[int, Any] = {}
 
-    def prefill(
-        self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]
-    ) -> LogitsArray:
+    def prefill(self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]) -> Logits:
         ids_1T = np.array([ids], np.int64)
         stop = start + len(ids)
         # No kernel of a device is trusted with an empty product.
@@ -105,7 +101,7 @@ class OrtSession:
         self._held[slot] = stop
         return logits_LV[: len(wanted)]
 
-    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> LogitsArray:
+    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
         num_rows, padded = len(ids), self._padded(len(ids))
         self._ids_R1[:num_rows, 0] = ids
         self._seqlens_R[:num_rows] = lengths

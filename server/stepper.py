@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from server.arrays import Logits
 from server.beam_rows import Ranked, searches
 from server.events import PositionLogprobs
-from server.leaders import FloatArray as LogitsArray
 from server.logprobs import position_logprobs
 from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
 from server.prefix_cache import PrefixCache
@@ -103,7 +103,7 @@ def _wanted(plan: PrefillPlan) -> range:
     return range(length - 1, length) if plan.is_last else range(0)
 
 
-def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:
+def _sample(logits_RV: Logits, rows: Sequence[Row]) -> StepResult:
     broken = set(np.flatnonzero(~np.isfinite(logits_RV.max(axis=1))).tolist())
     if broken:
         logits_RV[list(broken)] = 0.0  # so that the other rows are chosen in peace
@@ -117,7 +117,7 @@ def _sample(logits_RV: LogitsArray, rows: Sequence[Row]) -> StepResult:
     return StepResult(tokens, logprobs, broken, [], _rank(logits_RV, rows))
 
 
-def _rank(logits_RV: LogitsArray, rows: Sequence[Row]) -> Ranked:
+def _rank(logits_RV: Logits, rows: Sequence[Row]) -> Ranked:
     found = searches(rows)
     if not found:
         return {}
@@ -128,7 +128,7 @@ def _rank(logits_RV: LogitsArray, rows: Sequence[Row]) -> Ranked:
 
 
 def _draw(
-    logits_RV: LogitsArray, rows: Sequence[Row]
+    logits_RV: Logits, rows: Sequence[Row]
 ) -> tuple[list[int], list[PositionLogprobs | None]]:
     reporting = [i for i, row in enumerate(rows) if row.request.logprobs is not None]
     raw_LV = logits_RV[reporting]  # a copy: choosing overwrites penalised logits
@@ -142,7 +142,7 @@ def _draw(
     return tokens, logprobs
 
 
-def _prompt_logprobs(logits_LV: LogitsArray, plan: PrefillPlan) -> list[PositionLogprobs]:
+def _prompt_logprobs(logits_LV: Logits, plan: PrefillPlan) -> list[PositionLogprobs]:
     """Of the tokens that follow the chunk's; for the first chunk, of the prompt's first too."""
     request = plan.request
     following = request.prompt_ids[plan.start + 1 : plan.stop + 1]
