@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Counts, Flags, Ids, Logits, Scores
+from server.arrays import Counts, Flags, Logits, Scores
 from server.candidates import Adjusted, Candidates, best_candidates
 from server.exact_draw import RowSettings, draw_exactly
 
@@ -42,16 +42,26 @@ class _Heads(NamedTuple):
     """The candidates' weights."""
 
     num_R: Counts  # candidates at hand that top-k leaves
-    closed_R: Flags  # they are all that it leaves
+    is_complete_R: Flags  # they are all that it leaves
     weights_RC: Scores  # the best one's is 1
     sums_RC: Scores  # running
 
 
 class _Totals(NamedTuple):
-    """The weight of all that top-k leaves lies between these. Equal for closed rows."""
+    """The weight of all that top-k leaves lies between these. Equal for complete heads."""
 
     least_R: Scores
     most_R: Scores
+    is_bounded_R: Flags  # False: nothing is known of it
+
+
+class _Kept(NamedTuple):
+    """What top-p and min-p keep of what top-k left."""
+
+    num_R: Counts  # candidates, if all that is kept is in the head
+    is_in_head_R: Flags
+    is_all_R: Flags  # they cut nothing
+    is_same_R: Flags  # whichever of the possible totals is right
 
 
 def draw(logits_RV: Logits, settings: Settings, adjusted: Sequence[Adjusted]) -> list[int]:
@@ -61,9 +71,9 @@ def draw(logits_RV: Logits, settings: Settings, adjusted: Sequence[Adjusted]) ->
     candidates = best_candidates(logits_RV, k, adjusted)
     heads = _weigh(candidates, settings, cuts_R)
     totals = _total(logits_RV, settings, adjusted, candidates, heads)
-    ranks_R, certain_R = _rank(settings, heads, totals)
+    ranks_R, is_decided_R = _rank(settings, heads, totals)
     tokens: list[int] = candidates.ids_RC[np.arange(len(ranks_R)), ranks_R].tolist()
-    for row in np.flatnonzero(~certain_R).tolist():
+    for row in np.flatnonzero(~is_decided_R).tolist():
         row_settings = RowSettings(*(setting_R[row].item() for setting_R in settings))
         tokens[row] = draw_exactly(logits_RV[row], adjusted[row], row_settings)
     return tokens
@@ -77,7 +87,7 @@ def _weigh(candidates: Candidates, settings: Settings, cuts_R: Flags) -> _Heads:
     limited_R = np.minimum(settings.top_k_R, candidates.num_R)
     return _Heads(
         num_R=np.where(settings.top_k_R > 0, limited_R, candidates.num_R),
-        closed_R=(candidates.whole_R | cuts_R) & (candidates.num_R > 0),
+        is_complete_R=(candidates.whole_R | cuts_R) & (candidates.num_R > 0),
         weights_RC=weights_RC,
         sums_RC=np.cumsum(weights_RC, axis=1),
     )
@@ -93,15 +103,21 @@ def _total(
     total_R = _sum_of_first(heads.num_R, heads.sums_RC)
     # With min-p alone, the candidates that it leaves are all that matters.
     matters_R = (settings.top_p_R < 1) | (settings.min_p_R == 0)
-    open_rows = np.flatnonzero(~heads.closed_R & matters_R)
+    open_rows = np.flatnonzero(~heads.is_complete_R & matters_R)
     if len(open_rows):
         open_adjusted = [adjusted[row] for row in open_rows.tolist()]
         total_R[open_rows] = _estimate(
             logits_RV if len(open_rows) == len(logits_RV) else logits_RV[open_rows],
             *(open_adjusted, candidates.scores_RC[open_rows, 0], settings.temperature_R[open_rows]),
         )
-    error_R = np.where(heads.closed_R, 0.0, TOTAL_ERROR)
-    return _Totals(total_R * (1 - error_R), total_R * (1 + error_R))
+    error_R = np.where(heads.is_complete_R, 0.0, TOTAL_ERROR)
+    # A top-k of more than MAX_TOP_K leaves less than the whole that is estimated.
+    is_estimated_R = (settings.top_k_R == 0) & np.isfinite(total_R)
+    return _Totals(
+        least_R=total_R * (1 - error_R),
+        most_R=total_R * (1 + error_R),
+        is_bounded_R=heads.is_complete_R | is_estimated_R,
+    )
 
 
 def _estimate(
@@ -124,44 +140,51 @@ def _estimate(
     return total_R
 
 
-def _rank(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[Ids, Flags]:
-    """Where in the candidates each draw falls, and whether that is certain."""
-    num_kept_R, certain_R = _num_kept(settings, heads, totals)
-    within_R = num_kept_R <= heads.num_R
-    # All that is kept is at hand, or else nothing was cut and the totals are of all that is kept.
-    kept_R = _sum_of_first(np.minimum(num_kept_R, heads.num_R), heads.sums_RC)
-    least_R = np.where(within_R, kept_R, totals.least_R)
-    most_R = np.where(within_R, kept_R, totals.most_R)
+def _rank(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[Counts, Flags]:
+    """Where in its head each draw falls, and whether that is decided: if not, it says nothing.
+
+    Three rows whose heads have the weights 1, 0.5, 0.3 and 0.2, so the sums 1, 1.5, 1.8 and 2:
+
+    - top_k 4, top_p 0.8, u 0.7. The head is complete and its total is 2. Top-p keeps what first
+      reaches 0.8 x 2: three candidates, of weight 1.8. The draw is at 0.7 x 1.8 = 1.26, rank 1.
+    - No top-k, top_p 0.5. The total is estimated as 3, give or take 0.00003. Half of the least
+      total is reached by 1.5 and two candidates, half of the most by 1.8 and three. Not decided.
+    - Nothing is cut, and the total is the same. With u 0.4 the draw is at 1.2, whichever total is
+      right: rank 1. With u 0.9 it is at 2.7, behind all that the head has. Not decided.
+    """
+    kept = _keep(settings, heads, totals)
+    kept_R = _sum_of_first(np.minimum(kept.num_R, heads.num_R), heads.sums_RC)
+    least_R = np.where(kept.is_in_head_R, kept_R, totals.least_R)
+    most_R = np.where(kept.is_in_head_R, kept_R, totals.most_R)
     rank_R = np.count_nonzero(heads.sums_RC <= (settings.u_R * least_R)[:, None], axis=1)
     most_rank_R = np.count_nonzero(heads.sums_RC <= (settings.u_R * most_R)[:, None], axis=1)
-    certain_R &= (rank_R == most_rank_R) & (rank_R < heads.num_R)
-    return np.where(certain_R, rank_R, 0), certain_R
-
-
-def _num_kept(settings: Settings, heads: _Heads, totals: _Totals) -> tuple[Ids, Flags]:
-    """How many candidates top-k, top-p and min-p leave, and whether that is certain.
-
-    For an open row from which nothing is cut the number is just more than there are candidates.
-    """
-    all_R = np.where(heads.closed_R, heads.num_R, heads.sums_RC.shape[1] + 1)
-    cuts_R = settings.top_p_R < 1
-    num_R, most_R = (
-        np.where(cuts_R, _num_below(settings.top_p_R * total_R, heads.sums_RC) + 1, all_R)
-        for total_R in totals
+    is_decided_R = (
+        totals.is_bounded_R
+        & kept.is_same_R
+        & (kept.is_in_head_R | kept.is_all_R)
+        & (rank_R == most_rank_R)
+        & (rank_R < heads.num_R)
     )
-    known_total_R = heads.closed_R | ((settings.top_k_R == 0) & np.isfinite(totals.most_R))
-    certain_R = known_total_R & (num_R == most_R)
+    return np.where(is_decided_R, rank_R, 0), is_decided_R
+
+
+def _keep(settings: Settings, heads: _Heads, totals: _Totals) -> _Kept:
+    has_top_p_R = settings.top_p_R < 1
+    least_num_R, most_num_R = (
+        np.count_nonzero(heads.sums_RC < (settings.top_p_R * total_R)[:, None], axis=1) + 1
+        for total_R in (totals.least_R, totals.most_R)
+    )
+    top_p_ends_in_head_R = np.where(has_top_p_R, least_num_R <= heads.num_R, heads.is_complete_R)
+    num_R = np.where(has_top_p_R, least_num_R, heads.num_R)
     num_likely_R = np.count_nonzero(heads.weights_RC >= settings.min_p_R[:, None], axis=1)
-    # If every candidate is likely enough, others that aren't at hand may be, too.
-    known_R = heads.closed_R | (num_likely_R < heads.num_R)
-    num_kept_R = np.where(known_R, np.minimum(num_R, num_likely_R), num_R)
-    nothing_cut_R = ~cuts_R & (settings.min_p_R == 0)
-    return num_kept_R, certain_R & ((num_kept_R <= heads.num_R) | nothing_cut_R)
-
-
-def _num_below(bound_R: Scores, sums_RC: Scores) -> Ids:
-    num_R: Counts = np.count_nonzero(sums_RC < bound_R[:, None], axis=1)
-    return num_R
+    # If all of the head is likely enough, tokens outside of it may be, too.
+    min_p_ends_in_head_R = heads.is_complete_R | (num_likely_R < heads.num_R)
+    return _Kept(
+        num_R=np.where(min_p_ends_in_head_R, np.minimum(num_R, num_likely_R), num_R),
+        is_in_head_R=top_p_ends_in_head_R | min_p_ends_in_head_R,
+        is_all_R=~has_top_p_R & (settings.min_p_R == 0),
+        is_same_R=~has_top_p_R | (least_num_R == most_num_R),
+    )
 
 
 def _sum_of_first(num_R: Counts, sums_RC: Scores) -> Scores:
