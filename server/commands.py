@@ -83,8 +83,8 @@ def _add_serve(subparsers: "Subparsers") -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="the same seed gives the same tokens in any company; --no-exact is faster for a lone "
-        "request in int4 (default: exact)",
+        help="the same seed gives the same tokens in any batch (batch invariance); --no-exact is "
+        "faster for a lone request in int4 (default: exact)",
     )
     parser.add_argument(
         "--grace",

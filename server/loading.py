@@ -33,7 +33,7 @@ class Bundle:
 
     @property
     def needs_padding(self) -> bool:
-        """Whether a lone row would get another answer than one in company."""
+        """Whether a lone row would get another answer than one in a batch."""
         if self.graphs.invariance is not None:
             return self.graphs.invariance.min_rows > 1
         return self.graphs.precision != "fp32"

@@ -1,4 +1,4 @@
-"""How many tokens or rows a step may have, so that an answer doesn't depend on its company.
+"""Batch invariance: how many tokens or rows a step may have, so that no answer depends on the rest.
 
 Knows: a trait of the runtime's kernels. Does not know: requests, slots.
 

@@ -1,7 +1,7 @@
 """Same seed, same translation: alone, in a crowd, with sources of any length side by side.
 
 On a real encoder and decoder in ONNX Runtime, against the reference and against plain loops.
-Logprobs are compared with `==` where only the company differs.
+Logprobs are compared with `==` where only the batch differs.
 """
 
 import random

@@ -137,7 +137,7 @@ def test_ties_of_all_tokens_are_broken_as_the_reference_does(
     assert fast(logits_RV, some) == slow(logits_RV, some)
 
 
-def test_row_chooses_the_same_in_any_company() -> None:
+def test_row_chooses_the_same_in_any_batch() -> None:
     rng = np.random.default_rng(1)
     logits_RV = (rng.normal(size=(8, 3000)) * 3).astype(np.float32)
     some = [
