@@ -3,7 +3,8 @@
 Knows: log-probabilities, scores, when to stop, which row may follow which beam.
 Does not know: logits, slots, the other requests.
 
-The rules are those of model/beam.py, and so is every answer: here the beams are rows of a batch.
+The same rules as the reference, model/beam.py, and the same answers: here the beams are rows of a
+batch. They are written twice on purpose: the reference is the oracle that tests compare with.
 """
 
 import math

@@ -1,7 +1,9 @@
 """The random number behind each token, for a whole step at once.
 
-Knows: integers. Does not know: tokens, who draws. Gives the same bits as model/randomness.py,
-which says why they are made so: SplitMix64, a pure function of a seed and a position.
+Knows: integers. Does not know: tokens, who draws.
+
+The same bits as the reference, model/randomness.py, which says why they are made so: SplitMix64, a
+pure function of a seed and a position. Written twice on purpose: the reference is the oracle.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 Knows: logits, each row's sampling, seed and position. Does not know: caches, text, time.
 
-The rules are those of model/sampling.py, and so is every token: this room is only faster.
+The same rules as the reference, model/sampling.py, and the same tokens, only faster. They are
+written twice on purpose: the reference is the oracle that tests compare with.
 Penalties are in server/penalties.py, the draw is in server/drawing.py.
 """
 
