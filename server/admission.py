@@ -35,16 +35,16 @@ class Admission:
     def expected_wait_s(self, owner: str = "") -> float:
         """Owners take turns: nobody waits for another's whole backlog."""
         num_turns = (self._num_waiting_of(owner) + 1) * len({owner, *self._waiting.values()})
-        return min(len(self._waiting), num_turns) * self._interval_s
+        return min(self.num_waiting, num_turns) * self._interval_s
 
     def admit(self, request: Request) -> None:
         """Counts the request as waiting, or refuses it."""
         owner = request.owner
         if request.deadline_s is not None:
             self._check_deadline(request.deadline_s - self._clock(), owner)
-        num_left = self._max_waiting - len(self._waiting)
+        num_left = self._max_waiting - self.num_waiting
         if num_left <= 0:
-            self._refuse(f"{len(self._waiting)} requests are waiting, which is the limit", owner)
+            self._refuse(f"{self.num_waiting} requests are waiting, which is the limit", owner)
         num_own = self._num_waiting_of(owner)
         if owner and num_own >= num_left:
             self._refuse(f"{owner} has {num_own} requests waiting; the rest is for others", owner)

@@ -83,7 +83,7 @@ class Desk:
         max_held: int = MAX_HELD_EVENTS,
     ) -> None:
         self._loop = loop
-        self._admission = admission
+        self.admission = admission
         self._observe = observe
         self._max_held = max_held
         self._inboxes: dict[str, Inbox] = {}
@@ -106,16 +106,12 @@ class Desk:
     def __len__(self) -> int:
         return len(self._inboxes)
 
-    @property
-    def num_waiting(self) -> int:
-        return self._admission.num_waiting
-
     @contextmanager
     def serve(self, request: Request, engine: Engine) -> Iterator[Inbox]:
         """Hands a request in, or refuses it. Leaving early ends it."""
         if not self._is_open:
             raise UnavailableError("the server is loading or stopping. Try another one, or later")
-        self._admission.admit(request)
+        self.admission.admit(request)
         engine.submit(request)
         inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_held)
         try:
@@ -130,7 +126,7 @@ class Desk:
         self._loop.call_soon_threadsafe(self._deliver, batch)
 
     def _deliver(self, batch: Batch) -> None:
-        self._admission.observe(batch)
+        self.admission.observe(batch)
         self._observe(batch)
         for event in batch.events:
             inbox = self._inboxes.get(event.request_id)

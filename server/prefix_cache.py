@@ -33,12 +33,8 @@ class PrefixCache:
         # From the least to the most recently used. A block is always used after those that follow
         # it (see _touch), so the oldest is never one that a kept block needs.
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._num_made = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
 
     def match(self, ids: Sequence[int], scope: str = "") -> int:
         """How many of the first tokens are kept."""
@@ -66,7 +62,7 @@ class PrefixCache:
             self._num_made += 1
             number = self._num_made
             self._blocks[key] = _Block(self._num_made, positions)
-            self._num_bytes += positions.nbytes
+            self.num_bytes += positions.nbytes
             path.append(key)
         self._touch(path)
         self._shrink()
@@ -87,6 +83,6 @@ class PrefixCache:
             self._blocks.move_to_end(key)
 
     def _shrink(self) -> None:
-        while self._num_bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes:
             _, block = self._blocks.popitem(last=False)
-            self._num_bytes -= block.positions.nbytes
+            self.num_bytes -= block.positions.nbytes

@@ -163,7 +163,7 @@ class Running:
         return record
 
     def wait_for_waiting(self, number: int) -> None:
-        self.wait_for(lambda: self.server.desk.num_waiting == number)
+        self.wait_for(lambda: self.server.desk.admission.num_waiting == number)
 
     def wait_for_requests(self, number: int) -> None:
         self.wait_for(lambda: len(self.server.desk) == number)
