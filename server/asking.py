@@ -6,6 +6,7 @@ Knows: generation.proto, gRPC's errors and their rich details. Does not know: ch
 import logging
 import random
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -85,6 +86,12 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason) from error
 
 
+def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
+    if isinstance(text, str):
+        return pb.ScoreRequest(text=text)
+    return pb.ScoreRequest(token_ids=pb.TokenIds(ids=text))
+
+
 def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
     """With a seed of its own, if it has none: so that it can be asked again."""
     if not request.HasField("seed"):
@@ -162,6 +169,27 @@ class Retries:
             "%s%s (trying again in %.1f s, %d times at most)",
             *(busy, error.reason, delay_s, self.max_retries),
         )
+
+
+class Attempts:
+    """The attempts at one call, until it succeeds or its time is up."""
+
+    def __init__(self, retries: Retries, timeout_s: float | None) -> None:
+        self._retries = retries
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._num_failed = 0
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+
+    def delay_s(self, error: CallError, *, warn: bool = True) -> float | None:
+        """After one has failed: how long to wait before the next. None: give up."""
+        delay_s = self._retries.delay_s(error, self._num_failed, self.left_s)
+        if warn and delay_s is not None and not self._num_failed:
+            self._retries.tell(error, delay_s)
+        self._num_failed += 1
+        return delay_s
 
 
 def _is_passing(error: CallError) -> bool:

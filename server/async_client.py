@@ -5,8 +5,6 @@ Knows: asyncio, channels. Does not know: terminals.
 
 import asyncio
 import contextlib
-import itertools
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar, Unpack
 
@@ -17,17 +15,19 @@ from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
 from server.asking import (
     CHANNEL_OPTIONS,
+    Attempts,
     CallError,
     Options,
     Prompt,
     Retries,
     make_request,
     read_error,
+    score_request,
     seeded,
 )
-from server.client import left, score_request
 from server.resuming import Given
 
+_Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
 
@@ -61,12 +61,7 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        request = make_request(prompt, options)
-
-        async def call(left_s: float | None) -> pb.GenerateResponse:
-            return await self._stub.Generate(request, timeout=left_s, metadata=self._metadata)
-
-        return await self._try(call, timeout_s)
+        return await self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
 
     def stream(
         self,
@@ -89,12 +84,12 @@ class AsyncClient:
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        given = Given()
-        for num_broken in itertools.count():
+        attempts, given = Attempts(self._retries, timeout_s), Given()
+        while True:
             began = False
             try:
-                async with contextlib.aclosing(self._stream(request, left(end_s))) as chunks:
+                stream = self._stream(request, attempts.left_s)
+                async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
                         began, new = True, given.take(chunk)
                         if new is not None:
@@ -102,7 +97,7 @@ class AsyncClient:
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or self._retries.delay_s(error, num_broken, left(end_s)) is None:
+                if not began or attempts.delay_s(error, warn=False) is None:
                     raise
             given.replay()
 
@@ -127,34 +122,27 @@ class AsyncClient:
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
-
-        async def call(left_s: float | None) -> pb.ScoreResponse:
-            return await self._stub.Score(
-                score_request(text), timeout=left_s, metadata=self._metadata
-            )
-
-        return await self._try(call, timeout_s)
+        return await self._call(self._stub.Score, score_request(text), timeout_s)
 
     async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
-        async def call(left_s: float | None) -> pb.TokenizeResponse:
-            return await self._stub.Tokenize(
-                pb.TokenizeRequest(text=text), timeout=left_s, metadata=self._metadata
-            )
-
-        return list((await self._try(call, timeout_s)).token_ids)
+        request = pb.TokenizeRequest(text=text)
+        return list((await self._call(self._stub.Tokenize, request, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        async def call(left_s: float | None) -> pb.DetokenizeResponse:
-            request = pb.DetokenizeRequest(token_ids=token_ids)
-            return await self._stub.Detokenize(request, timeout=left_s, metadata=self._metadata)
-
-        return (await self._try(call, timeout_s)).text
+        request = pb.DetokenizeRequest(token_ids=token_ids)
+        return (await self._call(self._stub.Detokenize, request, timeout_s)).text
 
     async def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        async def call(left_s: float | None) -> pb.Model:
-            return await self._stub.GetModel(
-                pb.GetModelRequest(), timeout=left_s, metadata=self._metadata
-            )
+        return await self._call(self._stub.GetModel, pb.GetModelRequest(), timeout_s)
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Result],
+        request: _Request,
+        timeout_s: float | None,
+    ) -> _Result:
+        async def call(left_s: float | None) -> _Result:
+            return await method(request, timeout=left_s, metadata=self._metadata)
 
         return await self._try(call, timeout_s)
 
@@ -162,19 +150,15 @@ class AsyncClient:
         self, call: Callable[[float | None], Awaitable[_Result]], timeout_s: float | None
     ) -> _Result:
         """Until it succeeds, or there is no use in trying again."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        num_tried = 0
+        attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return await call(left(end_s))
+                return await call(attempts.left_s)
             except grpc.aio.AioRpcError as raised:
                 error = read_error(raised, self._access)
-                delay_s = self._retries.delay_s(error, num_tried, left(end_s))
+                delay_s = attempts.delay_s(error)
                 if delay_s is None:
                     raise error from raised
-            if num_tried == 0:
-                self._retries.tell(error, delay_s)
-            num_tried += 1
             await self._sleep(delay_s)
 
 

@@ -7,7 +7,6 @@ Knows: channels, waiting. Does not know: terminals. What both clients share is i
             print(chunk.text, end="", flush=True)
 """
 
-import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, Unpack
@@ -19,16 +18,19 @@ from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
 from server.asking import (
     CHANNEL_OPTIONS,
+    Attempts,
     CallError,
     Options,
     Prompt,
     Retries,
     make_request,
     read_error,
+    score_request,
     seeded,
 )
 from server.resuming import Given
 
+_Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
 
@@ -62,11 +64,7 @@ class Client:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        request = make_request(prompt, options)
-        return self._try(
-            lambda left_s: self._stub.Generate(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
-        )
+        return self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
 
     def stream(
         self,
@@ -89,19 +87,18 @@ class Client:
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> Generator[pb.GenerateChunk, None, None]:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        given = Given()
-        for num_broken in itertools.count():
+        attempts, given = Attempts(self._retries, timeout_s), Given()
+        while True:
             began = False
             try:
-                for chunk in self._stream(request, left(end_s)):
+                for chunk in self._stream(request, attempts.left_s):
                     began, new = True, given.take(chunk)
                     if new is not None:
                         yield new
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or self._retries.delay_s(error, num_broken, left(end_s)) is None:
+                if not began or attempts.delay_s(error, warn=False) is None:
                     raise
             given.replay()
 
@@ -126,62 +123,42 @@ class Client:
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
-        request = score_request(text)
-        return self._try(
-            lambda left_s: self._stub.Score(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
-        )
+        return self._call(self._stub.Score, score_request(text), timeout_s)
 
     def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         request = pb.TokenizeRequest(text=text)
-        reply = self._try(
-            lambda left_s: self._stub.Tokenize(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
-        )
-        return list(reply.token_ids)
+        return list(self._call(self._stub.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        reply = self._try(
-            lambda left_s: self._stub.Detokenize(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
-        )
-        return reply.text
+        return self._call(self._stub.Detokenize, request, timeout_s).text
 
     def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        request = pb.GetModelRequest()
+        return self._call(self._stub.GetModel, pb.GetModelRequest(), timeout_s)
+
+    def _call(
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[_Request, _Result]",  # generic in its stub alone
+        request: _Request,
+        timeout_s: float | None,
+    ) -> _Result:
         return self._try(
-            lambda left_s: self._stub.GetModel(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
+            lambda left_s: method(request, timeout=left_s, metadata=self._metadata), timeout_s
         )
 
     def _try(self, call: Callable[[float | None], _Result], timeout_s: float | None) -> _Result:
         """Until it succeeds, or there is no use in trying again."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        num_tried = 0
+        attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return call(left(end_s))
+                return call(attempts.left_s)
             except grpc.RpcError as raised:
                 error = read_error(raised, self._access)
-                delay_s = self._retries.delay_s(error, num_tried, left(end_s))
+                delay_s = attempts.delay_s(error)
                 if delay_s is None:
                     raise error from raised
-            if num_tried == 0:
-                self._retries.tell(error, delay_s)
-            num_tried += 1
             self._sleep(delay_s)
 
 
 def open_channel(address: str, access: Access) -> grpc.Channel:
     return access.channel(address, CHANNEL_OPTIONS)
-
-
-def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
-    if isinstance(text, str):
-        return pb.ScoreRequest(text=text)
-    return pb.ScoreRequest(token_ids=pb.TokenIds(ids=text))
-
-
-def left(end_s: float | None) -> float | None:
-    return None if end_s is None else max(0.0, end_s - time.monotonic())
