@@ -6,7 +6,7 @@ Knows: grpc.aio, the order of things in a call. Does not know: the engine, how t
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -38,6 +38,8 @@ from server.wire import (
 )
 
 Send = Callable[[Chunk], Awaitable[None]]
+_Message = TypeVar("_Message", bound=Message)
+_Beside = TypeVar("_Beside")
 _Result = TypeVar("_Result")
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
@@ -72,8 +74,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._call("Generate", context) as call:
             served = call.served
-            read, arrival = RequestReader(served).read_generate, self._arrival(call.record, context)
-            asked = await _read(read, request, arrival)
+            arrival = self._arrival(call.record, context)
+            asked = await _read(RequestReader(served).read_generate, request, arrival)
             chunks = await self._collect(asked, call)
             return response_message(merge(chunks, asked.request.num_sequences), served.text)
 
@@ -83,8 +85,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         # It writes instead of yielding: a client that leaves during a write is noticed at once.
         async with self._call("GenerateStream", context) as call:
             served = call.served
-            read, arrival = RequestReader(served).read_generate, self._arrival(call.record, context)
-            asked = await _read(read, request, arrival)
+            arrival = self._arrival(call.record, context)
+            asked = await _read(RequestReader(served).read_generate, request, arrival)
 
             async def send(chunk: Chunk) -> None:
                 await self._write(chunk_message(chunk, served.text), context)
@@ -94,8 +96,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as call:
             served = call.served
-            read, arrival = RequestReader(served).read_score, self._arrival(call.record, context)
-            asked = await _read(read, request, arrival)
+            arrival = self._arrival(call.record, context)
+            asked = await _read(RequestReader(served).read_score, request, arrival)
             chunks = await self._collect(asked, call)
             (whole,) = merge(chunks, 1)
             assert whole.finish is not None
@@ -176,10 +178,12 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             raise asyncio.CancelledError from error
 
 
-async def _read(read: Callable[..., _Result], message: Message, *rest: Any) -> _Result:
+async def _read(
+    read: Callable[[_Message, _Beside], _Result], message: _Message, beside: _Beside
+) -> _Result:
     if message.ByteSize() <= MAX_INLINE_BYTES:
-        return read(message, *rest)
-    return await asyncio.to_thread(read, message, *rest)
+        return read(message, beside)
+    return await asyncio.to_thread(read, message, beside)
 
 
 def _deadline_s(context: Context) -> float | None:
