@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.request import MAX_PRIORITY, Request
@@ -50,6 +50,7 @@ def test_removed_request_is_never_next() -> None:
     assert _empty(line) == ["b", "c"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-MAX_PRIORITY, MAX_PRIORITY), max_size=60))
 def test_nobody_is_overtaken_by_more_than_the_lead_of_priority(priorities: list[int]) -> None:
     line = WaitingLine()
@@ -115,6 +116,7 @@ def test_backlog_that_was_served_is_not_held_against_its_owner() -> None:
 _Days = st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=120)
 
 
+@settings(deadline=None)
 @given(_Days)
 def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> None:
     """From the moment that two wait until one doesn't, neither gets two more than the other."""
@@ -138,6 +140,7 @@ def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> Non
     assert not len(line)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-MAX_PRIORITY, MAX_PRIORITY)), max_size=40)
 )
