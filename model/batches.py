@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.errors import CorpusError
+from model.randomness import GAMMA, MAX_SEED, scramble
 
 # B rows · T tokens · S source tokens
 
@@ -166,10 +167,7 @@ def mix(*numbers: int) -> int:
     """One seed out of several numbers (SplitMix64's finaliser over each in turn)."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
+        state = scramble((state + number + GAMMA) & MAX_SEED)
     return state
 
 

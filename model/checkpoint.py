@@ -22,7 +22,7 @@ from torch import Tensor
 
 from model.atomic import atomic_directory
 from model.config import ModelConfig
-from model.errors import CheckpointError, ConfigError
+from model.errors import CheckpointError, ConfigError, first_few
 from model.quantised import Kind, QuantisedWeight
 from model.tokenizer import SpecialTokens, Tokenizer
 from model.transformer import Transformer
@@ -65,11 +65,11 @@ def check_weights(model: Transformer, weights: dict[str, Tensor]) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = sorted(set(expected) - set(weights))
     if missing:
-        raise CheckpointError(f"the weights lack {_first_few(missing)}")
+        raise CheckpointError(f"the weights lack {first_few(missing)}")
     unknown = sorted(set(weights) - set(expected))
     if unknown:
         raise CheckpointError(
-            f"the weights have tensors that the model doesn't: {_first_few(unknown)}"
+            f"the weights have tensors that the model doesn't: {first_few(unknown)}"
         )
     for name, shape in expected.items():
         if tuple(weights[name].shape) != shape:
@@ -77,11 +77,6 @@ def check_weights(model: Transformer, weights: dict[str, Tensor]) -> None:
                 f"tensor {name} has the shape {tuple(weights[name].shape)}; the model's config "
                 f"asks for {shape}"
             )
-
-
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

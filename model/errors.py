@@ -4,6 +4,14 @@ Every message says what was given, what is allowed, and what to do. The front do
 one line and exits with `exit_code`.
 """
 
+from collections.abc import Sequence
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Some names for a message, however many there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
 
 class ModelError(Exception):
     """The root of this room's errors."""

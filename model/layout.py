@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from model.config import ModelConfig
-from model.errors import CheckpointError, UnsupportedError
+from model.errors import CheckpointError, UnsupportedError, first_few
 
 Track = Callable[[Sequence[str]], Iterable[str]]
 
@@ -112,7 +112,7 @@ def check_source(layout: Layout, shapes: Mapping[str, tuple[int, ...]], origin: 
     parts = {part.name: part for parts in layout.values() for part in parts}
     missing = [name for name in parts if name not in shapes]
     if missing:
-        raise CheckpointError(f"{origin} lacks {_first_few(missing)}; it isn't a whole model")
+        raise CheckpointError(f"{origin} lacks {first_few(missing)}; it isn't a whole model")
     for name, part in parts.items():
         if shapes[name] != part.shape:
             raise CheckpointError(
@@ -122,11 +122,6 @@ def check_source(layout: Layout, shapes: Mapping[str, tuple[int, ...]], origin: 
     unknown = sorted(set(shapes) - set(parts))
     if unknown:
         raise UnsupportedError(
-            f"{origin} has tensors that Quill has no place for: {_first_few(unknown)}. Without "
+            f"{origin} has tensors that Quill has no place for: {first_few(unknown)}. Without "
             "them the model would compute something else"
         )
-
-
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -87,3 +87,7 @@ def test_pieces_part_a_batch_without_loss() -> None:
 def test_mixed_seeds_differ_with_every_number() -> None:
     seeds = {mix(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
     assert len(seeds) == 125
+
+
+def test_mixed_seeds_stay_what_they_were_or_old_runs_would_resume_on_other_batches() -> None:
+    assert mix(1, 2, 3) == 0x6AE515C1C0AC7E37
