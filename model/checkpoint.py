@@ -49,6 +49,7 @@ class Checkpoint:
     generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
     provenance: dict[str, Any] = field(default_factory=dict)
     quantised: dict[str, QuantisedWeight] = field(default_factory=dict)
+    path: Path | None = field(default=None, compare=False)  # where it was read from
 
     def build(self) -> Transformer:
         """The network with these weights, ready to evaluate. It shares their memory."""
@@ -134,6 +135,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         generation=values.numbers("generation"),
         provenance=values.mapping("provenance"),
         quantised=quantised,
+        path=path,
     )
 
 

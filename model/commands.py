@@ -32,7 +32,13 @@ def _add_train(subparsers: "Subparsers") -> None:
     )
     parser.add_argument("--preset", metavar="NAME", help="the shape and its recipe (default tiny)")
     parser.add_argument("--out", type=Path, metavar="RUN", help="where the run goes")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run as it was begun")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue a run as it was begun; with --steps it gets another number of steps in all, "
+        "and the learning rate's curve is laid over that many",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_data(parser.add_argument_group("data"))
     shape = parser.add_argument_group("shape")
@@ -95,7 +101,7 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
 
 
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
-    recipe.add_argument("--steps", type=int, metavar="N")
+    recipe.add_argument("--steps", type=int, metavar="N", help="in all, from the beginning")
     recipe.add_argument("--batch-tokens", type=int, metavar="N", help="in one step, overall")
     recipe.add_argument("--pieces", type=int, metavar="N", help="parts that a batch is computed in")
     recipe.add_argument("--learning-rate", type=float, metavar="R", help="the peak")

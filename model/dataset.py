@@ -3,8 +3,7 @@
 Knows: corpora, the tokenizer, both families. Does not know: batches' order, the network.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +89,3 @@ def pair_tokens(special: SpecialTokens) -> PairTokens:
             "this tokenizer has no <s>, </s> and <pad>; a seq2seq model needs all three"
         )
     return PairTokens(special.bos, special.eos, special.pad)
-
-
-def fingerprint(texts: Iterable[str]) -> str:
-    """Tells one corpus from another, so that a run isn't resumed on other data."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()

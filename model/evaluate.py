@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.config import Family
 from model.dataset import encode_stream
 from model.display import track
 from model.distributed import choose_device
 from model.errors import ConfigError, CorpusError
-from model.material import DataSource, choose_source
 from model.scoring import score_text
+from model.source import DataSource, choose_source
 from model.splits import Pair, PairCorpus
 from model.tokenizer import Tokenizer
-from model.training_state import find_run, read_run, resolve_checkpoint
+from model.training_state import resolve_checkpoint, source_of
 from model.translating import Evaluation, evaluate_translation, write_answers
 
 NUM_EXAMPLES = 5
@@ -38,16 +37,16 @@ def run(args: argparse.Namespace) -> None:
         _evaluate_pairs(args, checkpoint, checkpoint.tokenizer)
 
 
-def _source(args: argparse.Namespace, family: Family) -> DataSource:
+def _source(args: argparse.Namespace, checkpoint: Checkpoint) -> DataSource:
     """What was asked for; else what the run was trained on, of which the held-out part counts."""
-    run_directory = find_run(args.checkpoint)
-    if run_directory is None or args.corpus or args.text or args.pairs:
-        return choose_source(family, args.corpus, args.text, args.pairs)
-    return DataSource.from_dict(read_run(run_directory)["data"])
+    asked = args.corpus or args.text or args.pairs
+    trained_on = None if asked else source_of(checkpoint)
+    family = checkpoint.config.family
+    return trained_on or choose_source(family, args.corpus, args.text, args.pairs)
 
 
 def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    source = _source(args, "causal")
+    source = _source(args, checkpoint)
     texts = source.load_text().held_out
     half = max(checkpoint.config.context // 2, 1)
     stride = half if args.stride is None else args.stride
@@ -73,7 +72,7 @@ def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: 
 
 
 def _evaluate_pairs(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    source = _source(args, "seq2seq")
+    source = _source(args, checkpoint)
     pairs = _part(source.load_pairs(), args.part)[: args.limit]
     if not pairs:
         raise CorpusError("there are no pairs to score")

@@ -1,39 +1,28 @@
-"""What a run trains on, ready to use: tokenizer, batches, held-out score, a sample to show.
+"""A family's task in training: its batches, its score on held-out data, a sample to show.
 
-Knows: how each family's data is prepared and judged. Does not know: steps, optimisers, files.
+Knows: how each family's data is prepared and judged.
+Does not know: steps, optimisers, where data comes from (model/source.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from model.batches import Batches, PairBatches, TextBatches
-from model.config import Family, ModelConfig
-from model.corpora import (
-    PAIR_CORPORA,
-    TEXT_CORPORA,
-    load_pairs,
-    load_pairs_file,
-    load_text,
-    load_text_files,
-)
+from model.config import ModelConfig
 from model.dataset import (
     PairData,
     TextData,
     encode_pairs,
     encode_text,
-    fingerprint,
     fit_pair_tokenizer,
     fit_text_tokenizer,
 )
-from model.errors import ConfigError
 from model.recipes import Recipe
 from model.reference import generate
 from model.sampling import SamplingParameters
 from model.scoring import SCORE_ROWS, Score, Track, pair_batches, score_text, total_loss
+from model.source import DataSource
 from model.splits import PairCorpus, TextCorpus
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -42,46 +31,6 @@ NUM_PROMPT_TOKENS = 24
 NUM_SAMPLE_TOKENS = 80
 NUM_SAMPLE_PAIRS = 3
 NUM_QUICK_WINDOWS = 64  # of held-out text, while training goes on
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """Where the data comes from: a named corpus, or the user's own files."""
-
-    corpus: str | None = None
-    files: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"corpus": self.corpus, "files": list(self.files)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "DataSource":
-        return cls(corpus=values["corpus"], files=tuple(values["files"]))
-
-    def load_text(self) -> TextCorpus:
-        if self.corpus is not None:
-            return load_text(self.corpus)
-        return load_text_files([Path(file) for file in self.files])
-
-    def load_pairs(self) -> PairCorpus:
-        if self.corpus is not None:
-            return load_pairs(self.corpus)
-        return load_pairs_file(Path(self.files[0]))
-
-
-def choose_source(
-    family: Family, corpus: str | None, text: Sequence[Path] | None, pairs: Path | None
-) -> DataSource:
-    """The user's own files, the named corpus, or the family's default."""
-    if sum((bool(text), pairs is not None, corpus is not None)) > 1:
-        raise ConfigError("--corpus, --text and --pairs exclude each other: give one")
-    if family == "causal":
-        if pairs is not None or corpus in PAIR_CORPORA:
-            raise ConfigError("a causal model reads text, not pairs: use --text or --corpus sotu")
-        return DataSource(files=tuple(map(str, text))) if text else DataSource(corpus or "sotu")
-    if text or corpus in TEXT_CORPORA:
-        raise ConfigError("a seq2seq model reads pairs: use --pairs or --corpus en-de")
-    return DataSource(files=(str(pairs),)) if pairs else DataSource(corpus or "en-de")
 
 
 class Material(Protocol):
@@ -108,7 +57,7 @@ class TextMaterial:
 
     def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int) -> None:
         self.tokenizer = tokenizer
-        self.fingerprint = fingerprint([*corpus.train, "", *corpus.held_out])
+        self.fingerprint = corpus.fingerprint()
         self._data: TextData = encode_text(corpus, tokenizer)
         self._context = context
 
@@ -146,8 +95,7 @@ class PairMaterial:
 
     def __init__(self, corpus: PairCorpus, tokenizer: Tokenizer, context: int) -> None:
         self.tokenizer = tokenizer
-        pairs = [*corpus.train, *corpus.held_out, *corpus.test]
-        self.fingerprint = fingerprint(text for pair in pairs for text in pair)
+        self.fingerprint = corpus.fingerprint()
         self._data: PairData = encode_pairs(corpus, tokenizer, context)
         self._num_bytes = sum(len(pair.target.encode()) for pair in corpus.held_out)
 

@@ -38,6 +38,9 @@ class TextCorpus:
     train: list[str]
     held_out: list[str]
 
+    def fingerprint(self) -> str:
+        return _fingerprint([*self.train, "", *self.held_out])
+
 
 @dataclass(frozen=True)
 class PairCorpus:
@@ -47,6 +50,19 @@ class PairCorpus:
     train: list[Pair]
     held_out: list[Pair]
     test: list[Pair]
+
+    def fingerprint(self) -> str:
+        pairs = [*self.train, *self.held_out, *self.test]
+        return _fingerprint(text for pair in pairs for text in pair)
+
+
+def _fingerprint(texts: Iterable[str]) -> str:
+    """Tells one corpus from another, so that a run isn't resumed or judged on other data."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
 
 
 def split_documents(name: str, documents: Sequence[str]) -> TextCorpus:

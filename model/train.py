@@ -5,6 +5,7 @@ Knows: the arguments and run.json. Does not know: how training works (model/run.
 
 import argparse
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,22 @@ from model.checkpoint import Checkpoint, check_weights, load_checkpoint
 from model.config import ModelConfig
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
-from model.material import DataSource, Material, choose_source, load_material
+from model.material import Material, load_material
 from model.memory import keep_freed_memory
 from model.presets import preset
 from model.recipes import RECIPES, Recipe
 from model.run import Outcome, Run
+from model.source import DataSource, choose_source
 from model.tokenizer import Tokenizer
 from model.training import Trainer
 from model.training_state import (
     TrainingState,
+    check_no_run,
     clean_leftovers,
     load_state,
+    not_a_run,
     read_run,
+    read_source,
     step_directories,
     write_run,
 )
@@ -58,11 +63,11 @@ class Order:
     recipe: Recipe
     source: DataSource
 
-    def to_dict(self, fingerprint: str) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.config.to_dict(),
             "recipe": self.recipe.to_dict(),
-            "data": self.source.to_dict() | {"fingerprint": fingerprint},
+            "data": self.source.to_dict(),
         }
 
     def provenance(self) -> dict[str, Any]:
@@ -89,48 +94,89 @@ def run(args: argparse.Namespace) -> None:
 def _start(args: argparse.Namespace, peers: Peers) -> Outcome:
     if args.out is None:
         raise ConfigError("--out is missing: say where the run goes, for instance --out runs/tiny")
+    if peers.leads:
+        check_no_run(args.out)  # before minutes of preparation
     order = read_order(args, peers.num_processes)
     material = load_material(order.config, order.source)
-    order = dataclasses.replace(order, config=_fit_vocabulary(order.config, material.tokenizer))
+    order = dataclasses.replace(
+        order,
+        config=_fit_vocabulary(order.config, material.tokenizer),
+        source=dataclasses.replace(order.source, fingerprint=material.fingerprint),
+    )
     if peers.leads:
-        write_run(args.out, order.to_dict(material.fingerprint))
+        write_run(args.out, order.to_dict())
     torch.manual_seed(order.recipe.seed)
     return _train(args.out, order, Transformer(order.config), material, peers, None)
 
 
 def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
-    given = [
-        name for name in (*RECIPE_ARGUMENTS, *CONFIG_ARGUMENTS) if vars(args)[name] is not None
-    ]
-    if args.out is not None or args.preset is not None or given:
-        raise ConfigError(
-            "--resume continues a run as it was begun; it takes --device and no other option"
-        )
+    _check_alone(args)
     path: Path = args.resume
-    description = read_run(path)
-    try:
-        order = Order(
-            ModelConfig.from_dict(description["model"]),
-            Recipe(**description["recipe"]),
-            DataSource.from_dict(description["data"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / 'run.json'} doesn't describe a training run: {error}"
-        ) from error
+    order = _read_back(path)
     steps = step_directories(path)
-    if not steps:
-        return _resume_from_nothing(path, order, description, peers)
-    checkpoint, state = load_checkpoint(steps[-1]), load_state(steps[-1])
-    if checkpoint.config != order.config:
+    checkpoint = load_checkpoint(steps[-1]) if steps else None
+    state = load_state(steps[-1]) if steps else None
+    num_done = 0 if state is None else state.step
+    if args.steps is not None:
+        order = _with_steps(order, args.steps, num_done)
+    elif peers.leads and num_done >= order.recipe.num_steps:
+        print(f"{path} is finished: {num_done:,} steps are done. --steps N, above that, adds some")
+    if checkpoint is not None and checkpoint.config != order.config:
         raise CheckpointError(
             f"{steps[-1]} has another shape than the one that {path} was begun with"
         )
-    material = load_material(order.config, order.source, checkpoint.tokenizer)
-    _check_data(material, description)
+    tokenizer = None if checkpoint is None else checkpoint.tokenizer
+    material = load_material(order.config, order.source, tokenizer)
     if peers.leads:
-        clean_leftovers(path, state.step)
-    return _train(path, order, _copy_into_model(checkpoint), material, peers, state)
+        clean_leftovers(path, num_done)
+        if args.steps is not None:
+            _say_new_schedule(order.recipe)
+            write_run(path, order.to_dict())
+    if checkpoint is not None:
+        return _train(path, order, _copy_into_model(checkpoint), material, peers, state)
+    # Killed before its first checkpoint: it begins again.
+    torch.manual_seed(order.recipe.seed)
+    return _train(path, order, Transformer(order.config), material, peers, None)
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    names = {"out", "preset", "corpus", "text", "pairs", *RECIPE_ARGUMENTS, *CONFIG_ARGUMENTS}
+    given = sorted(name for name in names - {"steps"} if vars(args)[name] is not None)
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} can't be given with --resume, which continues a run "
+            "as it was begun; it takes --steps and --device alone"
+        )
+
+
+def _read_back(path: Path) -> Order:
+    description = read_run(path)
+    try:
+        config = ModelConfig.from_dict(description["model"])
+        recipe = Recipe(**description["recipe"])
+    except (KeyError, TypeError) as error:
+        raise not_a_run(path, error) from error
+    return Order(config, recipe, read_source(path))
+
+
+def _with_steps(order: Order, num_steps: int, num_done: int) -> Order:
+    if num_steps <= num_done:
+        raise ConfigError(
+            f"--steps is {num_steps}, and {num_done} steps are done already; it counts from the "
+            "run's beginning, so give a larger number"
+        )
+    return dataclasses.replace(order, recipe=dataclasses.replace(order.recipe, num_steps=num_steps))
+
+
+def _say_new_schedule(recipe: Recipe) -> None:
+    print(f"The run gets {recipe.num_steps:,} steps in all.", end=" ")
+    if recipe.schedule == "inverse_sqrt":
+        print("Its schedule doesn't depend on that: it ends as if begun with so many.")
+    else:
+        print(
+            "The learning rate follows the cosine over all of them from here on, so it may rise "
+            "again; a run begun with so many would end at other weights."
+        )
 
 
 def _copy_into_model(checkpoint: Checkpoint) -> Transformer:
@@ -146,18 +192,6 @@ def _copy_into_model(checkpoint: Checkpoint) -> Transformer:
     return model
 
 
-def _resume_from_nothing(
-    path: Path, order: Order, description: dict[str, Any], peers: Peers
-) -> Outcome:
-    """The run was killed before its first checkpoint: it begins again."""
-    material = load_material(order.config, order.source)
-    _check_data(material, description)
-    if peers.leads:
-        clean_leftovers(path, 0)
-    torch.manual_seed(order.recipe.seed)
-    return _train(path, order, Transformer(order.config), material, peers, None)
-
-
 def _train(
     path: Path,
     order: Order,
@@ -170,6 +204,7 @@ def _train(
     if state is not None:
         trainer.resume(state)
     if peers.leads:
+        _warn_of_warmup(order.recipe)
         print(
             f"{order.config.family} model of {model.num_parameters():,} parameters on "
             f"{peers.device}; {material.describe()}; {order.recipe.num_steps:,} steps of "
@@ -177,6 +212,16 @@ def _train(
             flush=True,
         )
     return Run(path, trainer, material, order.recipe, peers, order.provenance()).go()
+
+
+def _warn_of_warmup(recipe: Recipe) -> None:
+    if recipe.warmup_steps > recipe.num_steps:
+        print(
+            f"Warning: the warm-up is {recipe.warmup_steps:,} steps and the whole run "
+            f"{recipe.num_steps:,}, so the learning rate never gets to its peak. Give --warmup a "
+            "number below --steps",
+            file=sys.stderr,
+        )
 
 
 def read_order(args: argparse.Namespace, num_processes: int) -> Order:
@@ -197,13 +242,6 @@ def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
 def _fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     """A small text yields fewer pieces than asked for; the network needs no more rows than that."""
     return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
-
-
-def _check_data(material: Material, description: dict[str, Any]) -> None:
-    if material.fingerprint != description["data"].get("fingerprint"):
-        raise CheckpointError(
-            "the data isn't what the run was begun with; a run can't be resumed on other data"
-        )
 
 
 def _report(outcome: Outcome) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from model.atomic import atomic_directory, atomic_file
 from model.checkpoint import Checkpoint, write_files
-from model.errors import CheckpointError
+from model.errors import CheckpointError, CorpusError
+from model.source import DataSource
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
@@ -53,19 +54,38 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1] if steps else path
 
 
+def source_of(checkpoint: Checkpoint) -> DataSource | None:
+    """The data that a checkpoint was trained on; None if it wasn't trained here."""
+    if checkpoint.provenance.get("trained_by") != "quill":
+        return None
+    run = None if checkpoint.path is None else find_run(checkpoint.path)
+    if run is not None:
+        return read_source(run)
+    corpus = checkpoint.provenance.get("data", {}).get("corpus")
+    if corpus is None:
+        raise CorpusError(
+            "the model was trained on files of somebody's own, and no run.json beside the "
+            "checkpoint says which"
+        )
+    return DataSource(corpus)
+
+
 def find_run(path: Path) -> Path | None:
     """The run that a directory is, or that a checkpoint is of."""
     runs = [each for each in (path, path.parent) if (each / RUN_FILE).exists()]
     return runs[0] if runs else None
 
 
-def write_run(run: Path, description: dict[str, Any]) -> None:
-    """Opens a run. A directory that holds one already is never written over."""
+def check_no_run(run: Path) -> None:
+    """A directory that holds a run already is never written over."""
     if (run / RUN_FILE).exists() or step_directories(run):
         raise CheckpointError(
             f"{run} holds a training run already. Continue it with `quill train --resume {run}`, "
-            "or choose another --out"
+            "with --steps N if it shall have more steps, or choose another --out"
         )
+
+
+def write_run(run: Path, description: dict[str, Any]) -> None:
     try:
         with atomic_file(run / RUN_FILE) as file:
             file.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
@@ -83,6 +103,18 @@ def read_run(run: Path) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise CheckpointError(f"{run / RUN_FILE} doesn't describe a training run")
     return description
+
+
+def read_source(run: Path) -> DataSource:
+    """The data that a run was begun with, and what it held then."""
+    try:
+        return DataSource.from_dict(read_run(run)["data"])
+    except (KeyError, TypeError) as error:
+        raise not_a_run(run, error) from error
+
+
+def not_a_run(run: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{run / RUN_FILE} doesn't describe a training run: {error}")
 
 
 def save_step(run: Path, checkpoint: Checkpoint, state: TrainingState, keep: int) -> Path:

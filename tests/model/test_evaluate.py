@@ -1,5 +1,6 @@
 """`quill eval`: the right numbers for both families, next to copying the source."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,14 @@ import sacrebleu
 
 import quill
 from model.translating import score_translations
-from tests.model.runs import pair_arguments, text_arguments, train, write_pairs, write_text
+from tests.model.runs import (
+    last_checkpoint,
+    pair_arguments,
+    text_arguments,
+    train,
+    write_pairs,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +93,17 @@ def test_a_run_is_scored_on_its_own_data_unless_told_otherwise(
         scores.append(printed.out)
         assert "scoring" in printed.err
     assert scores[0] == scores[1]
+
+
+def test_a_run_is_not_scored_on_data_that_has_changed_or_that_nobody_knows(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = Path(shutil.copy(text, tmp_path / "text.txt"))
+    train(text_arguments(data, tmp_path / "run"))
+    data.write_text(data.read_text() + "One line more.")
+    assert quill.main(["eval", str(tmp_path / "run")]) == 1
+    assert "it has changed" in capfd.readouterr().err
+    alone = shutil.copytree(last_checkpoint(tmp_path / "run"), tmp_path / "alone")
+    assert quill.main(["eval", str(alone)]) == 1
+    assert "no run.json beside the checkpoint says which" in capfd.readouterr().err
+    assert quill.main(["eval", str(alone), "--text", str(data)]) == 0

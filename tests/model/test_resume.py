@@ -1,5 +1,6 @@
 """A run that is killed, interrupted or out of disk goes on to exactly the same weights."""
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import quill
 from model.material import TextMaterial
+from model.recipes import Recipe
 from model.scoring import Score
 from model.training import StepResult, Trainer
 from tests.model.runs import (
@@ -184,10 +186,14 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
     assert weight_bytes(out) == weight_bytes(uninterrupted)
 
 
-def test_a_run_is_not_written_over(
-    text: Path, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_is_not_written_over_and_that_is_said_before_any_work(
+    text: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = weight_bytes(uninterrupted)
+    monkeypatch.setattr("model.train.load_material", None)
     assert quill.main(text_arguments(text, uninterrupted)) == 1
     assert "--resume" in capfd.readouterr().err
     assert weight_bytes(uninterrupted) == before
@@ -221,3 +227,103 @@ def test_resuming_what_is_no_run_is_refused(
 ) -> None:
     assert quill.main(["train", "--resume", str(tmp_path / "nothing")]) == 1
     assert "can't be resumed" in capfd.readouterr().err
+
+
+def test_a_finished_run_says_so(uninterrupted: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = weight_bytes(uninterrupted)
+    train(["train", "--resume", str(uninterrupted)])
+    assert f"{uninterrupted} is finished: 9 steps are done. --steps N" in capfd.readouterr().out
+    assert weight_bytes(uninterrupted) == before
+
+
+def test_more_steps_with_a_schedule_that_knows_no_end_are_as_if_asked_for_at_first(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    schedule = ("--schedule", "inverse_sqrt")
+    train(text_arguments(text, tmp_path / "more", *schedule))
+    train(["train", "--resume", str(tmp_path / "more"), "--steps", "12"])
+    assert "as if begun with so many" in capfd.readouterr().out
+    train(text_arguments(text, tmp_path / "whole", *schedule, "--steps", "12"))
+    assert weight_bytes(tmp_path / "more") == weight_bytes(tmp_path / "whole")
+
+
+def test_more_steps_with_a_cosine_follow_the_longer_one_and_can_be_interrupted(
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    runs = [Path(shutil.copytree(uninterrupted, tmp_path / name)) for name in ("one", "two")]
+    train(["train", "--resume", str(runs[0]), "--steps", "14"])
+    assert "may rise again" in capfd.readouterr().out
+    recipe = Recipe(**json.loads((runs[0] / "run.json").read_text())["recipe"])
+    assert recipe.num_steps == 14
+    last = log_lines(runs[0])[-1]
+    assert last["step"] == 14
+    assert last["learning_rate"] == recipe.learning_rate_at(13)
+
+    run_step = Trainer.run_step
+
+    def interrupted(self: Trainer) -> StepResult:
+        if self.step == 10:
+            signal.raise_signal(signal.SIGINT)
+        return run_step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run_step", interrupted)
+        assert quill.main(["train", "--resume", str(runs[1]), "--steps", "14"]) == 130
+    train(["train", "--resume", str(runs[1])])
+    assert last_checkpoint(runs[1]).name == "step-00000014"
+    assert weight_bytes(runs[0]) == weight_bytes(runs[1])
+
+
+def test_no_more_steps_than_are_done_are_refused(
+    uninterrupted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert quill.main(["train", "--resume", str(uninterrupted), "--steps", "9"]) == 2
+    assert "--steps is 9, and 9 steps are done already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--seed=1", "--text=other.txt", "--corpus=sotu"])
+def test_what_a_resumed_run_would_not_heed_is_refused(
+    option: str, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert quill.main(["train", "--resume", str(uninterrupted), option]) == 2
+    name = option.partition("=")[0]
+    assert f"{name} can't be given with --resume" in capfd.readouterr().err
+
+
+def test_a_run_is_resumed_from_any_directory(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(text.parent)
+    out = tmp_path / "run"
+    train(text_arguments(Path(text.name), out))
+    monkeypatch.chdir(tmp_path)
+    train(["train", "--resume", str(out), "--steps", "10"])
+    assert last_checkpoint(out).name == "step-00000010"
+
+
+def test_an_older_runs_relative_path_is_looked_for_from_here_or_explained(
+    text: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    description = json.loads((out / "run.json").read_text())
+    description["data"]["files"] = [text.name]
+    (out / "run.json").write_text(json.dumps(description))
+    monkeypatch.chdir(text.parent)
+    train(["train", "--resume", str(out)])
+    monkeypatch.chdir(tmp_path)
+    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert f"{text.name} isn't in {tmp_path}" in capfd.readouterr().err
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_of(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(text_arguments(text, tmp_path / "run", "--steps", "1"))
+    assert "the warm-up is 2 steps and the whole run 1," in capfd.readouterr().err
