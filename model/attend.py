@@ -159,12 +159,12 @@ def record(looks: Looks) -> list[WeightsArray]:
     model = looks.model
     ids_1T = torch.tensor([looks.input_ids])
     if looks.source_ids is None:
-        recording = Recording(model.config, model.rotary)
+        recording = RecordingAttention(model.config, model.rotary)
         model.hidden(ids_1T, recording)
         return [_without_future(weights_NTT) for weights_NTT in recording.self_weights]
     source_1S = torch.tensor([looks.source_ids])
     cross = model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
-    recording = Recording(model.config, model.rotary, cross)
+    recording = RecordingAttention(model.config, model.rotary, cross)
     model.hidden(ids_1T, recording)
     return [weights_NTS.numpy() for weights_NTS in recording.cross_weights]
 
@@ -175,7 +175,7 @@ def _without_future(weights_NTT: Tensor) -> WeightsArray:
     return weights_NTT.masked_fill(future_TT, math.nan).numpy()
 
 
-class Recording:
+class RecordingAttention:
     """Attends to one row as `Uncached` does, by the textbook formula, and keeps the weights."""
 
     def __init__(

@@ -73,7 +73,7 @@ def merge_heads(x_BNTH: Tensor) -> Tensor:
     return x_BNTH.transpose(1, 2).flatten(2)
 
 
-class Projected(NamedTuple):
+class QueryKeyValue(NamedTuple):
     """The queries, keys and values of new tokens, as heads."""
 
     q_BNTH: Tensor
@@ -82,7 +82,7 @@ class Projected(NamedTuple):
 
 def split_qkv(
     qkv_BTE: Tensor, config: ModelConfig, rotary: RotaryTables | None, first_position: int
-) -> Projected:
+) -> QueryKeyValue:
     """Takes the fused projection apart and turns queries and keys to their positions."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     qk_BNTH, v_BKTH = torch.split(
@@ -91,7 +91,7 @@ def split_qkv(
     if rotary is not None:
         qk_BNTH = rotate(qk_BNTH, rotary, first_position)
     q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
-    return Projected(q_BNTH, KeyValue(k_BKTH, v_BKTH))
+    return QueryKeyValue(q_BNTH, KeyValue(k_BKTH, v_BKTH))
 
 
 def repeat_groups(x_BKSH: Tensor, num_heads: int) -> Tensor:

@@ -33,8 +33,8 @@ NUM_SAMPLE_PAIRS = 3
 NUM_QUICK_WINDOWS = 64  # of held-out text, while training goes on
 
 
-class Material(Protocol):
-    """Everything the training loop asks of data."""
+class Task(Protocol):
+    """Everything the training loop asks about its data."""
 
     tokenizer: Tokenizer
     fingerprint: str
@@ -52,7 +52,7 @@ class Material(Protocol):
         """Something to look at: what the network writes now."""
 
 
-class TextMaterial:
+class TextTask:
     """Running text for a causal model."""
 
     def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int) -> None:
@@ -90,7 +90,7 @@ class TextMaterial:
         return " ▸".join(texts)
 
 
-class PairMaterial:
+class PairTask:
     """Sources and targets for a seq2seq model."""
 
     def __init__(self, corpus: PairCorpus, tokenizer: Tokenizer, context: int) -> None:
@@ -128,14 +128,12 @@ class PairMaterial:
         return "\n".join(lines)
 
 
-def load_material(
-    config: ModelConfig, source: DataSource, tokenizer: Tokenizer | None = None
-) -> Material:
+def load_task(config: ModelConfig, source: DataSource, tokenizer: Tokenizer | None = None) -> Task:
     """Reads the corpus, trains a tokenizer unless one is given, encodes everything."""
     if config.family == "causal":
         text = source.load_text()
         tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size)
-        return TextMaterial(text, tokenizer, config.context)
+        return TextTask(text, tokenizer, config.context)
     pairs = source.load_pairs()
     tokenizer = tokenizer or fit_pair_tokenizer(pairs, config.vocab_size)
-    return PairMaterial(pairs, tokenizer, config.context)
+    return PairTask(pairs, tokenizer, config.context)

@@ -104,13 +104,13 @@ class NextLogits(Protocol):
 
 def open_decoder(
     model: Transformer, source_ids: Sequence[int] | None, cached: bool
-) -> "Recomputing | Caching":
+) -> "RecomputedLogits | CachedLogits":
     assert not model.training, "dropout would make the answer random: call model.eval() first"
     cross = None if source_ids is None else _encode(model, source_ids)
-    return Caching(model, cross) if cached else Recomputing(model, cross)
+    return CachedLogits(model, cross) if cached else RecomputedLogits(model, cross)
 
 
-class Recomputing:
+class RecomputedLogits:
     """Reads every row from its first token, alone, every time."""
 
     def __init__(self, model: Transformer, cross: CrossKeyValue | None) -> None:
@@ -123,7 +123,7 @@ class Recomputing:
         return _to_numpy(torch.stack(logits))
 
 
-class Caching:
+class CachedLogits:
     """Reads only the tokens that are new, all rows at once."""
 
     def __init__(self, model: Transformer, cross: CrossKeyValue | None) -> None:

@@ -1,21 +1,25 @@
-"""One training run: steps, measurements, samples, checkpoints, and going on after a stop.
+"""The training loop: steps, measurements, samples, checkpoints, and a stop in good order.
 
-Knows: when each of them is due. Does not know: gradients, corpora, arguments.
+Knows: when each of them is due, signals. Does not know: gradients, corpora, arguments.
 """
 
+import contextlib
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from model.batches import Batch
 from model.checkpoint import Checkpoint
 from model.display import Display
 from model.distributed import Peers
-from model.material import Material
+from model.material import Task
 from model.recipes import Recipe
 from model.scoring import Score
-from model.training import StepResult, Stopwatch, Trainer, stop_on_signals
+from model.training import StepResult, Trainer
 from model.training_log import (
     CURVE_FILE,
     Measurement,
@@ -40,6 +44,50 @@ class Outcome:
     score: Score | None  # of the whole held-out text, if the run finished
 
 
+class Stopwatch:
+    """Tokens a second since it was last read."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._num_tokens = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def read(self) -> float:
+        now = time.monotonic()
+        rate = self._num_tokens / max(now - self._last, 1e-9)
+        self._last, self._num_tokens = now, 0
+        return rate
+
+    def restart(self) -> None:
+        """Leaves out what has passed since the last reading: evaluation isn't training."""
+        self._last = time.monotonic()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM raise a flag, so that the step can finish. A second one ends at once."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, previous[each])
+
+    previous = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stopped
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
 class _StoppedError(Exception):
     """Somebody wants the run to stop while held-out data is scored."""
 
@@ -51,14 +99,14 @@ class Run:
         self,
         path: Path,
         trainer: Trainer,
-        material: Material,
+        task: Task,
         recipe: Recipe,
         peers: Peers,
         provenance: dict[str, Any],
     ) -> None:
         self._path = path
         self._trainer = trainer
-        self._material = material
+        self._task = task
         self._recipe = recipe
         self._peers = peers
         self._provenance = provenance
@@ -124,7 +172,7 @@ class Run:
             self._held_out = self._score(display, quick=True)
         except _StoppedError:
             return None
-        sample = self._material.sample(model, seed=self._trainer.step)
+        sample = self._task.sample(model, seed=self._trainer.step)
         heading = f"── step {self._trainer.step}, held-out loss {self._held_out.loss:.3f} ──"
         display.say(f"{heading}\n{sample}\n")
         with (self._path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
@@ -138,7 +186,7 @@ class Run:
                     raise _StoppedError
                 yield batch
 
-        return self._material.score(self._eval_model(), self._peers.device, quick, watch)
+        return self._task.score(self._eval_model(), self._peers.device, quick, watch)
 
     def _numbers(self, measurement: Measurement) -> str:
         held_out = "" if self._held_out is None else f"  held-out {self._held_out.loss:.3f}"
@@ -161,11 +209,11 @@ class Run:
 
     def _checkpoint(self) -> Checkpoint:
         model = self._trainer.model
-        special = self._material.tokenizer.special
+        special = self._task.tokenizer.special
         return Checkpoint(
             config=model.config,
             weights={name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
-            tokenizer=self._material.tokenizer,
+            tokenizer=self._task.tokenizer,
             special_tokens=special,
             stop_ids=() if special.eos is None else (special.eos,),
             # Of a translation people want the likeliest, unless they say otherwise.

@@ -16,7 +16,7 @@ from model.checkpoint import Checkpoint, check_weights, load_checkpoint
 from model.config import ModelConfig
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
-from model.material import Material, load_material
+from model.material import Task, load_task
 from model.memory import keep_freed_memory
 from model.presets import preset
 from model.recipes import RECIPES, Recipe
@@ -97,16 +97,16 @@ def _start(args: argparse.Namespace, peers: Peers) -> Outcome:
     if peers.leads:
         check_no_run(args.out)  # before minutes of preparation
     order = read_order(args, peers.num_processes)
-    material = load_material(order.config, order.source)
+    task = load_task(order.config, order.source)
     order = dataclasses.replace(
         order,
-        config=_fit_vocabulary(order.config, material.tokenizer),
-        source=dataclasses.replace(order.source, fingerprint=material.fingerprint),
+        config=_fit_vocabulary(order.config, task.tokenizer),
+        source=dataclasses.replace(order.source, fingerprint=task.fingerprint),
     )
     if peers.leads:
         write_run(args.out, order.to_dict())
     torch.manual_seed(order.recipe.seed)
-    return _train(args.out, order, Transformer(order.config), material, peers, None)
+    return _train(args.out, order, Transformer(order.config), task, peers, None)
 
 
 def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
@@ -126,17 +126,17 @@ def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
             f"{steps[-1]} has another shape than the one that {path} was begun with"
         )
     tokenizer = None if checkpoint is None else checkpoint.tokenizer
-    material = load_material(order.config, order.source, tokenizer)
+    task = load_task(order.config, order.source, tokenizer)
     if peers.leads:
         clean_leftovers(path, num_done)
         if args.steps is not None:
             _say_new_schedule(order.recipe)
             write_run(path, order.to_dict())
     if checkpoint is not None:
-        return _train(path, order, _copy_into_model(checkpoint), material, peers, state)
+        return _train(path, order, _copy_into_model(checkpoint), task, peers, state)
     # Killed before its first checkpoint: it begins again.
     torch.manual_seed(order.recipe.seed)
-    return _train(path, order, Transformer(order.config), material, peers, None)
+    return _train(path, order, Transformer(order.config), task, peers, None)
 
 
 def _check_alone(args: argparse.Namespace) -> None:
@@ -196,22 +196,22 @@ def _train(
     path: Path,
     order: Order,
     model: Transformer,
-    material: Material,
+    task: Task,
     peers: Peers,
     state: TrainingState | None,
 ) -> Outcome:
-    trainer = Trainer(model, material.batches(order.recipe), order.recipe, peers)
+    trainer = Trainer(model, task.batches(order.recipe), order.recipe, peers)
     if state is not None:
         trainer.resume(state)
     if peers.leads:
         _warn_of_warmup(order.recipe)
         print(
             f"{order.config.family} model of {model.num_parameters():,} parameters on "
-            f"{peers.device}; {material.describe()}; {order.recipe.num_steps:,} steps of "
+            f"{peers.device}; {task.describe()}; {order.recipe.num_steps:,} steps of "
             f"{order.recipe.batch_tokens:,} tokens",
             flush=True,
         )
-    return Run(path, trainer, material, order.recipe, peers, order.provenance()).go()
+    return Run(path, trainer, task, order.recipe, peers, order.provenance()).go()
 
 
 def _warn_of_warmup(recipe: Recipe) -> None:

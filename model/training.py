@@ -1,6 +1,7 @@
-"""The training loop.
+"""One training step after another: gradients, the optimiser, what several processes share.
 
-Knows: steps, gradients, when to measure and save. Does not know: corpora, arguments, pictures.
+Knows: batches, losses, the learning rate of a step.
+Does not know: when to measure, save or stop (model/run.py), corpora, arguments.
 
 Everything random is a function of (seed, step, piece). So nothing but weights and the
 optimiser's averages need be kept, a resumed run continues to exactly the same weights, and
@@ -8,11 +9,7 @@ several processes compute what one would.
 """
 
 import contextlib
-import signal
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -126,47 +123,3 @@ def make_optimiser(model: nn.Module, recipe: Recipe) -> tuple[list[str], torch.o
         fused=True,
     )
     return [name for name, _ in (*matrices, *vectors)], optimiser
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM raise a flag, so that the step can finish. A second one ends at once."""
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, previous[each])
-
-    previous = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: stopped
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-
-class Stopwatch:
-    """Tokens a second since it was last read."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.monotonic()
-        self._num_tokens = 0
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
-
-    def count(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
-
-    def read(self) -> float:
-        now = time.monotonic()
-        rate = self._num_tokens / max(now - self._last, 1e-9)
-        self._last, self._num_tokens = now, 0
-        return rate
-
-    def restart(self) -> None:
-        """Leaves out what has passed since the last reading: evaluation isn't training."""
-        self._last = time.monotonic()

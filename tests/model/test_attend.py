@@ -9,7 +9,7 @@ import torch
 from matplotlib import image
 
 import quill
-from model.attend import Recording, choose_indices, find_looks, record
+from model.attend import RecordingAttention, choose_indices, find_looks, record
 from model.checkpoint import Checkpoint, save_checkpoint
 from model.config import ModelConfig
 from model.errors import CheckpointError, RequestError
@@ -52,7 +52,7 @@ def test_recording_attends_as_the_network_does() -> None:
         model = make_checkpoint(config).build()
         source, mask = torch.tensor([[9, 7, 6]]), torch.ones(1, 3, dtype=torch.bool)
         cross = model.encode(source, mask) if config.family == "seq2seq" else None
-        recording = Recording(config, model.rotary, cross)
+        recording = RecordingAttention(config, model.rotary, cross)
         hidden = model.hidden(ids, recording)
         assert torch.allclose(hidden, model.hidden(ids, model.uncached(cross)), atol=1e-4)
         assert len(recording.self_weights) == config.num_layers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import quill
-from model.material import TextMaterial
+from model.material import TextTask
 from model.recipes import Recipe
 from model.scoring import Score
 from model.training import StepResult, Trainer
@@ -138,17 +138,17 @@ def test_ctrl_c_is_heard_while_held_out_text_is_scored(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    score = TextMaterial.score
+    score = TextTask.score
     calls = iter([True, True, True, False])  # after steps 4, 8 and 9, and of the whole text
 
-    def interrupted(self: TextMaterial, *arguments: Any) -> Score:
+    def interrupted(self: TextTask, *arguments: Any) -> Score:
         if next(calls) is quick:
             signal.raise_signal(signal.SIGINT)
         return score(self, *arguments)
 
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(TextMaterial, "score", interrupted)
+        patch.setattr(TextTask, "score", interrupted)
         assert quill.main(text_arguments(text, out)) == 130
     assert last_checkpoint(out).name == f"step-{step:08d}"
     captured = capfd.readouterr()
@@ -193,7 +193,7 @@ def test_a_run_is_not_written_over_and_that_is_said_before_any_work(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = weight_bytes(uninterrupted)
-    monkeypatch.setattr("model.train.load_material", None)
+    monkeypatch.setattr("model.train.load_task", None)
     assert quill.main(text_arguments(text, uninterrupted)) == 1
     assert "--resume" in capfd.readouterr().err
     assert weight_bytes(uninterrupted) == before
