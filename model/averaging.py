@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from model.display import track
 from model.errors import CheckpointError
 from model.training_state import step_directories
 
@@ -31,7 +32,7 @@ def average(paths: Sequence[Path]) -> Checkpoint:
     """One after another: never more than two are in memory."""
     newest = load_checkpoint(paths[-1])
     sums = {name: weight.double() for name, weight in newest.weights.items()}
-    for path in paths[:-1]:
+    for path in track(paths[:-1], "averaging"):
         other = load_checkpoint(path)
         if other.config != newest.config:
             raise CheckpointError(f"{path} and {paths[-1]} are of different shapes")

@@ -17,6 +17,10 @@ The rules are those of the `transformers` library, so that scores compare:
   length that flatters it most ("never", which is exact).
 
 Ties go to the better-ranked beam, then to the lower token id.
+
+Written twice on purpose: the server's search (server/beams.py, server/ranking.py) takes beams for
+rows of a batch, imports nothing from here, and must find the same answers. Its tests hold it
+against this module.
 """
 
 import math

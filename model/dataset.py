@@ -3,7 +3,7 @@
 Knows: corpora, the tokenizer, both families. Does not know: batches' order, the network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from model.tokenizer import (
     Tokenizer,
     train_bpe,
 )
+
+NUM_PARTS = 20
+
+Track = Callable[[list[Sequence[str]]], Iterable[Sequence[str]]]  # watches parts go by
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,33 @@ def fit_pair_tokenizer(corpus: PairCorpus, vocab_size: int) -> Tokenizer:
     return train_bpe(texts, vocab_size, SEQ2SEQ_SPECIAL_TOKENS)
 
 
-def encode_text(corpus: TextCorpus, tokenizer: Tokenizer) -> TextData:
+def encode_text(corpus: TextCorpus, tokenizer: Tokenizer, track: Track = iter) -> TextData:
     return TextData(
-        train_ids=encode_stream(corpus.train, tokenizer),
+        train_ids=encode_stream(corpus.train, tokenizer, track),
         held_out_ids=encode_stream(corpus.held_out, tokenizer),
         num_held_out_bytes=sum(len(text.encode()) for text in corpus.held_out),
     )
 
 
-def encode_stream(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
+def encode_stream(texts: Sequence[str], tokenizer: Tokenizer, track: Track = iter) -> Tensor:
     """All documents in a row, each after the token that begins one."""
     bos = [] if tokenizer.special.bos is None else [tokenizer.special.bos]
-    ids = [token for document in tokenizer.encode_all(texts) for token in (*bos, *document)]
+    documents = _encode_all(texts, tokenizer, track)
+    ids = [token for document in documents for token in (*bos, *document)]
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def encode_pairs(corpus: PairCorpus, tokenizer: Tokenizer, context: int) -> PairData:
-    train = tokenise_pairs(corpus.train, tokenizer)
+def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, track: Track) -> list[list[int]]:
+    """In parts, which `track` watches go by. Each is large enough for all cores."""
+    size = max(len(texts) // NUM_PARTS, 1)
+    parts = [texts[start : start + size] for start in range(0, len(texts), size)]
+    return [ids for part in track(parts) for ids in tokenizer.encode_all(part)]
+
+
+def encode_pairs(
+    corpus: PairCorpus, tokenizer: Tokenizer, context: int, track: Track = iter
+) -> PairData:
+    train = tokenise_pairs(corpus.train, tokenizer, track)
     fitting = [pair for pair in train if pair_fits(pair, context)]
     held_out = [
         pair for pair in tokenise_pairs(corpus.held_out, tokenizer) if pair_fits(pair, context)
@@ -73,10 +87,11 @@ def encode_pairs(corpus: PairCorpus, tokenizer: Tokenizer, context: int) -> Pair
     return PairData(fitting, held_out, pair_tokens(tokenizer.special), len(train) - len(fitting))
 
 
-def tokenise_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer) -> list[TokenPair]:
-    sources = tokenizer.encode_all([pair.source for pair in pairs])
-    targets = tokenizer.encode_all([pair.target for pair in pairs])
-    return [TokenPair(s, t) for s, t in zip(sources, targets, strict=True)]
+def tokenise_pairs(
+    pairs: Sequence[Pair], tokenizer: Tokenizer, track: Track = iter
+) -> list[TokenPair]:
+    ids = _encode_all([text for pair in pairs for text in pair], tokenizer, track)
+    return [TokenPair(s, t) for s, t in zip(ids[::2], ids[1::2], strict=True)]
 
 
 def pair_fits(pair: TokenPair, context: int) -> bool:

@@ -5,13 +5,14 @@ Knows: rich, terminals. Does not know: what is being done.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -21,17 +22,21 @@ from rich.table import Column
 
 T = TypeVar("T")
 
-PLAIN_INTERVAL_S = 10.0  # without a terminal, a line at most this often
+PLAIN_INTERVAL_S = 5.0  # without a terminal, a line at most this often
 
 
 class Display:
-    """Progress through a known number of steps, with a few numbers beside it, on stderr."""
+    """Progress through a known number of steps or bytes, with a few numbers beside it, on stderr.
+
+    A whole stage that may take 5 s belongs in one, or says a line when it begins.
+    """
 
     def __init__(
         self,
         title: str,
         total: int,
         quiet: bool = False,
+        in_bytes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -40,11 +45,15 @@ class Display:
         self._clock = clock
         self._started = self._last_line = clock()
         self._first_step = 0
+        self._has_ended = False
+        self._in_bytes = in_bytes
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),  # it may be a path
             # On a narrow terminal the bar gives way first, then the last of the numbers.
             BarColumn(bar_width=None, table_column=Column(max_width=24)),
-            MofNCompleteColumn(table_column=_whole(2 * len(str(total)) + 1)),
+            DownloadColumn(table_column=_whole(len("100.0/100.0 MB")))
+            if in_bytes
+            else MofNCompleteColumn(table_column=_whole(2 * len(str(total)) + 1)),
             TextColumn("{task.fields[numbers]}"),
             TextColumn("left"),
             TimeRemainingColumn(table_column=_whole(len("0:00:00"))),
@@ -71,12 +80,25 @@ class Display:
         self._first_step = step
         self._progress.update(self._task, completed=step)
 
-    def update(self, step: int, numbers: str) -> None:
+    def update(self, step: int, numbers: str = "") -> None:
         self._progress.update(self._task, completed=step, numbers=numbers)
-        now = self._clock()
-        if self._is_line_due(now) or (step == self._total and not self._console.is_terminal):
-            left_s = (now - self._started) / (step - self._first_step) * (self._total - step)
-            self._print_line(f"{self._title} {step}/{self._total}  {numbers}  {left_s:.0f} s left")
+        ends = step == self._total and not self._has_ended and not self._console.is_terminal
+        self._has_ended |= ends
+        if ends or self._is_line_due(self._clock()):
+            parts = (self._amount(step), numbers, self._left(step))
+            self._print_line("  ".join(part for part in parts if part))
+
+    def _amount(self, step: int) -> str:
+        if self._in_bytes:
+            return f"{self._title} {step / 1e6:.1f}/{self._total / 1e6:.1f} MB"
+        return f"{self._title} {step}/{self._total}"
+
+    def _left(self, step: int) -> str:
+        if step <= self._first_step:
+            return ""  # nothing to reckon with yet
+        elapsed_s = self._clock() - self._started
+        left_s = elapsed_s / (step - self._first_step) * (self._total - step)
+        return f"{left_s:.0f} s left"
 
     def track(self, items: list[T], title: str) -> Iterator[T]:
         """Goes through a list that belongs to a step, and shows how far it is meanwhile."""
@@ -95,7 +117,7 @@ class Display:
 
     def _print_line(self, line: str) -> None:
         self._last_line = self._clock()
-        self._console.print(line)
+        self._console.print(line, markup=False)
 
     def say(self, text: str) -> None:
         """A line that stays, above the moving one."""
@@ -106,9 +128,9 @@ def _whole(width: int) -> Column:
     return Column(no_wrap=True, min_width=width)
 
 
-def track(items: list[T], title: str = "scoring") -> Iterator[T]:
+def track(items: Sequence[T], title: str = "scoring") -> Iterator[T]:
     """Goes through a list and shows how far it is."""
     with Display(title, len(items)) as display:
         for number, item in enumerate(items, start=1):
             yield item
-            display.update(number, "")
+            display.update(number)

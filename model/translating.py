@@ -12,7 +12,7 @@ import sacrebleu
 
 from model.beam import BeamParameters, beam_search
 from model.dataset import pair_tokens
-from model.display import Display
+from model.display import track
 from model.reference import generate
 from model.sampling import SamplingParameters
 from model.splits import Pair
@@ -99,12 +99,7 @@ def max_new(context: int) -> int:
 
 
 def translate_all(translator: Translator, sources: Sequence[str]) -> list[Translation]:
-    with Display(translator.name, len(sources)) as display:
-        answers = []
-        for number, source in enumerate(sources, start=1):
-            answers.append(translator.translate(source))
-            display.update(number, "")
-    return answers
+    return [translator.translate(source) for source in track(sources, translator.name)]
 
 
 def evaluate_translation(

@@ -116,6 +116,14 @@ def test_an_index_out_of_reach_is_explained_without_its_address(
     assert "localhost" not in str(caught.value)
 
 
+def test_a_download_is_told_in_plain_lines_where_there_is_no_terminal(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fetch_wheel(publish(place.index))
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "Fetching some-poems 1.0 with pip 0.0/0.0 MB  0 s left"
+
+
 def test_a_source_archive_is_never_built(place: Place, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     script = f"import pathlib; pathlib.Path({str(trace)!r}).touch()".encode()
