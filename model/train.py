@@ -215,7 +215,8 @@ def _train(
     if state is not None:
         trainer.resume(state)
     if peers.leads:
-        _warn_of_warmup(order.recipe)
+        if trainer.step < order.recipe.num_steps:
+            _warn_of_warmup(order.recipe)
         print(
             f"{order.config.family} model of {model.num_parameters():,} parameters on "
             f"{peers.device}; {task.describe()}; {order.recipe.num_steps:,} steps of "

@@ -69,6 +69,7 @@ def test_everything_comes_back(tmp_path: Path, checkpoint: Checkpoint) -> None:
         chat_template="{{ messages }} – ü",
         generation={"temperature": 0.2, "top_k": 50},
         provenance={"source": "a test", "files": ["x"]},
+        path=tmp_path / "out",
     )
     save_checkpoint(tmp_path / "out", saved)
     loaded = load_checkpoint(tmp_path / "out")
