@@ -9,7 +9,7 @@ WORKDIR /build
 COPY requirements-serve.txt ./
 RUN python -m venv /opt/quill \
     && /opt/quill/bin/pip install --no-cache-dir --require-hashes -r requirements-serve.txt
-COPY pyproject.toml README.md LICENSE quill.py ./
+COPY pyproject.toml README.md LICENSE quill.py privacy.py ./
 COPY model ./model
 COPY export ./export
 COPY server ./server

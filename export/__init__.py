@@ -1,1 +1,3 @@
 """A checkpoint becomes a bundle, with the proof that it computes what PyTorch computes."""
+
+import privacy as privacy

@@ -1,1 +1,3 @@
 """The crowd: Locust users, workloads, benchmarks, reports."""
+
+import privacy as privacy

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import privacy as privacy
+
 if TYPE_CHECKING:
     from tests.server.tiny_bundle import TinyBundle
 
