@@ -54,6 +54,8 @@ class Calls:
         self.report = report
         self._is_traced = is_traced
         self._quotas = Quotas()
+        self._num_open = 0
+        self._changed_s = 0.0  # when a call began or ended
 
     @raising_context
     async def call(self, method: str, context: Context) -> AsyncIterator[Record]:
@@ -62,6 +64,7 @@ class Calls:
         record, error = Record(method, caller.name), None
         if self._is_traced:
             record.trace_headers = _trace_headers(context)
+        self._note(1)
         try:
             with self._quotas.call(caller):
                 yield record
@@ -78,10 +81,23 @@ class Calls:
             error = StepError(f"a bug in the server; its log has more under {record.request_id}")
             record.outcome = status_name(error)
         finally:
+            self._note(-1)
             record.close()
             self.report(record)
         if error is not None:
             await context.abort_with_status(grpc_status(error, record.request_id))
+
+    def _note(self, change: int) -> None:
+        self._num_open += change
+        self._changed_s = time.monotonic()
+
+    async def wait_until_quiet(self, quiet_s: float, max_s: float) -> None:
+        """Until no call has gone on, begun or ended for a while."""
+        end_s = time.monotonic() + max_s
+        while (now_s := time.monotonic()) < end_s:
+            if not self._num_open and now_s - self._changed_s > quiet_s:
+                return
+            await asyncio.sleep(quiet_s / 4)
 
 
 def caller_of(context: Context) -> Caller:

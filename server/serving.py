@@ -23,6 +23,7 @@ from server.duty import Duty
 from server.errors import ReloadError
 from server.exposure import check_exposure
 from server.greeting import line_to_type, metrics_url
+from server.hanging_up import hang_up, stop_listening
 from server.health import Health
 from server.keyring import Keyring
 from server.listening import SERVICE, allow_connections, bind, make_server
@@ -36,6 +37,11 @@ from server.starting import Load, prepare
 from server.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
+
+# How long nobody may have called before connections end, and how long that is waited for: calls
+# that are under way are refused in words, and logged.
+QUIET_S = 0.05
+MAX_QUIET_S = 1.0
 
 
 def run(args: argparse.Namespace) -> None:
@@ -198,10 +204,13 @@ class Server:
             wait.cancel()
 
     async def _close(self, server: grpc.aio.Server) -> None:
-        """What is still running ends with UNAVAILABLE."""
+        """What is still running, or on its way to us, ends with UNAVAILABLE."""
         self.closing.set()
         await self.duty.close()
         self._stop_metrics()
+        stop_listening(self.port)
+        await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)
+        hang_up(self.port)
         await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
