@@ -1,15 +1,14 @@
 """How much to serve at once, from the memory there is.
 
-Knows: the manifest's sizes, the machine's memory. Does not know: why anybody would want more.
+Knows: the manifest's sizes. Does not know: whose memory it is, why anybody would want more.
 A person should never have to tune to start; whoever does is told what doesn't fit.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from export.manifest import Graphs, Manifest
 from server.errors import StartError
+from server.resources import num_cores
 
 MAX_ROWS = 32
 MAX_CACHE_BYTES = 2**29
@@ -24,33 +23,6 @@ class Sizing:
     cache_bytes: int
     slot_bytes: int
     weight_bytes: int
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping, within the container's limit."""
-    available = _meminfo_bytes()
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            available = min(available, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return available
-
-
-def _meminfo_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def choose_sizes(
@@ -109,7 +81,7 @@ def choose_threads(wanted: int | None) -> int:
     """One a core. More would only wait for each other, and thousands take minutes to make."""
     most = num_cores()
     if wanted is not None and wanted > most:
-        raise StartError(f"--threads is {wanted}; this machine has {most} cores for them")
+        raise StartError(f"--threads is {wanted}; this process may use {most} cores")
     return wanted or most
 
 

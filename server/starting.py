@@ -20,9 +20,10 @@ from server.huge_pages import give_back
 from server.loading import Bundle, EngineSettings, open_bundle, open_engine
 from server.opening import cuda_free_bytes
 from server.request import Request
+from server.resources import available_bytes
 from server.served import Served
 from server.settings import Settings
-from server.sizing import Sizing, available_bytes, choose_sizes, choose_threads, gigabytes
+from server.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from server.text import Text
 
 logger = logging.getLogger(__name__)
