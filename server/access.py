@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
+from server.addresses import is_loopback
 from server.errors import ServerError
-from server.exposure import is_loopback
 
 
 class AccessError(ServerError):

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from server.errors import ReloadError
 from server.events import Batch
-from server.memory import give_back
-from server.starting import Load, Loaded
+from server.memory import trim_heap
+from server.starting import Load
 from server.station import Station
 from server.watchdog import Watchdog
 
@@ -44,10 +44,10 @@ class Duty:
 
     async def take_over(self, load: Load) -> Station:
         """Loads a bundle and puts it on duty. The one before it retires."""
-        loaded = await _in_thread(load)
+        station, before = await _in_thread(load), self.station
         if self._is_closed:
             raise ReloadError("the server is stopping")
-        station, before = Station(loaded, self._publish, self._note_health), self.station
+        station.start(self._publish, self._note_health)
         self.station = station
         self._on_health("failing", False)
         if before is not None:
@@ -108,7 +108,7 @@ class Duty:
         with contextlib.suppress(TimeoutError):
             # The last call has ended, but for its last few lines.
             await asyncio.wait_for(gone.wait(), UNWIND_S)
-        await asyncio.to_thread(give_back)
+        await asyncio.to_thread(trim_heap)
         if ended:
             logger.info("the old bundle %s has gone", name)
         else:
@@ -120,12 +120,12 @@ class Duty:
             self._on_health("failing", not healthy)
 
 
-async def _in_thread(load: Load) -> Loaded:
+async def _in_thread(load: Load) -> Station:
     """In a thread that nobody waits for at the end: loading may take long, and stopping mustn't."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Loaded] = loop.create_future()
+    future: asyncio.Future[Station] = loop.create_future()
 
-    def settle(loaded: Loaded | None, error: BaseException | None) -> None:
+    def settle(loaded: Station | None, error: BaseException | None) -> None:
         if future.cancelled():
             return
         if error is not None:

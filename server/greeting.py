@@ -3,12 +3,11 @@
 Knows: what a client must give to be let in. Does not know: who reads it, how it is served.
 """
 
-import ipaddress
 import sys
 from pathlib import Path
 
 from export.manifest import Family
-from server.addresses import write_address
+from server.addresses import reachable, write_address
 from server.settings import Settings
 
 
@@ -19,22 +18,11 @@ def metrics_url(settings: Settings, port: int) -> str:
 
 def line_to_type(settings: Settings, port: int, family: Family) -> str:
     """On this machine, as it is but for the names of files."""
-    address = write_address(_reachable(settings.host), port)
+    address = write_address(reachable(settings.host), port)
     text = "Once upon a time" if family == "causal" else "Restart the server"
     return " ".join(
         [_front_door(), "generate", "--address", address, *_proof(settings), f'"{text}"']
     )
-
-
-def _reachable(host: str) -> str:
-    """All addresses are where a server listens, and none that a client can call."""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if not ip.is_unspecified:
-        return host
-    return "127.0.0.1" if ip.version == 4 else "::1"
 
 
 def _proof(settings: Settings) -> list[str]:

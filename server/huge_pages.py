@@ -33,12 +33,9 @@ MMAP_BYTES = 32 * 2**20
 # From Linux's mman.h, since 6.1. Older kernels refuse.
 MADV_COLLAPSE = 25
 MADV_NOHUGEPAGE = 15
-MADV_DONTNEED = 4
 SMALL_PAGE_BYTES = 4096
 
 _MAPS = Path("/proc/self/smaps")
-_CODE_MAPS = Path("/proc/self/maps")
-_CODE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ [1-9]\d* +/")
 _REGION = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$")
 
 
@@ -70,27 +67,7 @@ def huge_pages() -> Iterator[None]:
     for region in read_regions(_MAPS.read_text(encoding="utf-8")):
         pages = region.pages
         if pages and region.resident >= MIN_RESIDENT * (region.stop - region.start):
-            _advise(pages.start, len(pages) * PAGE_BYTES, MADV_COLLAPSE)
-
-
-def give_back() -> None:
-    """Gives the system back what only starting needed.
-
-    That is memory which was freed and lies around (a tokenizer leaves 25 MB), and the libraries'
-    code: of some 35 MB a server needs 10 again, and finds them where they were.
-    """
-    libc = ctypes.CDLL(None) if _CODE_MAPS.exists() else None
-    if libc is None or not hasattr(libc, "malloc_trim"):
-        return
-    libc.malloc_trim(0)
-    for start, stop in read_code(_CODE_MAPS.read_text(encoding="utf-8")):
-        _advise(start, stop - start, MADV_DONTNEED)
-
-
-def read_code(maps: str) -> list[tuple[int, int]]:
-    """Where the code of libraries is mapped: of files, never written to, so nothing can be lost."""
-    found = (_CODE.match(line) for line in maps.splitlines())
-    return [(int(code[1], 16), int(code[2], 16)) for code in found if code]
+            advise(pages.start, len(pages) * PAGE_BYTES, MADV_COLLAPSE)
 
 
 def small_pages(array: npt.NDArray[Any]) -> None:
@@ -98,10 +75,10 @@ def small_pages(array: npt.NDArray[Any]) -> None:
     start = -(-array.ctypes.data // SMALL_PAGE_BYTES) * SMALL_PAGE_BYTES
     stop = array.ctypes.data + array.nbytes
     if sys.platform == "linux" and stop > start:
-        _advise(start, stop - start, MADV_NOHUGEPAGE)
+        advise(start, stop - start, MADV_NOHUGEPAGE)
 
 
-def _advise(start: int, num_bytes: int, advice: int) -> None:
+def advise(start: int, num_bytes: int, advice: int) -> None:
     """Advice that isn't taken changes nothing but time and memory."""
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -44,9 +44,7 @@ def make_server(
     health_servicer: health.aio.HealthServicer,
 ) -> grpc.aio.Server:
     """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
-    guards: list[grpc.aio.ServerInterceptor] = [
-        RefuseUnreadable(service, calls) for service in (SERVICE, ADMINISTRATION)
-    ]
+    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable((SERVICE, ADMINISTRATION), calls)]
     names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         guards = [Gate(keyring, settings.open_reflection, calls), *guards]

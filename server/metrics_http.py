@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from server.addresses import write_address
 from server.errors import RequestError, StartError
 from server.keyring import Keyring
-from server.tls import TlsFiles, http_context
+from server.settings import TlsFiles
+from server.tls import http_context
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

@@ -21,7 +21,6 @@ from server.default_model import default_bundle
 from server.desk import Desk
 from server.duty import Duty
 from server.errors import ReloadError
-from server.exposure import check_exposure
 from server.greeting import line_to_type, metrics_url
 from server.hanging_up import hang_up, stop_listening
 from server.health import Health
@@ -32,7 +31,7 @@ from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
 from server.served import Served
 from server.servicer import TextGeneration
-from server.settings import Settings, read_settings
+from server.settings import Settings, check_exposure, read_settings
 from server.starting import Load, prepare
 from server.tracing import open_tracing
 

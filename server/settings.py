@@ -1,4 +1,4 @@
-"""What a person may choose when a server starts.
+"""What a person may choose when a server starts, and which choices are refused.
 
 Knows: the command line's names. Does not know: what the choices do.
 """
@@ -7,8 +7,19 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.addresses import is_loopback
 from server.errors import StartError
-from server.tls import TlsFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    cert: Path
+    key: Path
+    client_ca: Path | None = None  # given: clients must show a certificate that it signed
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.cert, self.key, *([] if self.client_ca is None else [self.client_ca])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +90,21 @@ def _read_tls(args: argparse.Namespace) -> TlsFiles | None:
     if args.tls_cert is None or args.tls_key is None:
         raise StartError("--tls-cert and --tls-key belong together: give both")
     return TlsFiles(cert=args.tls_cert, key=args.tls_key, client_ca=args.client_ca)
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuses to serve other machines in the clear, or whoever they are, unless told to."""
+    if is_loopback(settings.host) or settings.insecure:
+        return
+    if settings.tls is None:
+        raise StartError(
+            f"--host {settings.host} can be reached from other machines, and without --tls-cert "
+            "and --tls-key everybody on the way reads along. Give them, or --insecure if something "
+            "in front of this server sees to it"
+        )
+    if settings.api_keys is None and settings.tls.client_ca is None:
+        raise StartError(
+            f"--host {settings.host} can be reached from other machines, and without --api-keys or "
+            "--client-ca anybody may call. Give one, or --insecure if something in front of this "
+            "server sees to it"
+        )

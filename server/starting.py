@@ -5,7 +5,6 @@ Knows: bundles, what wasn't chosen and must be. Does not know: ports, signals, c
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime
@@ -16,26 +15,21 @@ from server.device import Choice, choose_graphs
 from server.engine import Engine
 from server.errors import StartError
 from server.events import FailEvent
-from server.huge_pages import give_back
 from server.loading import Bundle, EngineSettings, open_bundle, open_engine
+from server.memory import drop_startup_pages
 from server.opening import cuda_free_bytes
 from server.request import Request
 from server.resources import available_bytes
 from server.served import Served
 from server.settings import Settings
 from server.sizing import Sizing, choose_sizes, choose_threads, gigabytes
+from server.station import Station
 from server.text import Text
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    served: Served
-    engine: Engine
-
-
-Load = Callable[[], Loaded]
+Load = Callable[[], Station]
 
 
 def prepare(directory: Path, settings: Settings) -> Load:
@@ -84,19 +78,19 @@ def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None
 
 def _load(
     directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
-) -> Loaded:
+) -> Station:
     bundle = open_bundle(directory, choice.graphs.precision)
     try:
         engine = open_engine(bundle, engine_settings)
         warm_up(engine, bundle.manifest.family)
-        loaded = Loaded(describe(bundle, engine_settings, settings), engine)
+        station = Station(describe(bundle, engine_settings, settings), engine)
     except MemoryError as error:
         raise StartError(
             f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
             "the process more, or try a smaller --max-slots, --context or --prefix-cache"
         ) from error
-    give_back()
-    return loaded
+    drop_startup_pages()
+    return station
 
 
 def warm_up(engine: Engine, family: Family) -> None:

@@ -11,24 +11,30 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from server.engine import Engine
 from server.engine_thread import EngineThread
 from server.events import Batch
 from server.served import Served
-from server.starting import Loaded
 
 STOP_S = 30.0  # how long a step under way may take to end
 
 
 class Station:
-    """Belongs to the event loop, but for the engine's own thread."""
+    """Belongs to the event loop once it has started, but for the engine's own thread."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        publish: Callable[[Batch], None],
-        on_health: Callable[["Station", bool], None],
+    engine: EngineThread  # from the start on
+
+    def __init__(self, served: Served, engine: Engine) -> None:
+        self.served = served
+        self._idle_engine = engine
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(
+        self, publish: Callable[[Batch], None], on_health: Callable[["Station", bool], None]
     ) -> None:
-        self.served: Served = loaded.served
+        """Puts it on duty."""
         station = weakref.ref(self)  # no ring: what nobody uses any more is freed at once
 
         def note_health(healthy: bool) -> None:
@@ -36,11 +42,8 @@ class Station:
             if here is not None:
                 on_health(here, healthy)
 
-        self.engine = EngineThread(loaded.engine, publish, note_health)
+        self.engine = EngineThread(self._idle_engine, publish, note_health)
         self.engine.start()
-        self._num_calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @contextmanager
     def call(self) -> Iterator["Station"]:

@@ -8,23 +8,12 @@ connections that stand, with their streams, aren't touched.
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from server.errors import StartError
+from server.settings import TlsFiles
 from server.watched import Watched
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    cert: Path
-    key: Path
-    client_ca: Path | None = None  # given: clients must show a certificate that it signed
-
-    @property
-    def paths(self) -> list[Path]:
-        return [self.cert, self.key, *([] if self.client_ca is None else [self.client_ca])]
 
 
 @dataclass(frozen=True)

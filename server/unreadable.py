@@ -5,7 +5,7 @@ Knows: how gRPC hands messages to a servicer. Does not know: what they mean.
 Left to itself grpc.aio logs a traceback for bytes that are no message, and answers UNKNOWN.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,10 @@ class _Unreadable:
 
 
 class RefuseUnreadable(grpc.aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT for one service; the others are left as they are."""
+    """Answers INVALID_ARGUMENT for some services; the others are left as they are."""
 
-    def __init__(self, service: str, calls: Calls) -> None:
-        self._prefix = f"/{service}/"
+    def __init__(self, services: Collection[str], calls: Calls) -> None:
+        self._services = services
         self._calls = calls
 
     async def intercept_service(
@@ -36,12 +36,12 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
+        _, service, method = str(handler_call_details.method).split("/", 2)
+        if handler is None or service not in self._services:
             return handler
         make = grpc.unary_unary_rpc_method_handler
         if handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
-        method = handler_call_details.method.removeprefix(self._prefix)
         return make(
             self._refusing(method, handler.unary_stream or handler.unary_unary),
             request_deserializer=_forgiving(handler.request_deserializer),

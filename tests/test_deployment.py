@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 import quill
-from server.exposure import check_exposure
-from server.settings import Settings, read_settings
+from server.settings import Settings, check_exposure, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from server.access import Access
-from server.tls import TlsFiles
+from server.settings import TlsFiles
 
 _DAY = datetime.timedelta(days=1)
 

@@ -23,7 +23,7 @@ from server.scheduler import Limits
 from server.served import Served
 from server.serving import Server
 from server.settings import Settings
-from server.starting import Loaded
+from server.station import Station
 from server.text import Text
 from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
@@ -116,12 +116,12 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
-        self.load_again: Callable[[], Loaded] = self._load
+        self.load_again: Callable[[], Station] = self._load
 
-    def _load(self) -> Loaded:
+    def _load(self) -> Station:
         assert self.loading.wait(TIMEOUT_S)
         limits = Limits(max_rows=self._served.max_rows, context=self._served.context)
-        return Loaded(self._served, Engine(self.session, limits, PrefixCache(10**6)))
+        return Station(self._served, Engine(self.session, limits, PrefixCache(10**6)))
 
     def _run(self) -> None:
         asyncio.run(self._main())

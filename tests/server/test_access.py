@@ -8,10 +8,9 @@ import pytest
 
 import quill
 from server.access import Access, AccessError, read_access
+from server.addresses import is_loopback
 from server.errors import StartError
-from server.exposure import check_exposure, is_loopback
-from server.settings import Settings, read_settings
-from server.tls import TlsFiles
+from server.settings import Settings, TlsFiles, check_exposure, read_settings
 
 TLS = TlsFiles(cert=Path("cert.pem"), key=Path("key.pem"))
 

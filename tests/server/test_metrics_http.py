@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from server.metrics_http import serve_metrics
-from server.tls import TlsFiles
+from server.settings import TlsFiles
 from tests.server.authority import Authority, write
 from tests.server.process import wait_until
 from tests.server.reciter import TIMEOUT_S

@@ -24,7 +24,7 @@ from server.errors import ReloadError, StartError
 from server.keys import add_key
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
-from server.starting import Loaded
+from server.station import Station
 from tests.server.reciter import TIMEOUT_S, Reciter
 from tests.server.running import (
     NOT_SERVING,
@@ -40,11 +40,11 @@ from tests.server.test_process import serving
 from tests.server.tiny_bundle import TinyBundle
 
 
-def second(max_rows: int = 2) -> Loaded:
+def second(max_rows: int = 2) -> Station:
     """Another bundle, by its name and its slots."""
     served = make_served(max_rows, manifest=make_manifest(name="second"))
     limits = Limits(max_rows=max_rows, context=served.context)
-    return Loaded(served, Engine(Reciter(), limits, PrefixCache(0)))
+    return Station(served, Engine(Reciter(), limits, PrefixCache(0)))
 
 
 def name_of(running: Running) -> str:
@@ -113,7 +113,7 @@ def test_waiting_calls_are_finished_too() -> None:
 def test_bad_bundle_is_refused_and_the_old_one_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load() -> Loaded:
+    def load() -> Station:
         raise error
 
     with running_server() as running:
@@ -130,7 +130,7 @@ def test_bad_bundle_is_refused_and_the_old_one_goes_on(
 def test_one_at_a_time() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def load() -> Loaded:
+    def load() -> Station:
         begun.set()
         assert go_on.wait(TIMEOUT_S)
         return second()

@@ -17,7 +17,8 @@ from server.asking import CallError, Retries
 from server.async_client import AsyncClient
 from server.client import Client
 from server.errors import StartError
-from server.tls import TlsFiles, server_credentials
+from server.settings import TlsFiles
+from server.tls import server_credentials
 from tests.server.authority import Authority, Signed, locked, trusting, write
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import Running, running_server

@@ -16,7 +16,8 @@ from server.errors import StartError, UnsupportedError
 from server.loading import EngineSettings, open_bundle, open_engine
 from server.prompts import PromptReader
 from server.settings import Settings
-from server.starting import Loaded, prepare
+from server.starting import prepare
+from server.station import Station
 from tests.server.reciter import Reciter
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.tiny_bundle import EOS, TinyBundle
@@ -30,7 +31,7 @@ class RunningBundle(Running):
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 
-    def _load(self) -> Loaded:
+    def _load(self) -> Station:
         return self._prepared()
 
 
