@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import grpc
 
 from server.caller import ANYBODY, CALLER, Caller
-from server.errors import RequestError, StepError, status_name
+from server.errors import InvalidFieldError, RequestError, StepError, status_name
 from server.quota import Quotas
 from server.record import Record
 from server.status import grpc_status
@@ -71,6 +71,8 @@ class Calls:
         except RequestError as raised:
             error = raised
             record.outcome = status_name(error)
+            if isinstance(error, InvalidFieldError):
+                record.bad_field = error.field
         except asyncio.CancelledError:
             record.outcome = "CANCELLED"
             if _is_past(context, record.arrived_s):

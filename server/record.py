@@ -26,6 +26,7 @@ class Record:
     request_id: str = field(default_factory=new_request_id)
     arrived_s: float = field(default_factory=time.monotonic)
     outcome: str = "OK"  # the name of a gRPC status
+    bad_field: str = ""  # the name of the one that was refused, never what it held
     finish_reasons: list[str] = field(default_factory=list)
     num_prompt: int = 0
     num_cached: int = 0

@@ -4,9 +4,13 @@ import json
 import logging
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
 from server.client import Client
 from server.record import JsonFormatter, TextFormatter
 from tests.server.reciter import TIMEOUT_S
@@ -77,6 +81,31 @@ def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running
     running.session.let_go()
     registry = running.server.metrics.registry
     running.wait_for(lambda: registry.get_sample_value("quill_running_rows") == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": "qqsecretqq", "temperature": -1.0}, "temperature"),
+        ({"prompt": "qqsecretqq" * 100}, "prompt"),
+        ({"messages": pb.Conversation(messages=[pb.Message(role="qqsecretqq")])}, "messages"),
+        ({"prompt": "qqsecretqq", "stop": [""]}, "stop"),
+    ],
+)
+def test_refused_request_is_one_line_that_names_the_field_and_not_what_it_holds(
+    running: Running, fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), grpc.insecure_channel(running.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            pb_grpc.TextGenerationStub(channel).Generate(pb.GenerateRequest(**fields))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        running.next_record("INVALID_ARGUMENT")
+    (record,) = [each for each in caplog.records if each.message == "request"]
+    said = json.loads(JsonFormatter().format(record))
+    assert said["outcome"] == "INVALID_ARGUMENT"
+    assert said["bad_field"] == named
+    assert f" bad_field={named} " in TextFormatter().format(record)
+    assert "secret" not in str(vars(record))
 
 
 def test_finished_request_is_one_line_without_its_prompt(
