@@ -3,6 +3,7 @@
 Knows: what a client must give to be let in. Does not know: who reads it, how it is served.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from server.settings import Settings
 
 def metrics_url(settings: Settings, port: int) -> str:
     scheme = "http" if settings.tls is None else "https"
-    return f"{scheme}://{write_address(settings.host, port)}/metrics"
+    return f"{scheme}://{write_address(reachable(settings.host), port)}/metrics"
 
 
 def line_to_type(settings: Settings, port: int, family: Family) -> str:
     """On this machine, as it is but for the names of files."""
-    address = write_address(reachable(settings.host), port)
+    # Some shells take brackets for a pattern.
+    address = shlex.quote(write_address(reachable(settings.host), port))
     text = "Once upon a time" if family == "causal" else "Restart the server"
     return " ".join(
         [_front_door(), "generate", "--address", address, *_proof(settings), f'"{text}"']

@@ -20,7 +20,7 @@ from server.calls import Calls
 from server.default_model import default_bundle
 from server.desk import Desk
 from server.duty import Duty
-from server.errors import ReloadError
+from server.errors import ReloadError, StartError
 from server.greeting import line_to_type, metrics_url
 from server.hanging_up import hang_up, stop_listening
 from server.health import Health
@@ -169,21 +169,33 @@ class Server:
         return True
 
     def _open_metrics(self) -> None:
-        port = self._settings.metrics_port
-        if port is not None:
-            keyring = None if self._settings.open_metrics else self._keyring
-            taken, stop = serve_metrics(
-                self.metrics.registry, self._settings.host, port, self._settings.tls, keyring
-            )
-            self.metrics_port, self._stop_metrics = taken, stop
+        settings, port = self._settings, self._settings.metrics_port
+        if port is None:
+            return
+        try:
+            self._serve_metrics(port)
+        except StartError:
+            if not settings.any_metrics_port:
+                raise
+            logger.warning("port %d is taken: the metrics get a free one", port)
+            self._serve_metrics(0)
+
+    def _serve_metrics(self, port: int) -> None:
+        settings = self._settings
+        keyring = None if settings.open_metrics else self._keyring
+        self.metrics_port, self._stop_metrics = serve_metrics(
+            self.metrics.registry, settings.host, port, settings.tls, keyring
+        )
 
     def _say_ready(self, family: Family) -> None:
-        settings = self._settings
+        settings, metrics = self._settings, None
         if self.metrics_port is not None:
-            logger.info("metrics at %s", metrics_url(settings, self.metrics_port))
+            metrics = metrics_url(settings, self.metrics_port)
+            logger.info("metrics at %s", metrics)
         address = write_address(settings.host, self.port)
         if settings.log_format == "json":  # nobody is there to type
-            logger.info("serving at %s", address, extra={"fields": {"address": address}})
+            fields = {"address": address, "metrics": metrics}
+            logger.info("serving at %s", address, extra={"fields": fields})
             return
         _say(f"Serving at {address}. Now type:")
         _say(f"  {line_to_type(settings, self.port, family)}")

@@ -10,6 +10,8 @@ from pathlib import Path
 from server.addresses import is_loopback
 from server.errors import StartError
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
@@ -29,6 +31,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
     metrics_port: int | None = None  # None: no metrics
+    any_metrics_port: bool = False  # if that one is taken
     device: str = "auto"
     precision: str | None = None
     max_rows: int | None = None
@@ -55,11 +58,12 @@ class Settings:
 def read_settings(args: argparse.Namespace) -> Settings:
     metrics_port = args.metrics_port
     if metrics_port == "auto":
-        metrics_port = args.port + 1 if args.port else 0
+        metrics_port = args.port + 1 if 0 < args.port < MAX_PORT else 0
     return Settings(
         host=args.host.removeprefix("[").removesuffix("]"),  # some write IPv6 so
         port=args.port,
         metrics_port=None if metrics_port == "off" else int(metrics_port),
+        any_metrics_port=args.metrics_port == "auto",
         device=args.device,
         precision=args.precision,
         max_rows=args.max_slots,

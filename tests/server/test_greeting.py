@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import quill
-from server.greeting import line_to_type
+from server.greeting import line_to_type, metrics_url
 from server.keys import add_key
 from server.settings import Settings
 from tests.server.authority import Authority, write
@@ -56,4 +56,11 @@ def test_printed_line_gets_an_answer(
 
 
 def test_server_on_all_of_ipv6_is_called_on_its_loopback() -> None:
-    assert "--address [::1]:5 " in line_to_type(Settings(host="::"), 5, "causal")
+    assert "--address '[::1]:5' " in line_to_type(Settings(host="::"), 5, "causal")
+
+
+@pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
+def test_metrics_of_a_server_on_all_addresses_are_where_they_can_be_read(
+    host: str, found: str
+) -> None:
+    assert metrics_url(Settings(host=host), 5) == f"http://{found}:5/metrics"

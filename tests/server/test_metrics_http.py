@@ -1,6 +1,7 @@
 """The port for metrics: whoever connects and doesn't ask is hung up on, and others are served."""
 
 import contextlib
+import logging
 import socket
 import ssl
 import urllib.request
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+import quill
 from server.metrics_http import serve_metrics
-from server.settings import TlsFiles
+from server.settings import TlsFiles, read_settings
 from tests.server.authority import Authority, write
 from tests.server.process import wait_until
 from tests.server.reciter import TIMEOUT_S
+from tests.server.running import running_server
 
 OURS = Authority("ours")
 NUM_CALLERS = 16  # more are hung up on at once
@@ -62,6 +65,37 @@ def wait_for_the_end(caller: socket.socket) -> None:
     with caller, contextlib.suppress(ConnectionResetError):
         while caller.recv(100):
             pass
+
+
+def test_port_that_is_taken_is_replaced_where_none_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running_server(metrics_port=port, any_metrics_port=True) as running:
+            found = running.server.metrics_port
+            assert found is not None
+            assert found != port
+            assert "quill_slots" in scrape(found)
+    assert f"port {port} is taken" in caplog.text
+    assert f"metrics at http://127.0.0.1:{found}/metrics" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ((), (50052, True)),
+        (("--port", "65535"), (0, True)),
+        (("--port", "0"), (0, True)),
+        (("--metrics-port", "5"), (5, False)),  # somebody scrapes it: another is of no use
+    ],
+)
+def test_metrics_port_is_the_next_one_or_as_it_was_given(
+    given: tuple[str, ...], chosen: tuple[int, bool]
+) -> None:
+    settings = read_settings(quill.build_parser().parse_args(["serve", "x", *given]))
+    assert (settings.metrics_port, settings.any_metrics_port) == chosen
 
 
 def test_caller_that_speaks_little_by_little_is_hung_up_on() -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,9 +73,12 @@ def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
     assert "Traceback" not in log
 
 
-def test_log_for_machines_is_json_from_the_first_line_to_the_last(tiny_bundle: TinyBundle) -> None:
+@pytest.mark.parametrize("metrics", ["off", "0"])
+def test_log_for_machines_is_json_from_the_first_line_to_the_last(
+    tiny_bundle: TinyBundle, metrics: str
+) -> None:
     process = subprocess.Popen(
-        [*command(tiny_bundle.directory), "--log-format", "json"],
+        [*command(tiny_bundle.directory), "--log-format", "json", "--metrics-port", metrics],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # as containers have it
         text=True,
@@ -88,6 +92,10 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(tiny_bundle: T
             if entries[-1]["message"].startswith("serving at "):
                 with Client(entries[-1]["address"]) as client:
                     client.generate([5, 6, 7], max_new_tokens=2, timeout_s=60)
+                assert (entries[-1]["metrics"] is None) == (metrics == "off")
+                if metrics != "off":
+                    with urllib.request.urlopen(entries[-1]["metrics"], timeout=60) as reply:
+                        assert b"quill_slots" in reply.read()
                 process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
