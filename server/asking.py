@@ -23,6 +23,9 @@ from server.unreachable import diagnose
 logger = logging.getLogger(__name__)
 
 _OVERLOADED = grpc.StatusCode.RESOURCE_EXHAUSTED
+# What gRPC says for a server with too many calls that it hasn't looked at, or one that stops. Who
+# cancels a call itself hears other words.
+_DROPPED = (grpc.StatusCode.CANCELLED, "CANCELLED")
 # Answers with many logprobs are larger than gRPC's default limit of 4 MB.
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
 
@@ -121,6 +124,8 @@ def read_error(error: grpc.RpcError, access: Access) -> CallError:
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     reason = call.details() or "no reason was given"
+    if (call.code(), reason) == _DROPPED:
+        return CallError(grpc.StatusCode.UNAVAILABLE, "the server dropped the call before it began")
     if call.code() is grpc.StatusCode.UNAVAILABLE and (found := diagnose(reason, access)):
         return CallError(call.code(), found.reason, is_lasting=found.is_lasting)
     return CallError(call.code(), reason, field, retry_after_s)

@@ -32,6 +32,9 @@ MAX_DESCRIPTORS = 2**16
 # How long a call may lie unread while the process gets no time. After 30 s, its own choice, gRPC
 # would say CANCELLED, which means that the caller left: nobody tries again. Deadlines still hold.
 MAX_UNREAD_S = 1800
+# How many may lie so. Above 1,000, its own choice, gRPC says CANCELLED to some at random: of 4,500
+# calls over five connections 1,486, which nobody tried again and no log had.
+MAX_UNREAD = 2**14
 ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
 
 
@@ -53,6 +56,8 @@ def make_server(
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
+        ("grpc.server.max_pending_requests", MAX_UNREAD),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
     server = make_stranger_proof(guards, options)

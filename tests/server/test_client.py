@@ -1,12 +1,14 @@
 """Clients, blocking and asyncio: what they ask, and when they ask again."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
 import pytest
 
 from protos import generation_pb2 as pb
+from server import listening
 from server.asking import CallError, Retries, make_request
 from server.async_client import AsyncClient
 from server.client import Client
@@ -131,3 +133,30 @@ def test_whoever_waits_is_told_once_what_for_and_how_long(
 def test_overload_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
     Retries().tell(error(OVERLOADED, 2.0), 2.0)
     assert caplog.messages == ["the server is busy: no (trying again in 2.0 s, 5 times at most)"]
+
+
+def test_call_that_grpc_drops_unread_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MAX_UNREAD", 1)
+    held, dropped = threading.Event(), threading.Event()
+    texts = []
+
+    def sleep(_: float) -> None:
+        dropped.set()
+        held.set()
+
+    def call() -> None:
+        with Client(running.address, Retries(max_retries=10**6), sleep) as client:
+            answer = client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+            texts.append(answer.sequences[0].text)
+
+    with running_server(max_waiting=8) as running:
+        # While the loop stands still, gRPC itself takes in a call or two and drops the others.
+        running._loop.call_soon_threadsafe(held.wait, TIMEOUT_S)
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        held.set()
+    assert dropped.is_set()
+    assert texts == 8 * ["de"]

@@ -1,15 +1,19 @@
 """Clients that do harm to a real server process, by many connections or by not reading."""
 
 import resource
+import signal
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
 from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc as pb_grpc
 from server.listening import MAX_CALLS
 from tests.server.bad_bytes import (
     DATA,
@@ -174,3 +178,24 @@ def test_client_that_never_reads_cannot_fill_the_memory(server: ServerProcess) -
     wait_until(lambda: server.num_ended("CANCELLED") == cancelled + let_in, "all have ended")
     assert ask(server) == expected
     wait_until(server.is_idle, "every slot is free")
+
+
+def test_calls_that_lie_unread_are_all_answered_and_counted(server: ServerProcess) -> None:
+    before, num_calls = server.num_ended("OK"), 3000
+    own = (("grpc.use_local_subchannel_pool", 1),)
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(server.address, options=own))
+            for _ in range(4)
+        ]
+        for channel in channels:
+            grpc.channel_ready_future(channel).result(PATIENCE_S)
+        stubs = [pb_grpc.TextGenerationStub(channel) for channel in channels]
+        server.signal(signal.SIGSTOP)
+        calls = [
+            stubs[number % len(stubs)].GetModel.future(pb.GetModelRequest(), timeout=PATIENCE_S)
+            for number in range(num_calls)
+        ]
+        server.signal(signal.SIGCONT)
+        assert Counter(call.code().name for call in calls) == {"OK": num_calls}
+    assert server.num_ended("OK") - before == num_calls
