@@ -138,7 +138,7 @@ def test_overload_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
 def test_call_that_grpc_drops_unread_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MAX_UNREAD", 1)
     held, dropped = threading.Event(), threading.Event()
-    texts = []
+    texts: list[str] = []
 
     def sleep(_: float) -> None:
         dropped.set()
