@@ -47,7 +47,7 @@ class Ask:
     kind: str = ""  # the scenario that it is of, where several are mixed
 
 
-class Draw:
+class RequestDraw:
     """Chance for one request: the same for the same seed and index, on every machine."""
 
     def __init__(self, seed: int, index: int) -> None:
@@ -85,7 +85,9 @@ def chat(chance: random.Random, number: int, facts: Facts, system: str = "") -> 
     return pb.GenerateRequest(messages=pb.Conversation(messages=said))
 
 
-def with_sampling(draw: Draw, request: pb.GenerateRequest, answer: int) -> pb.GenerateRequest:
+def with_sampling(
+    draw: RequestDraw, request: pb.GenerateRequest, answer: int
+) -> pb.GenerateRequest:
     """Draws as real clients do: some greedy, some warm; most don't name a seed."""
     request.max_new_tokens = answer
     request.temperature = draw.random.choice((0.0, 0.7, 1.0))
@@ -98,7 +100,7 @@ def with_sampling(draw: Draw, request: pb.GenerateRequest, answer: int) -> pb.Ge
     return request
 
 
-def with_seed(draw: Draw, request: pb.GenerateRequest) -> pb.GenerateRequest:
+def with_seed(draw: RequestDraw, request: pb.GenerateRequest) -> pb.GenerateRequest:
     """For clients that leave early: the server names a seed only at an answer's end."""
     request.seed = draw.random.getrandbits(63)
     return request

@@ -28,7 +28,7 @@ from loadtest.bench import (
     read_manifest,
 )
 from loadtest.bench_tasks import random_ids
-from loadtest.closed_loop import Ask, Served, closed_loop
+from loadtest.closed_loop import Ask, LoopResult, closed_loop
 from loadtest.contest import Running, running
 from loadtest.errors import OptionError
 from loadtest.machine import machine_facts, num_cores
@@ -45,18 +45,18 @@ GENAI = ("int4", "int8")
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerResult:
     """One server under the crowd."""
 
     name: str
-    served: Served
+    served: LoopResult
     peak_bytes: int
 
 
-class OfQuill(NamedTuple):
+class QuillResult(NamedTuple):
     """Quill under the crowd, and what its peers need to know of it."""
 
-    measured: Measured
+    measured: ServerResult
     precision: str
     texts: list[str]  # the prompts, if the model has a tokenizer
 
@@ -99,7 +99,7 @@ def make_prompts(ids: Sequence[int], max_length: int) -> list[list[int]]:
 
 def measure_quill(
     args: argparse.Namespace, bundle: Path, prompts: Sequence[Sequence[int]], logs: Path
-) -> OfQuill:
+) -> QuillResult:
     options = ["--max-slots", str(args.users), "--context", str(args.context)]
     options += ["--threads", str(args.threads or num_cores()), "--prefix-cache", "0"]
     if args.precision:
@@ -112,8 +112,8 @@ def measure_quill(
         served = _measure(lambda ids: _stream(stub, ids, args.answer), prompts, args)
         model = stub.GetModel(pb.GetModelRequest())
         texts = [_text(stub, ids) for ids in prompts] if args.peers else []
-        measured = Measured(f"Quill {model.precision}", served, peak_bytes_of(server.pid))
-        return OfQuill(measured, model.precision, texts)
+        measured = ServerResult(f"Quill {model.precision}", served, peak_bytes_of(server.pid))
+        return QuillResult(measured, model.precision, texts)
 
 
 def _stream(stub: pb_grpc.TextGenerationStub, ids: Sequence[int], num_new: int) -> int:
@@ -127,7 +127,7 @@ def _text(stub: pb_grpc.TextGenerationStub, ids: Sequence[int]) -> str:
     return stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text
 
 
-def _measure(ask: Ask, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> Served:
+def _measure(ask: Ask, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> LoopResult:
     closed_loop(ask, prompts, args.users, WARM_UP_S)
     return closed_loop(ask, prompts, args.users, args.duration)
 
@@ -137,7 +137,7 @@ def measure_peers(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[str],
     logs: Path,
-) -> list[Measured]:
+) -> list[ServerResult]:
     if not PEERS_PYTHON.exists():
         raise OptionError("the peers aren't installed. Run `make peers` first; it takes minutes")
     cache = cache_directory()
@@ -149,7 +149,7 @@ def measure_peers(
         served = _measure(
             lambda ids: server.complete(by_ids[tuple(ids)], args.answer), prompts, args
         )
-        llama = Measured("llama-cpp-python's server, Q8_0", served, peak_bytes_of(server.pid))
+        llama = ServerResult("llama-cpp-python's server, Q8_0", served, peak_bytes_of(server.pid))
     return [llama, *(_one_by_one(kind, cache, threads, prompts, args, logs) for kind in GENAI)]
 
 
@@ -160,7 +160,7 @@ def _one_by_one(
     prompts: Sequence[Sequence[int]],
     args: argparse.Namespace,
     logs: Path,
-) -> Measured:
+) -> ServerResult:
     """A loop that answers one request after another."""
     path = str(cache / "peers" / f"genai-{kind}")
     command = [str(PEERS_PYTHON), "-m", "loadtest.peer_genai", path, kind, str(threads)]
@@ -170,7 +170,7 @@ def _one_by_one(
             lambda ids: _answer(genai, ids, args.answer), prompts, 1, args.duration
         )
         peak = genai.ask({"do": "memory"})["peak_bytes"]
-    return Measured(f"a loop over onnxruntime-genai, {kind}", served, peak)
+    return ServerResult(f"a loop over onnxruntime-genai, {kind}", served, peak)
 
 
 def _answer(genai: Running, ids: Sequence[int], num_new: int) -> int:
@@ -188,7 +188,7 @@ def expected_bytes(manifest: dict[str, Any], precision: str, args: argparse.Name
     return int(weights + args.users * args.context * a_token)
 
 
-def _table(measured: Sequence[Measured]) -> Table:
+def _table(measured: Sequence[ServerResult]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD)
     for name in ("", "tokens/s", "requests", "Quill is … times as fast", "peak MB"):
         shown.add_column(name, justify="left" if not name else "right")
@@ -204,7 +204,7 @@ def _table(measured: Sequence[Measured]) -> Table:
     return shown
 
 
-def _write(measured: Sequence[Measured], expected: int, out: Path) -> None:
+def _write(measured: Sequence[ServerResult], expected: int, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     servers = {
         each.name: each.served._asdict() | {"peak_bytes": each.peak_bytes} for each in measured

@@ -30,7 +30,7 @@ from loadtest.contest import PAUSE_S, Running, running
 from loadtest.errors import OptionError
 from loadtest.machine import machine_facts, num_cores
 from loadtest.own_server import own_server
-from loadtest.stream_crowd import Crowd
+from loadtest.stream_crowd import StreamClients
 
 NUM_STEPS = 32
 WARM_STEPS = 4
@@ -106,20 +106,20 @@ async def _round(found: Findings, address: str, ids: Sequence[int], num_streams:
             ("sampled", found.sampled, CHAT),
         ):
             _say(f"  through gRPC, {name}: {num_streams} streams, {NUM_STEPS} steps")
-            async with Crowd(channel, prompt, num_streams, options, NUM_NEW) as crowd:
+            async with StreamClients(channel, prompt, num_streams, options, NUM_NEW) as crowd:
                 await crowd.wait_for_steps(WARM_STEPS)
                 rates.append(await crowd.rate(NUM_STEPS))
         _say(f"  a prompt of {LONG_PROMPT} tokens among {num_streams // 2} streams")
-        async with Crowd(channel, prompt, num_streams // 2, GREEDY, NUM_NEW) as crowd:
+        async with StreamClients(channel, prompt, num_streams // 2, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
             found.stall.append(await _stall(crowd, ids))
         _say(f"  {NUM_CANCELS} cancelled streams make room")
-        async with Crowd(channel, prompt, num_streams, GREEDY, NUM_NEW) as crowd:
+        async with StreamClients(channel, prompt, num_streams, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
             found.cancel += [await _steps_to_leave(crowd, prompt) for _ in range(NUM_CANCELS)]
 
 
-async def _stall(crowd: Crowd, ids: Sequence[int]) -> float:
+async def _stall(crowd: StreamClients, ids: Sequence[int]) -> float:
     """The 95th percentile of gaps that end while a long prompt is read, against before."""
     begin_s = time.perf_counter()
     await crowd.wait_for_steps(NUM_STEPS)
@@ -130,7 +130,7 @@ async def _stall(crowd: Crowd, ids: Sequence[int]) -> float:
     return float(np.percentile(during, 95) / np.percentile(before, 95))
 
 
-async def _steps_to_leave(crowd: Crowd, prompt: Sequence[int]) -> float:
+async def _steps_to_leave(crowd: StreamClients, prompt: Sequence[int]) -> float:
     """All slots are taken and one more request waits; then a stream is cancelled."""
     waiting = asyncio.create_task(crowd.started(prompt))
     await crowd.wait_for_steps(2)

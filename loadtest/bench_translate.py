@@ -26,7 +26,7 @@ from loadtest.machine import num_cores
 
 
 @dataclass(frozen=True)
-class Way:
+class Decoding:
     """One column of the table."""
 
     num_beams: int
@@ -38,7 +38,7 @@ class Way:
         return f"{kind}, {self.num_at_once} at once"
 
 
-WAYS = (Way(1, 16), Way(4, 8))
+WAYS = (Decoding(1, 16), Decoding(4, 8))
 
 
 @dataclass
@@ -98,7 +98,9 @@ def translate_in_turns(
     return standings
 
 
-def _take_turn(contender: Running, standing: Standing, way: Way, sources: list[list[int]]) -> None:
+def _take_turn(
+    contender: Running, standing: Standing, way: Decoding, sources: list[list[int]]
+) -> None:
     time.sleep(PAUSE_S)
     order = {"do": "translate", "sources": sources}
     done = contender.ask(order | {"num_beams": way.num_beams, "num_at_once": way.num_at_once})

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf import json_format
 
 from loadtest.asking import Ask
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 
@@ -22,7 +22,7 @@ _PREFIX = "FINISH_REASON_"
 
 
 @dataclass
-class Heard:
+class StreamResult:
     """What was received until now. Times are of the clock.
 
     Of several sequences the tokens are in the sequences' order, in whichever they came; and what
@@ -52,10 +52,10 @@ def call(
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     metadata: Metadata = (),
-) -> "Measured":
+) -> "TimedCall":
     """One request from its start to its end, however it ends. `intended_s`: of the clock."""
     sent_s = clock()
-    heard = Heard()
+    heard = StreamResult()
     stream = stub.GenerateStream(ask.request, timeout=ask.timeout_s, metadata=metadata)
     try:
         _listen(stream, ask, heard, clock, sleep)
@@ -63,13 +63,13 @@ def call(
         heard.status, heard.message = error.code().name, (error.details() or "")[:200]
     finally:
         stream.cancel()  # if we were stopped in the middle, the server needn't go on
-    return Measured(heard, intended_s, sent_s, clock())
+    return TimedCall(heard, intended_s, sent_s, clock())
 
 
 def _listen(
     stream: Iterable[pb.GenerateChunk],
     ask: Ask,
-    heard: Heard,
+    heard: StreamResult,
     clock: Clock,
     sleep: Callable[[float], None],
 ) -> None:
@@ -85,22 +85,22 @@ def _listen(
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedCall:
     """A call that has ended, with its times."""
 
-    heard: Heard
+    heard: StreamResult
     intended_s: float
     sent_s: float
     ended_s: float
 
     def record(
         self, ask: Ask, index: int, scenario: str, intended_at_s: float, offered_rate: float = 0.0
-    ) -> Record:
+    ) -> RequestRecord:
         """`intended_at_s`: the intended start since 1970."""
         heard, last = self.heard, self.heard.last
         arrivals_ms = tuple(self._ms(time_s) for time_s in heard.arrivals_s)
         seed = ask.request.seed if ask.request.HasField("seed") else None
-        return Record(
+        return RequestRecord(
             index=index,
             scenario=scenario,
             intended_at_s=intended_at_s,

@@ -13,7 +13,7 @@ IsOver = Callable[[], bool]
 User = Callable[[int, IsOver], None]  # which one it is
 
 
-class Served(NamedTuple):
+class LoopResult(NamedTuple):
     """What a crowd was given. The time ends with the last answer, not before."""
 
     num_requests: int
@@ -27,7 +27,7 @@ class Served(NamedTuple):
 
 def closed_loop(
     ask: Ask, prompts: Sequence[Sequence[int]], num_users: int, duration_s: float
-) -> Served:
+) -> LoopResult:
     """Everybody starts at once and begins nothing new after `duration_s`."""
     counts: list[int] = []
     start_s = time.perf_counter()
@@ -39,7 +39,7 @@ def closed_loop(
             turn += num_users
 
     run_users(user, num_users)
-    return Served(len(counts), sum(counts), time.perf_counter() - start_s)
+    return LoopResult(len(counts), sum(counts), time.perf_counter() - start_s)
 
 
 def run_users(user: User, num_users: int) -> None:

@@ -14,8 +14,8 @@ import gevent
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.crowd import Crowd
-from loadtest.records import Record, RecordFile, to_row
+from loadtest.crowd import Schedule
+from loadtest.records import RecordFile, RequestRecord, to_row
 
 DONE = "quill-done"
 PROGRESS = "PROGRESS "
@@ -33,7 +33,7 @@ class Collector:
         self._num_parts = 1
         self._num_done = self._num_requests = self._num_tokens = self._num_errors = 0
         self._start_s = time.monotonic()
-        self.crowd: Crowd | None = None
+        self.schedule: Schedule | None = None
         environment.events.report_to_master.add_listener(self._report)
         environment.events.worker_report.add_listener(self._hear)
         if isinstance(environment.runner, MasterRunner):
@@ -43,18 +43,18 @@ class Collector:
     def _is_worker(self) -> bool:
         return isinstance(self._environment.runner, WorkerRunner)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         row = to_row(record)
         if self._is_worker:
             self._rows.append(row)
         else:
             self._write([row])
 
-    def watch(self, crowd: Crowd) -> None:
+    def watch(self, schedule: Schedule) -> None:
         """Says when all requests of this process have ended."""
-        self.crowd = crowd
+        self.schedule = schedule
         self._start_s = time.monotonic()
-        gevent.spawn(self._wait_until_done, crowd)
+        gevent.spawn(self._wait_until_done, schedule)
 
     def share_out(self) -> int:
         """Called where workers are led: how many parts the load has now, one for each."""
@@ -73,10 +73,10 @@ class Collector:
         if self._file:
             self._file.close()
 
-    def _wait_until_done(self, crowd: Crowd) -> None:
-        while self.crowd is crowd and not crowd.is_done():
+    def _wait_until_done(self, schedule: Schedule) -> None:
+        while self.schedule is schedule and not schedule.is_done():
             gevent.sleep(_LOOK_S)
-        if self.crowd is not crowd:
+        if self.schedule is not schedule:
             return  # another test has begun
         runner = self._environment.runner
         if isinstance(runner, WorkerRunner):
@@ -124,7 +124,7 @@ class Collector:
         told = {
             "elapsed_s": time.monotonic() - self._start_s,
             "users": runner.user_count,
-            "running": self.crowd.num_running if self.crowd else None,
+            "running": self.schedule.num_running if self.schedule else None,
             "requests": self._num_requests,
             "tokens": self._num_tokens,
             "errors": self._num_errors,

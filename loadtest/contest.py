@@ -20,7 +20,7 @@ from typing import Any
 
 from loadtest.contender import About
 from loadtest.errors import ContenderError
-from loadtest.processes import see_off
+from loadtest.processes import wait_or_kill
 
 PAUSE_S = 0.3  # OpenMP's threads spin for up to 0.2 s
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +97,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[Running]:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        see_off(process, 5.0)
+        wait_or_kill(process, 5.0)
 
 
 def contest(

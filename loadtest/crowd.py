@@ -26,7 +26,7 @@ class Plan:
     max_new_tokens: int = 0
 
 
-class Crowd:
+class Schedule:
     """One of `num_parts` processes. Together they ask what a single one would ask."""
 
     def __init__(

@@ -31,7 +31,7 @@ GREEDY = "greedy"
 
 
 @dataclass(frozen=True)
-class Said:
+class Translation:
     """One line's translation."""
 
     token_ids: list[int]
@@ -43,16 +43,16 @@ class Question:
     source_ids: list[int]
     reference: str
     max_new_tokens: int
-    answers: dict[str, Said]  # PyTorch's, by the way of decoding
+    answers: dict[str, Translation]  # PyTorch's, by the way of decoding
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingResult:
     """All questions, decoded one way."""
 
     name: str
-    served: list[Said]
-    alone: list[Said]
+    served: list[Translation]
+    alone: list[Translation]
     references: list[str]
     seconds: float
 
@@ -65,7 +65,7 @@ class Way:
     def tokens_a_second(self) -> float:
         return sum(len(said.token_ids) for said in self.served) / self.seconds
 
-    def bleu(self, said: Sequence[Said]) -> float:
+    def bleu(self, said: Sequence[Translation]) -> float:
         texts = [each.text for each in said]
         return float(sacrebleu.corpus_bleu(texts, [self.references]).score)
 
@@ -100,13 +100,15 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _read_question(line: dict[str, Any]) -> Question:
-    answers = {name: Said(**answer) for name, answer in line["answers"].items()}
+    answers = {name: Translation(**answer) for name, answer in line["answers"].items()}
     return Question(line["source_ids"], line["reference"], line["max_new_tokens"], answers)
 
 
-def ask_all(address: str, questions: Sequence[Question], name: str, num_users: int) -> Way:
+def ask_all(
+    address: str, questions: Sequence[Question], name: str, num_users: int
+) -> DecodingResult:
     """Each user takes the next question as soon as it has an answer."""
-    served: list[Said | None] = [None] * len(questions)
+    served: list[Translation | None] = [None] * len(questions)
     numbers = iter(range(len(questions)))  # one step of it is one for all threads
     line = Line()
     start = time.perf_counter()
@@ -122,7 +124,7 @@ def ask_all(address: str, questions: Sequence[Question], name: str, num_users: i
 
         run_users(user, num_users)
     line.end()
-    return Way(
+    return DecodingResult(
         name,
         [said for said in served if said is not None],
         [question.answers[name] for question in questions],
@@ -131,7 +133,7 @@ def ask_all(address: str, questions: Sequence[Question], name: str, num_users: i
     )
 
 
-def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str, line: int) -> Said:
+def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str, line: int) -> Translation:
     request = pb.GenerateRequest(
         prompt_ids=pb.TokenIds(ids=question.source_ids), max_new_tokens=question.max_new_tokens
     )
@@ -146,10 +148,10 @@ def _ask(stub: pb_grpc.TextGenerationStub, question: Question, name: str, line: 
             f"line {line} got {error.code().name}: {error.details()}. Are these the answers of "
             "another model?"
         ) from error
-    return Said(list(first.token_ids), first.text)
+    return Translation(list(first.token_ids), first.text)
 
 
-def table(ways: Sequence[Way], num_users: int) -> Table:
+def table(ways: Sequence[DecodingResult], num_users: int) -> Table:
     num = len(ways[0].references)
     shown = Table(title=f"{num} sentences, {num_users} users at once", box=box.SIMPLE_HEAD)
     shown.add_column("")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError
-from loadtest.processes import free_port, see_off
+from loadtest.processes import free_port, wait_or_kill
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 PROGRESS = "PROGRESS "
@@ -96,6 +96,6 @@ def _follow(main: Process, workers: Sequence[Process], show: Show, log: Path) ->
 def _stop(process: Process) -> None:
     """A worker has heard from its master that it is over; whoever has not ended, is ended."""
     process.terminate()  # does nothing to one that has
-    see_off(process, _STOP_S)
+    wait_or_kill(process, _STOP_S)
     if process.stdout is not None:
         process.stdout.close()

@@ -1,6 +1,6 @@
 """The load test itself: `locust -f loadtest/locustfile.py`, or `quill loadtest`, which runs it.
 
-Knows: Locust's options and events, the crowd. Does not know: reports.
+Knows: Locust's options and events, the schedule. Does not know: reports.
 Without --host it starts the default server, and stops it at the end. With --rate above 0 the loop
 is open: requests start when they are due, whether or not earlier ones have ended.
 """
@@ -22,7 +22,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from loadtest.asking import Facts
 from loadtest.collecting import Collector
-from loadtest.crowd import Crowd, Plan
+from loadtest.crowd import Plan, Schedule
 from loadtest.own_server import own_server
 from loadtest.scenarios import SCENARIOS
 from loadtest.user import StreamUser, address_of
@@ -70,7 +70,7 @@ class Shared:
     """What this process's users need to find."""
 
     collector: Collector
-    crowd: Crowd
+    schedule: Schedule
     servers = ExitStack()
 
 
@@ -111,8 +111,8 @@ def on_test_start(environment: Environment, **_: Any) -> None:
     )
     QuillUser.access = read_access(options)
     facts = ask_facts(environment.host, QuillUser.access)
-    Shared.crowd = Crowd(plan, facts, part, num_parts)
-    Shared.collector.watch(Shared.crowd)
+    Shared.schedule = Schedule(plan, facts, part, num_parts)
+    Shared.collector.watch(Shared.schedule)
 
 
 @events.quitting.add_listener
@@ -137,12 +137,12 @@ class QuillUser(StreamUser):
     """Closed loop: one request after the other. Open loop: the first user starts them all."""
 
     def on_start(self) -> None:
-        self._crowd = Shared.crowd
+        self._schedule = Shared.schedule
         self._calls = Group()
-        self._is_open = self._crowd.plan.rate > 0
+        self._is_open = self._schedule.plan.rate > 0
         self._starts: Iterator[float] | None = None
         if self._is_open:
-            self._starts = self._crowd.take_arrivals()
+            self._starts = self._schedule.take_arrivals()
 
     @task
     def next_request(self) -> None:
@@ -150,10 +150,10 @@ class QuillUser(StreamUser):
             self._rest()
             return
         intended_s = self._wait_for_start()
-        index = self._crowd.next_index(intended_s)
+        index = self._schedule.next_index(intended_s)
         if index is None:
             raise StopUser
-        self._crowd.num_running += 1
+        self._schedule.num_running += 1
         if self._is_open:
             self._calls.spawn(self._run, index, intended_s)
         else:
@@ -167,22 +167,22 @@ class QuillUser(StreamUser):
         return intended_s
 
     def _run(self, index: int, intended_s: float | None) -> None:
-        crowd = self._crowd
+        schedule = self._schedule
         try:
-            ask = crowd.ask(index)
-            record = self.generate(ask, ask.kind, index, intended_s, crowd.plan.rate)
+            ask = schedule.ask(index)
+            record = self.generate(ask, ask.kind, index, intended_s, schedule.plan.rate)
             Shared.collector.add(record)
         finally:
-            crowd.num_running -= 1
+            schedule.num_running -= 1
 
     def _rest(self) -> None:
-        if self._crowd.is_over():
+        if self._schedule.is_over():
             raise StopUser
         gevent.sleep(_IDLE_S)
 
     def on_stop(self) -> None:
         """An open loop's requests end by themselves, if it isn't Locust that ends them early."""
-        if not self._crowd.is_over():
+        if not self._schedule.is_over():
             self._calls.join(timeout=self.environment.stop_timeout)
             self._calls.kill()
         self._calls.join()

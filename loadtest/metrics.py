@@ -17,13 +17,13 @@ LOOK_S = 0.25
 _TIMEOUT_S = 2.0
 
 
-class Look(NamedTuple):
+class MetricsSample(NamedTuple):
     at_s: float  # since 1970
     queue_depth: float
     running_rows: float
 
 
-def read_look(text: str, at_s: float) -> Look | None:
+def read_sample(text: str, at_s: float) -> MetricsSample | None:
     """None if the page isn't a Quill server's."""
     found = {}
     for line in text.splitlines():
@@ -32,7 +32,7 @@ def read_look(text: str, at_s: float) -> Look | None:
             found[name] = float(value)
     if len(found) < 2:
         return None
-    return Look(at_s, found["quill_queue_depth"], found["quill_running_rows"])
+    return MetricsSample(at_s, found["quill_queue_depth"], found["quill_running_rows"])
 
 
 def guess_url(address: str, scheme: str = "http") -> str:
@@ -41,7 +41,7 @@ def guess_url(address: str, scheme: str = "http") -> str:
     return f"{scheme}://{host}:{int(port) + 1}/metrics" if port.isdecimal() else ""
 
 
-def watch_server(url: str | None, access: Access | None = None) -> Watcher[Look]:
+def watch_server(url: str | None, access: Access | None = None) -> Watcher[MetricsSample]:
     """Keeps going if the server doesn't. Without a page there is nothing to be seen."""
     access = access or Access()
     authority = None if access.ca is None else access.ca.decode("ascii", "ignore")
@@ -49,7 +49,7 @@ def watch_server(url: str | None, access: Access | None = None) -> Watcher[Look]
     return Watcher(lambda: _look(url, access, context), LOOK_S)
 
 
-def _look(url: str | None, access: Access, context: ssl.SSLContext) -> Look | None:
+def _look(url: str | None, access: Access, context: ssl.SSLContext) -> MetricsSample | None:
     if not url:
         return None
     try:
@@ -58,13 +58,13 @@ def _look(url: str | None, access: Access, context: ssl.SSLContext) -> Look | No
             for name, value in access.metadata:
                 request.add_header(name, value)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as reply:
-            return read_look(reply.read().decode("utf-8", "replace"), time.time())
+            return read_sample(reply.read().decode("utf-8", "replace"), time.time())
     except (OSError, ValueError):
         return None
 
 
-def write_looks(path: Path, looks: Sequence[Look]) -> None:
+def write_samples(path: Path, samples: Sequence[MetricsSample]) -> None:
     text = "".join(
-        f"{look.at_s:.3f},{look.queue_depth:g},{look.running_rows:g}\n" for look in looks
+        f"{look.at_s:.3f},{look.queue_depth:g},{look.running_rows:g}\n" for look in samples
     )
-    path.write_text(",".join(Look._fields) + "\n" + text, encoding="utf-8")
+    path.write_text(",".join(MetricsSample._fields) + "\n" + text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The arguments of `quill loadtest`, and the settings that they make.
+"""The arguments of `quill loadtest`, and the options that they make.
 
 Knows: argparse, which options go together. Imports nothing heavy: `--help` must answer at once.
 """
@@ -68,7 +68,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadtestOptions:
     """What `quill loadtest` was told, checked."""
 
     address: str | None
@@ -111,12 +111,12 @@ class Settings:
             raise OptionError(f"--shape {self.shape} needs a --duration, such as 30s")
 
 
-def read_settings(args: argparse.Namespace) -> Settings:
+def read_options(args: argparse.Namespace) -> LoadtestOptions:
     is_open = args.rate is not None or (args.shape == "search" and args.users is None)
     precision = ("--precision", args.precision) if args.precision else ()
     if args.rate == 0 or args.users == 0:
         raise OptionError("--users and --rate must be above 0")
-    return Settings(
+    return LoadtestOptions(
         address=args.address,
         bundle=args.bundle,
         serve_options=(*precision, *shlex.split(args.serve)),

@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loadtest.errors import NoServerError
-from loadtest.processes import see_off
+from loadtest.processes import wait_or_kill
 from server.access import Access
 from server.unreachable import Diagnosis, diagnose
 
@@ -104,6 +104,6 @@ def _read_address(process: "subprocess.Popen[str]", log: Path, arguments: Sequen
 
 def _stop(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGTERM)
-    see_off(process, _STOP_S)
+    wait_or_kill(process, _STOP_S)
     assert process.stdout is not None
     process.stdout.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loadtest.contest import ROOT
 from loadtest.errors import NoServerError
-from loadtest.processes import free_port, see_off
+from loadtest.processes import free_port, wait_or_kill
 
 START_S = 60.0
 ANSWER_S = 600.0
@@ -58,7 +58,7 @@ def llama_server(python: Path, model: Path, num_threads: int, log: Path) -> Iter
         yield LlamaServer(port, process.pid)
     finally:
         process.terminate()
-        see_off(process, 10.0)
+        wait_or_kill(process, 10.0)
 
 
 def _wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:

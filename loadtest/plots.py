@@ -1,6 +1,6 @@
 """Pictures of a run.
 
-Knows: records, looks at the server, matplotlib. Does not know: pages, how the load was made.
+Knows: records, samples at the server, matplotlib. Does not know: pages, how the load was made.
 The colours are Okabe and Ito's, which colour-blind people can tell apart; lines also differ in
 their dashes.
 """
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from loadtest.metrics import Look
-from loadtest.records import Record
-from loadtest.slo import SHARE, Tried
+from loadtest.metrics import MetricsSample
+from loadtest.records import RequestRecord
+from loadtest.slo import SHARE, RateTrial
 
 BLUE, ORANGE, GREEN, RED, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#000000"
 _SERIES = ((50, BLUE, "-"), (95, ORANGE, "--"), (99, RED, ":"))
@@ -57,7 +57,7 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path)
 
 
-def edges(records: Sequence[Record]) -> Floats:
+def edges(records: Sequence[RequestRecord]) -> Floats:
     """Windows of equal length over the run, in seconds since 1970, none under half a second."""
     start_s = min(record.intended_at_s for record in records)
     end_s = max(record.intended_at_s + record.total_ms / 1000 for record in records)
@@ -65,7 +65,7 @@ def edges(records: Sequence[Record]) -> Floats:
     return np.linspace(start_s, max(end_s, start_s + 1e-3), number + 1)
 
 
-def latency_over_time(records: Sequence[Record], path: Path) -> None:
+def latency_over_time(records: Sequence[RequestRecord], path: Path) -> None:
     bounds = edges(records)
     first = [(r.intended_at_s, r.first_token_ms) for r in records if r.first_token_ms is not None]
     gaps = [
@@ -127,7 +127,7 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
     return draw
 
 
-def concurrency(records: Sequence[Record], path: Path) -> None:
+def concurrency(records: Sequence[RequestRecord], path: Path) -> None:
     """Tokens a second against requests in flight, window by window."""
     bounds = edges(records)
     widths = np.diff(bounds)
@@ -149,14 +149,14 @@ def concurrency(records: Sequence[Record], path: Path) -> None:
     save(figure, path)
 
 
-def server_load(looks: Sequence[Look], start_s: float, path: Path) -> None:
+def server_load(samples: Sequence[MetricsSample], start_s: float, path: Path) -> None:
     """`start_s`: of the load, since 1970. Before it the server only waits for Locust to start."""
-    looks = [look for look in looks if look.at_s >= start_s] or looks
-    seconds = np.array([look.at_s for look in looks]) - start_s
+    samples = [look for look in samples if look.at_s >= start_s] or samples
+    seconds = np.array([look.at_s for look in samples]) - start_s
     figure, panels = new_figure("The server: queue depth and running rows", 2)
     series: tuple[tuple[str, list[float], str], ...] = (
-        ("requests waiting", [look.queue_depth for look in looks], RED),
-        ("rows in the last step", [look.running_rows for look in looks], BLUE),
+        ("requests waiting", [look.queue_depth for look in samples], RED),
+        ("rows in the last step", [look.running_rows for look in samples], BLUE),
     )
     for panel, (name, values, colour) in zip(panels, series, strict=True):
         panel.step(seconds, values, where="post", color=colour)
@@ -168,8 +168,8 @@ def server_load(looks: Sequence[Look], start_s: float, path: Path) -> None:
     save(figure, path)
 
 
-def search(tried: Sequence[Tried], path: Path) -> None:
-    steps = sorted(tried)
+def search(trials: Sequence[RateTrial], path: Path) -> None:
+    steps = sorted(trials)
     rates = [step.rate for step in steps]
     figure, panels = new_figure("Search for the highest rate that is served well", 2)
     panels[0].plot(rates, [100 * step.share for step in steps], "-o", color=BLUE)

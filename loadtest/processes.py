@@ -14,7 +14,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def see_off(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+def wait_or_kill(process: "subprocess.Popen[Any]", patience_s: float) -> None:
     """For a process that was told to end: whoever hasn't by then is killed."""
     try:
         process.wait(patience_s)

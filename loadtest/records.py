@@ -18,7 +18,7 @@ csv.field_size_limit(sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """Times are milliseconds from the moment at which the request was meant to start."""
 
     index: int
@@ -59,10 +59,10 @@ class Record:
         return (self.arrivals_ms[-1] - self.arrivals_ms[0]) / (self.num_tokens - 1)
 
 
-NAMES = tuple(each.name for each in fields(Record))
+NAMES = tuple(each.name for each in fields(RequestRecord))
 
 
-def to_row(record: Record) -> dict[str, str]:
+def to_row(record: RequestRecord) -> dict[str, str]:
     """All text: what CSV and Locust's messages carry."""
     values = asdict(record)
     values["token_ids"] = " ".join(map(str, record.token_ids))
@@ -70,7 +70,7 @@ def to_row(record: Record) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
-def from_row(row: dict[str, str]) -> Record:
+def from_row(row: dict[str, str]) -> RequestRecord:
     values: dict[str, Any] = dict(row)
     for name in ("index", "prompt_tokens", "cached_tokens"):
         values[name] = int(row[name])
@@ -82,7 +82,7 @@ def from_row(row: dict[str, str]) -> Record:
     values["seed"] = int(row["seed"]) if row["seed"] else None
     values["token_ids"] = tuple(map(int, row["token_ids"].split()))
     values["arrivals_ms"] = tuple(map(float, row["arrivals_ms"].split()))
-    return Record(**values)
+    return RequestRecord(**values)
 
 
 class RecordFile:
@@ -102,13 +102,13 @@ class RecordFile:
         self._file.close()
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     file = RecordFile(path)
     file.write(map(to_row, records))
     file.close()
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[RequestRecord]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)

@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 
 from loadtest import plots
-from loadtest.metrics import Look, write_looks
+from loadtest.metrics import MetricsSample, write_samples
 from loadtest.plots import Plot
-from loadtest.records import Record, write_records
-from loadtest.slo import Slo, Tried, best
+from loadtest.records import RequestRecord, write_records
+from loadtest.slo import RateTrial, Slo, best
 from loadtest.summary import Summary, measures, summarise, table
 
 PAGE = "report.html"
@@ -33,11 +33,11 @@ img { max-width: 100%; height: auto; }
 class Run:
     """All that is known of a run."""
 
-    records: Sequence[Record]
+    records: Sequence[RequestRecord]
     facts: Mapping[str, str]  # machine, commit, command, model, …
-    looks: Sequence[Look] = ()
+    samples: Sequence[MetricsSample] = ()
     slo: Slo | None = None
-    tried: Sequence[Tried] = ()
+    trials: Sequence[RateTrial] = ()
     verified: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -74,18 +74,18 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
         plots.concurrency(run.records, directory / "concurrency.png")
         note = "Each point is one window of the run. A ramp (--shape ramp) shows the whole curve."
         drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
-    if run.looks:
-        write_looks(directory / "server.csv", run.looks)
+    if run.samples:
+        write_samples(directory / "server.csv", run.samples)
         start_s = min(record.intended_at_s for record in run.records)
-        plots.server_load(run.looks, start_s, directory / "server.png")
+        plots.server_load(run.samples, start_s, directory / "server.png")
         drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
     else:
         run.notes.append(
             "Queue depth and running rows are left out: the server's metrics couldn't be read "
             "(--metrics URL says where they are)."
         )
-    if run.tried:
-        plots.search(run.tried, directory / "search.png")
+    if run.trials:
+        plots.search(run.trials, directory / "search.png")
         drawn.append(Plot("search.png", "Search", "Each point is one rate, held for a while."))
     return drawn
 
@@ -124,17 +124,17 @@ def sentences(run: Run, summary: Summary) -> list[str]:
             f"Service level {run.slo}: {summary.slo_share:.1%} of all requests were served well, "
             f"goodput {summary.goodput:.2f} requests/s."
         )
-    if run.tried:
-        told.append(search_result(run.tried))
+    if run.trials:
+        told.append(search_result(run.trials))
     if run.verified:
         told.append(f"{run.verified.capitalize()}.")
     return told
 
 
-def search_result(tried: Sequence[Tried]) -> str:
-    found = best(tried)
+def search_result(trials: Sequence[RateTrial]) -> str:
+    found = best(trials)
     if found is None:
-        lowest = min(step.rate for step in tried)
+        lowest = min(step.rate for step in trials)
         return f"No rate was carried, down to {lowest:g} requests/s."
     return (
         f"The highest rate that was carried: {found.rate:g} requests/s offered, "

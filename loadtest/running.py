@@ -18,14 +18,14 @@ from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError, NoServerError
 from loadtest.locust_process import Load, run_locust
 from loadtest.machine import machine_facts
-from loadtest.metrics import Look, guess_url, watch_server
-from loadtest.options import Settings, read_settings
+from loadtest.metrics import MetricsSample, guess_url, watch_server
+from loadtest.options import LoadtestOptions, read_options
 from loadtest.own_server import own_server, wait_until_healthy
 from loadtest.progress import Line, describe
-from loadtest.records import Record, read_records
+from loadtest.records import RequestRecord, read_records
 from loadtest.report import PAGE, Run, search_result, write_report
 from loadtest.scenarios import check_scenario
-from loadtest.slo import Slo, Tried, next_rate
+from loadtest.slo import RateTrial, Slo, next_rate
 from loadtest.summary import lines
 from loadtest.verify import Verdict, verify
 from protos import generation_pb2 as pb
@@ -40,80 +40,80 @@ class Target(NamedTuple):
     access: Access
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """What a load leaves."""
 
-    records: list[Record]
-    looks: list[Look]
-    tried: list[Tried]
+    records: list[RequestRecord]
+    samples: list[MetricsSample]
+    trials: list[RateTrial]
 
 
 def run(args: argparse.Namespace) -> None:
-    settings = read_settings(args)
-    slo = Slo.parse(settings.slo) if settings.slo else None
-    check_scenario(settings.scenario)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if settings.recorded:
-        _run_recorded(settings, slo, read_access(args))
+    options = read_options(args)
+    slo = Slo.parse(options.slo) if options.slo else None
+    check_scenario(options.scenario)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.recorded:
+        _run_recorded(options, slo, read_access(args))
         return
     if importlib.util.find_spec("locust") is None:  # looked for, not imported
         raise ModuleNotFoundError("locust", name="locust")
-    with _target(settings, read_access(args)) as target:
+    with _target(options, read_access(args)) as target:
         print(_describe_model(target), flush=True)
-        loaded = _search(settings, target, slo) if slo and settings.shape == "search" else None
-        loaded = loaded or _load(settings, target)
-        verdict = _verify(target, loaded.records) if settings.verify else None
-    facts = machine_facts() | _model_facts(target.model) | {"load": _describe_load(settings)}
-    _finish(settings, slo, loaded, facts, verdict)
+        loaded = _search(options, target, slo) if slo and options.shape == "search" else None
+        loaded = loaded or _load(options, target)
+        verdict = _verify(target, loaded.records) if options.verify else None
+    facts = machine_facts() | _model_facts(target.model) | {"load": _describe_load(options)}
+    _finish(options, slo, loaded, facts, verdict)
 
 
-def _run_recorded(settings: Settings, slo: Slo | None, access: Access) -> None:
-    assert settings.recorded
-    records = read_records(settings.recorded)
-    verdict, facts = None, machine_facts() | {"recorded": str(settings.recorded)}
-    if settings.verify:
-        with _target(settings, access) as target:
+def _run_recorded(options: LoadtestOptions, slo: Slo | None, access: Access) -> None:
+    assert options.recorded
+    records = read_records(options.recorded)
+    verdict, facts = None, machine_facts() | {"recorded": str(options.recorded)}
+    if options.verify:
+        with _target(options, access) as target:
             facts |= _model_facts(target.model)
             verdict = _verify(target, records)
-    _finish(settings, slo, Loaded(records, [], []), facts, verdict)
+    _finish(options, slo, LoadResult(records, [], []), facts, verdict)
 
 
 def _finish(
-    settings: Settings,
+    options: LoadtestOptions,
     slo: Slo | None,
-    loaded: Loaded,
+    loaded: LoadResult,
     facts: dict[str, str],
     verdict: Verdict | None,
 ) -> None:
     if not loaded.records:
         raise LoadtestError(
-            f"no request ended, so there is nothing to report; {settings.out} has the logs"
+            f"no request ended, so there is nothing to report; {options.out} has the logs"
         )
     facts["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
     verified = str(verdict) if verdict else ""
-    run_ = Run(loaded.records, facts, loaded.looks, slo, loaded.tried, verified)
-    summary = write_report(settings.out, run_)
+    run_ = Run(loaded.records, facts, loaded.samples, slo, loaded.trials, verified)
+    summary = write_report(options.out, run_)
     for line in lines(summary):
         print(line)
-    if loaded.tried:
-        print(search_result(loaded.tried))
-    print(f"report: {settings.out / PAGE}", flush=True)
+    if loaded.trials:
+        print(search_result(loaded.trials))
+    print(f"report: {options.out / PAGE}", flush=True)
     if verdict:
         print(verdict, flush=True)
         verdict.check()
 
 
 @contextmanager
-def _target(settings: Settings, access: Access) -> Iterator[Target]:
-    address = settings.address
+def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
+    address = options.address
     if address:
         wait_until_healthy(address, access=access)
         scheme = "https" if access.uses_tls else "http"
-        url = settings.metrics_url or guess_url(address, scheme)
+        url = options.metrics_url or guess_url(address, scheme)
         yield Target(address, url, _get_model(address, access), access)
         return
-    log = settings.out / "server.log"
-    with own_server(log, settings.bundle, *settings.serve_options, access=access) as server:
+    log = options.out / "server.log"
+    with own_server(log, options.bundle, *options.serve_options, access=access) as server:
         model = _get_model(server.address, access)
         yield Target(server.address, server.metrics_url, model, access)
 
@@ -130,30 +130,30 @@ def _get_model(address: str, access: Access) -> pb.Model:
             ) from error
 
 
-def _load(settings: Settings, target: Target) -> Loaded:
-    records = settings.out / "requests.csv"
-    log = settings.out / "locust.log"
+def _load(options: LoadtestOptions, target: Target) -> LoadResult:
+    records = options.out / "requests.csv"
+    log = options.out / "locust.log"
     log.unlink(missing_ok=True)
     load = Load(
-        plan=_plan(settings),
+        plan=_plan(options),
         address=target.address,
         records=records,
         log=log,
-        num_users=settings.users or max(1, settings.num_workers),
-        num_workers=settings.num_workers,
-        access_options=settings.access_options,
+        num_users=options.users or max(1, options.num_workers),
+        num_workers=options.num_workers,
+        access_options=options.access_options,
     )
     line = Line()
     with watch_server(target.metrics_url, target.access) as watcher:
         run_locust(load, lambda told: line.show(describe(told)))
     line.end()
     found = read_records(records)
-    if not settings.num_workers:  # whose parts end at different numbers
+    if not options.num_workers:  # whose parts end at different numbers
         check_all_recorded(found, log)
-    return Loaded(found, watcher.looks, [])
+    return LoadResult(found, watcher.samples, [])
 
 
-def check_all_recorded(records: list[Record], log: Path) -> None:
+def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
     """Requests are numbered as they begin: a number that is missing was lost by the load itself."""
     num_begun = max((record.index for record in records), default=-1) + 1
     if num_begun != len(records):
@@ -163,36 +163,36 @@ def check_all_recorded(records: list[Record], log: Path) -> None:
         )
 
 
-def _search(settings: Settings, target: Target, slo: Slo) -> Loaded:
+def _search(options: LoadtestOptions, target: Target, slo: Slo) -> LoadResult:
     """Each step has requests of its own: the prefix cache must not know them from the last."""
-    everything = Loaded([], [], [])
-    while (rate := next_rate(everything.tried, settings.rate)) is not None:
-        number = len(everything.tried)
-        step = replace(settings, rate=rate, shape="constant", seed=settings.seed + number)
+    everything = LoadResult([], [], [])
+    while (rate := next_rate(everything.trials, options.rate)) is not None:
+        number = len(everything.trials)
+        step = replace(options, rate=rate, shape="constant", seed=options.seed + number)
         loaded = _load(step, target)
         well = sum(map(slo.is_met, loaded.records))
-        tried = Tried(rate, slo.share(loaded.records), well / settings.duration_s)
-        verb = "is" if tried.is_carried else "isn't"
-        print(f"{rate:g} requests/s {verb} carried: {tried.share:.1%} served well", flush=True)
+        trials = RateTrial(rate, slo.share(loaded.records), well / options.duration_s)
+        verb = "is" if trials.is_carried else "isn't"
+        print(f"{rate:g} requests/s {verb} carried: {trials.share:.1%} served well", flush=True)
         everything.records.extend(loaded.records)
-        everything.looks.extend(loaded.looks)
-        everything.tried.append(tried)
+        everything.samples.extend(loaded.samples)
+        everything.trials.append(trials)
     return everything
 
 
-def _plan(settings: Settings) -> Plan:
+def _plan(options: LoadtestOptions) -> Plan:
     return Plan(
-        scenario=settings.scenario,
-        seed=settings.seed,
-        max_requests=settings.max_requests,
-        duration_s=settings.duration_s,
-        rate=settings.rate,
-        ramp_s=settings.ramp_s,
-        max_new_tokens=settings.max_new_tokens,
+        scenario=options.scenario,
+        seed=options.seed,
+        max_requests=options.max_requests,
+        duration_s=options.duration_s,
+        rate=options.rate,
+        ramp_s=options.ramp_s,
+        max_new_tokens=options.max_new_tokens,
     )
 
 
-def _verify(target: Target, records: list[Record]) -> Verdict:
+def _verify(target: Target, records: list[RequestRecord]) -> Verdict:
     line = Line()
 
     def show(number: int, verdict: Verdict) -> None:
@@ -208,10 +208,10 @@ def _describe_model(target: Target) -> str:
     return f"{model.name}, {model.precision} on {model.device}, at {target.address}"
 
 
-def _describe_load(settings: Settings) -> str:
-    crowd = f"{settings.users} users" if settings.users else f"{settings.rate:g} requests/s"
-    kind = "closed loop" if settings.users else "open loop, Poisson arrivals"
-    return f"{settings.scenario}, seed {settings.seed}, {crowd} ({kind}), {settings.shape}"
+def _describe_load(options: LoadtestOptions) -> str:
+    crowd = f"{options.users} users" if options.users else f"{options.rate:g} requests/s"
+    kind = "closed loop" if options.users else "open loop, Poisson arrivals"
+    return f"{options.scenario}, seed {options.seed}, {crowd} ({kind}), {options.shape}"
 
 
 def _model_facts(model: pb.Model) -> dict[str, str]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from loadtest.asking import (
     Ask,
-    Draw,
     Facts,
+    RequestDraw,
     chat,
     ids,
     prompt,
@@ -23,23 +23,23 @@ from loadtest.asking import (
 from loadtest.errors import OptionError
 from protos import generation_pb2 as pb
 
-Scenario = Callable[[Draw, Facts], Ask]
+Scenario = Callable[[RequestDraw, Facts], Ask]
 
 
-def short_chat(draw: Draw, facts: Facts) -> Ask:
+def short_chat(draw: RequestDraw, facts: Facts) -> Ask:
     """A question and a short answer."""
     question = chat(draw.random, draw.tokens(4, 24, facts), facts)
     return Ask(with_sampling(draw, question, draw.tokens(8, 48, facts)))
 
 
-def long_prompt(draw: Draw, facts: Facts) -> Ask:
+def long_prompt(draw: RequestDraw, facts: Facts) -> Ask:
     """Much to read, little to say."""
     most = min(facts.context // 3, 1024)  # small vocabularies take three tokens a word
     number = draw.random.randint(most // 2, most)
     return Ask(with_sampling(draw, prompt(draw.random, number, facts), draw.tokens(4, 16, facts)))
 
 
-def long_answer(draw: Draw, facts: Facts) -> Ask:
+def long_answer(draw: RequestDraw, facts: Facts) -> Ask:
     """Little to read, much to say: ends of text are passed over."""
     request = with_sampling(
         draw, chat(draw.random, draw.tokens(4, 24, facts), facts), draw.tokens(128, 256, facts)
@@ -48,7 +48,7 @@ def long_answer(draw: Draw, facts: Facts) -> Ask:
     return Ask(request)
 
 
-def shared_prompt(draw: Draw, facts: Facts) -> Ask:
+def shared_prompt(draw: RequestDraw, facts: Facts) -> Ask:
     """Everybody's prompt begins alike: what a prefix cache is for."""
     shared = random.Random(f"{draw.seed}/shared")
     length, own = min(facts.context // 3, 256), draw.tokens(4, 16, facts)
@@ -63,33 +63,33 @@ def shared_prompt(draw: Draw, facts: Facts) -> Ask:
     return Ask(with_sampling(draw, request, draw.tokens(8, 32, facts)))
 
 
-def mixed(draw: Draw, facts: Facts) -> Ask:
+def mixed(draw: RequestDraw, facts: Facts) -> Ask:
     """Mostly short chats, and some of everything that is friendly."""
     kinds = (short_chat, short_chat, short_chat, long_prompt, long_answer, shared_prompt)
     return _one_of(kinds, draw, facts)
 
 
-def cancels(draw: Draw, facts: Facts) -> Ask:
+def cancels(draw: RequestDraw, facts: Facts) -> Ask:
     """Leaves in the middle of its answer."""
     request = with_seed(draw, long_answer(draw, facts).request)
     after = draw.random.randint(1, max(1, int(request.max_new_tokens) // 2))
     return Ask(request, cancel_after=after, expected=("CANCELLED",))
 
 
-def slow_readers(draw: Draw, facts: Facts) -> Ask:
+def slow_readers(draw: RequestDraw, facts: Facts) -> Ask:
     """Takes a nap after each chunk. Others must not wait for it."""
     request = short_chat(draw, facts).request
     return Ask(request, pause_s=draw.random.uniform(0.02, 0.2))
 
 
-def deadlines(draw: Draw, facts: Facts) -> Ask:
+def deadlines(draw: RequestDraw, facts: Facts) -> Ask:
     """In a hurry: many will be refused, or cut off in the middle."""
     request = with_seed(draw, long_answer(draw, facts).request)
     expected = ("OK", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
     return Ask(request, timeout_s=draw.random.uniform(0.05, 1.5), expected=expected)
 
 
-def bad_requests(draw: Draw, facts: Facts) -> Ask:
+def bad_requests(draw: RequestDraw, facts: Facts) -> Ask:
     """Breaks a rule. The server must say so, and nothing else may happen."""
     request = with_sampling(draw, chat(draw.random, 8, facts), 8)
     breaks: tuple[Callable[[], object], ...] = (
@@ -106,18 +106,18 @@ def bad_requests(draw: Draw, facts: Facts) -> Ask:
     return Ask(request, expected=("INVALID_ARGUMENT",))
 
 
-def reconnects(draw: Draw, facts: Facts) -> Ask:
+def reconnects(draw: RequestDraw, facts: Facts) -> Ask:
     """A connection of its own for each request."""
     return Ask(short_chat(draw, facts).request, reconnect=True)
 
 
-def unfriendly(draw: Draw, facts: Facts) -> Ask:
+def unfriendly(draw: RequestDraw, facts: Facts) -> Ask:
     """Everything that is unfriendly, among short chats."""
     kinds = (short_chat, cancels, slow_readers, deadlines, bad_requests, reconnects)
     return _one_of(kinds, draw, facts)
 
 
-def beams(draw: Draw, facts: Facts) -> Ask:
+def beams(draw: RequestDraw, facts: Facts) -> Ask:
     """Searches instead of drawing: one answer or several, which come whole and at the end."""
     request = chat(draw.random, draw.tokens(4, 24, facts), facts)
     request.max_new_tokens = draw.tokens(8, 32, facts)
@@ -126,7 +126,7 @@ def beams(draw: Draw, facts: Facts) -> Ask:
     return Ask(request)
 
 
-def _one_of(kinds: tuple[Scenario, ...], draw: Draw, facts: Facts) -> Ask:
+def _one_of(kinds: tuple[Scenario, ...], draw: RequestDraw, facts: Facts) -> Ask:
     kind = draw.random.choice(kinds)
     return replace(kind(draw, facts), kind=name_of(kind))
 
@@ -153,5 +153,5 @@ def make_ask(
     name: str, seed: int, index: int, facts: Facts, max_new_tokens: int | None = None
 ) -> Ask:
     """Request number `index` of a scenario."""
-    ask = shortened(SCENARIOS[name](Draw(seed, index), facts), max_new_tokens)
+    ask = shortened(SCENARIOS[name](RequestDraw(seed, index), facts), max_new_tokens)
     return replace(ask, kind=ask.kind or name)

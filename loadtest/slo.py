@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from loadtest.durations import parse_duration_ms
 from loadtest.errors import OptionError
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 
 SHARE = 0.95
 _FINE_ENOUGH = 1.1  # the search ends when the lowest failing rate is this near to the highest good
@@ -19,7 +19,7 @@ _MAX_RATE = 10_000.0
 _GIVE_UP = 16  # times below the first rate
 
 # The slowest of each kind; None if the request had nothing of it.
-_MEASURES: Mapping[str, Callable[[Record], float | None]] = {
+_MEASURES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "ttft": lambda record: record.first_token_ms,
     "gap": lambda record: max(record.gaps_ms, default=None),
     "tpot": lambda record: record.per_token_ms,
@@ -46,18 +46,18 @@ class Slo:
     def __str__(self) -> str:
         return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in self.limits_ms.items())
 
-    def is_met(self, record: Record) -> bool:
+    def is_met(self, record: RequestRecord) -> bool:
         if not record.ok:
             return False
         measured = ((_MEASURES[name](record), limit) for name, limit in self.limits_ms.items())
         return all(value is None or value <= limit for value, limit in measured)
 
-    def share(self, records: Sequence[Record]) -> float:
+    def share(self, records: Sequence[RequestRecord]) -> float:
         """Of requests served well."""
         return sum(map(self.is_met, records)) / len(records) if records else 0.0
 
 
-class Tried(NamedTuple):
+class RateTrial(NamedTuple):
     """One step of the search."""
 
     rate: float
@@ -69,12 +69,12 @@ class Tried(NamedTuple):
         return self.share >= SHARE
 
 
-def next_rate(tried: Sequence[Tried], first: float) -> float | None:
+def next_rate(trials: Sequence[RateTrial], first: float) -> float | None:
     """Doubles (or halves) until the answer lies between two rates, then halves the distance."""
-    if not tried:
+    if not trials:
         return first
-    good = max((step.rate for step in tried if step.is_carried), default=0.0)
-    bad = min((step.rate for step in tried if not step.is_carried), default=_MAX_RATE * 2)
+    good = max((step.rate for step in trials if step.is_carried), default=0.0)
+    bad = min((step.rate for step in trials if not step.is_carried), default=_MAX_RATE * 2)
     if bad > _MAX_RATE:
         return good * 2 if good < _MAX_RATE else None
     if good == 0:
@@ -83,6 +83,6 @@ def next_rate(tried: Sequence[Tried], first: float) -> float | None:
     return None if bad <= good * _FINE_ENOUGH else (good + bad) / 2
 
 
-def best(tried: Sequence[Tried]) -> Tried | None:
+def best(trials: Sequence[RateTrial]) -> RateTrial | None:
     """The highest rate that was carried."""
-    return max((step for step in tried if step.is_carried), default=None)
+    return max((step for step in trials if step.is_carried), default=None)

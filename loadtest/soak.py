@@ -27,10 +27,10 @@ from loadtest.calling import call
 from loadtest.closed_loop import closed_loop
 from loadtest.errors import LoadtestError
 from loadtest.own_server import OwnServer, own_server
-from loadtest.process_watch import ProcessLook, look_at, watch_process
-from loadtest.records import Record
+from loadtest.process_watch import ProcessSample, look_at, watch_process
+from loadtest.records import RequestRecord
 from loadtest.scenarios import make_ask
-from loadtest.soak_verdict import REFUSED, Judgement, Soaked, judge, times_ms
+from loadtest.soak_verdict import REFUSED, Judgement, SoakResult, judge, times_ms
 from loadtest.verify import verify
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
@@ -43,7 +43,7 @@ SHOW_S = 10.0
 SETTLE_S = 60.0
 
 
-class Crowd:
+class SoakClient:
     """Asks, and keeps what became of it."""
 
     def __init__(self, address: str, seed: int) -> None:
@@ -54,7 +54,7 @@ class Crowd:
         self._stubs = [pb_grpc.TextGenerationStub(channel) for channel in self._channels]
         model = self._stubs[0].GetModel(pb.GetModelRequest(), timeout=60)
         self._facts, self._address, self._seed = Facts.of(model), address, seed
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
 
     def ask(self, index: int, due_s: float | None = None) -> None:
         """Even ones are of the mixed crowd, odd ones of the unfriendly."""
@@ -65,7 +65,7 @@ class Crowd:
         measured = self._call(ask, index, due_s)
         self.records.append(measured)  # a list's append is one step for all threads
 
-    def _call(self, ask: Ask, index: int, due_s: float) -> Record:
+    def _call(self, ask: Ask, index: int, due_s: float) -> RequestRecord:
         at_s = time.time() - (time.monotonic() - due_s)
         if not ask.reconnect:
             stub = self._stubs[index % len(self._stubs)]
@@ -79,7 +79,7 @@ class Crowd:
             channel.close()
 
 
-def find_capacity(crowd: Crowd, indices: Iterator[int], duration_s: float) -> float:
+def find_capacity(crowd: SoakClient, indices: Iterator[int], duration_s: float) -> float:
     """Requests a second that end while every slot is taken and few wait."""
 
     def ask(_: object) -> int:
@@ -90,7 +90,7 @@ def find_capacity(crowd: Crowd, indices: Iterator[int], duration_s: float) -> fl
     return served.num_requests / served.seconds
 
 
-def overload(crowd: Crowd, indices: Iterator[int], rate: float, duration_s: float) -> int:
+def overload(crowd: SoakClient, indices: Iterator[int], rate: float, duration_s: float) -> int:
     """Sends at the rate, whatever comes back. How many were sent; all of them have ended."""
     start_s, shown_s, sent = time.monotonic(), time.monotonic(), []
     with ThreadPoolExecutor(MAX_CALLS) as pool:
@@ -119,8 +119,8 @@ def metric(server: OwnServer, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def settle(server: OwnServer, start: ProcessLook) -> tuple[ProcessLook, bool]:
-    """Waits a while for connections to be closed, then looks."""
+def settle(server: OwnServer, start: ProcessSample) -> tuple[ProcessSample, bool]:
+    """Waits a while for connections to be closed, then samples."""
     end_s = time.monotonic() + SETTLE_S
     while True:
         look = look_at(server.pid)
@@ -135,10 +135,10 @@ def soak(
 ) -> Judgement:
     with own_server(log, bundle, *SERVE, *options) as server:
         # One call first: what the server opens once for all isn't a leak.
-        Crowd(server.address, 0).close()
+        SoakClient(server.address, 0).close()
         settle(server, look_at(server.pid))
         start = look_at(server.pid)
-        crowd = Crowd(server.address, seed=0)
+        crowd = SoakClient(server.address, seed=0)
         before = metric(server, 'quill_requests_total{method="GenerateStream"')
         indices = itertools.count()
         capacity = find_capacity(crowd, indices, min(60.0, 0.2 * duration_s))
@@ -153,7 +153,7 @@ def soak(
         num_ended = round(metric(server, 'quill_requests_total{method="GenerateStream"') - before)
         _say(f"now {num_verified:,} of the answers are asked for again, alone")
         verdict = verify(server.address, _some(crowd.records, num_verified), lambda *_: None)
-        soaked = Soaked(
+        soaked = SoakResult(
             records=crowd.records,
             num_sent=num_sent,
             num_ended=num_ended,
@@ -161,7 +161,7 @@ def soak(
             bound_ms=3 * (max(calm_ms, default=0.0) + 1000 * QUEUE / capacity),
             start=start,
             end=end,
-            looks=watcher.looks[len(watcher.looks) // 3 :],
+            samples=watcher.samples[len(watcher.samples) // 3 :],
             is_idle=is_idle,
             log=log.read_text("utf-8", "replace"),
             verdict=verdict,
@@ -169,7 +169,7 @@ def soak(
     return judge(soaked)
 
 
-def _some(records: Sequence[Record], number: int) -> Sequence[Record]:
+def _some(records: Sequence[RequestRecord], number: int) -> Sequence[RequestRecord]:
     """Spread over the whole run; refusals say nothing."""
     answered = [record for record in records if record.status != REFUSED]
     return answered[:: max(1, len(answered) // max(1, number))][:number]

@@ -1,6 +1,6 @@
 """What a soak must show, and whether it did.
 
-Knows: records, looks at the process, what the server said. Does not know: how the load was made.
+Knows: records, samples at the process, what the server said. Does not know: how the load was made.
 """
 
 import os
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from loadtest.process_watch import ProcessLook, slope_mb_per_minute
-from loadtest.records import Record
+from loadtest.process_watch import ProcessSample, slope_mb_per_minute
+from loadtest.records import RequestRecord
 from loadtest.verify import Verdict
 
 MAX_SLOPE_MB = 1.0  # a minute
@@ -22,16 +22,16 @@ REFUSED = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(frozen=True)
-class Soaked:
+class SoakResult:
     """What was seen. `bound_ms` is for the 99th percentile of accepted requests."""
 
-    records: Sequence[Record]
+    records: Sequence[RequestRecord]
     num_sent: int
     num_ended: int  # as the server counted
     bound_ms: float
-    start: ProcessLook
-    end: ProcessLook
-    looks: Sequence[ProcessLook]  # after the warm-up
+    start: ProcessSample
+    end: ProcessSample
+    samples: Sequence[ProcessSample]  # after the warm-up
     is_idle: bool
     log: str
     verdict: Verdict
@@ -48,7 +48,7 @@ class Judgement:
             self.failures.append(text)
 
 
-def judge(soaked: Soaked) -> Judgement:
+def judge(soaked: SoakResult) -> Judgement:
     judgement = Judgement()
     _judge_ends(soaked, judgement)
     _judge_times(soaked, judgement)
@@ -57,7 +57,7 @@ def judge(soaked: Soaked) -> Judgement:
     return judgement
 
 
-def _judge_ends(soaked: Soaked, judgement: Judgement) -> None:
+def _judge_ends(soaked: SoakResult, judgement: Judgement) -> None:
     records = soaked.records
     statuses = Counter(record.status for record in records)
     told = ", ".join(f"{number:,} {status}" for status, number in statuses.most_common())
@@ -71,7 +71,7 @@ def _judge_ends(soaked: Soaked, judgement: Judgement) -> None:
     judgement.note(soaked.is_idle, "at the end no slot is taken and nobody waits")
 
 
-def _judge_times(soaked: Soaked, judgement: Judgement) -> None:
+def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
     """The server's own times: on a machine that is short of time, clients hear late."""
     for name, status, bound_ms in (
         ("accepted", "OK", soaked.bound_ms),
@@ -97,13 +97,13 @@ def times_ms(log: str, status: str) -> list[float]:
     return [float(each) for each in found]
 
 
-def _judge_process(soaked: Soaked, judgement: Judgement) -> None:
-    start, end, looks = soaked.start, soaked.end, soaked.looks
+def _judge_process(soaked: SoakResult, judgement: Judgement) -> None:
+    start, end, samples = soaked.start, soaked.end, soaked.samples
     memory = f"memory {start.memory_mb:,.0f} MB before, {end.memory_mb:,.0f} MB after"
-    if len(looks) < 2 or looks[-1].at_s - looks[0].at_s < MIN_SLOPE_S:
+    if len(samples) < 2 or samples[-1].at_s - samples[0].at_s < MIN_SLOPE_S:
         judgement.lines.append(f"--   {memory}; too short for a slope")
     else:
-        slope = slope_mb_per_minute(looks)
+        slope = slope_mb_per_minute(samples)
         judgement.note(slope <= MAX_SLOPE_MB, f"{memory}; {slope:+.2f} MB/min after the warm-up")
     judgement.note(
         end.num_fds <= start.num_fds, f"descriptors {start.num_fds} before, {end.num_fds} after"

@@ -20,7 +20,7 @@ MAX_WAIT_S = 120.0
 _Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
 
 
-class Crowd:
+class StreamClients:
     """So many streams, from the first's start to the last one's cancellation."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Crowd:
         self._times_s: list[list[float]] = []  # of each stream's tokens
         self._came = asyncio.Event()
 
-    async def __aenter__(self) -> "Crowd":
+    async def __aenter__(self) -> "StreamClients":
         for _ in range(self._num_streams):
             self._follow(self._call(self._prompt, self._num_new))
         while not all(self._times_s):

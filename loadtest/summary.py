@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 from loadtest.slo import Slo
 
 PERCENTILES = (50, 90, 95, 99)
@@ -37,7 +37,7 @@ class Summary:
         return self.num_requests / self.wall_s if self.wall_s else 0.0
 
 
-def summarise(records: Sequence[Record], slo: Slo | None = None) -> Summary:
+def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     wall_s = span_s(records)
     prompt_tokens = sum(record.prompt_tokens for record in records)
     served_well = sum(map(slo.is_met, records)) if slo else 0
@@ -55,7 +55,7 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> Summary:
     )
 
 
-def span_s(records: Sequence[Record]) -> float:
+def span_s(records: Sequence[RequestRecord]) -> float:
     """From the first request's intended start to the last one's end."""
     if not records:
         return 0.0
@@ -63,7 +63,7 @@ def span_s(records: Sequence[Record]) -> float:
     return max(record.intended_at_s + record.total_ms / 1000 for record in records) - start_s
 
 
-def measures(records: Sequence[Record]) -> dict[str, list[float]]:
+def measures(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """All values of what is measured in milliseconds, under the names that people see."""
     first = [record.first_token_ms for record in records]
     said = [record.server_first_token_ms for record in records]

@@ -22,8 +22,8 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User
 
 from loadtest.asking import Ask
-from loadtest.calling import Measured, call
-from loadtest.records import Record
+from loadtest.calling import TimedCall, call
+from loadtest.records import RequestRecord
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
 
@@ -63,7 +63,7 @@ class StreamUser(User):
         index: int = 0,
         intended_s: float | None = None,
         offered_rate: float = 0.0,
-    ) -> Record:
+    ) -> RequestRecord:
         """One request to its end. `intended_s`: its start on the monotonic clock, if not now."""
         now_s = time.monotonic()
         intended_s = now_s if intended_s is None else intended_s
@@ -76,7 +76,7 @@ class StreamUser(User):
     def on_stop(self) -> None:
         self._channel.close()
 
-    def _call(self, ask: Ask, intended_s: float) -> Measured:
+    def _call(self, ask: Ask, intended_s: float) -> TimedCall:
         if not ask.reconnect:
             return call(self._stub, ask, intended_s, metadata=self.access.metadata)
         with self._connect() as channel:
@@ -86,7 +86,7 @@ class StreamUser(User):
     def _connect(self) -> grpc.Channel:
         return self.access.channel(address_of(self.host), _CHANNEL_OPTIONS)
 
-    def _tell(self, record: Record) -> None:
+    def _tell(self, record: RequestRecord) -> None:
         error = None if record.ok else StatusError(record.status)
         self._fire("stream", record, record.total_ms, error)
         if record.first_token_ms is not None:
@@ -100,7 +100,7 @@ class StreamUser(User):
             self._fire(f"finish {record.finish_reason}", record, record.total_ms)
 
     def _fire(
-        self, kind: str, record: Record, value: float, error: Exception | None = None
+        self, kind: str, record: RequestRecord, value: float, error: Exception | None = None
     ) -> None:
         self.environment.events.request.fire(
             request_type=kind,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loadtest.asking import Ask
-from loadtest.calling import Heard, call, finish_name, from_json
+from loadtest.calling import StreamResult, call, finish_name, from_json
 from loadtest.errors import DifferentAnswerError
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
@@ -21,7 +21,7 @@ WHOLE = ("EOS", "LENGTH", "STOP")
 REFUSED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
 _SHOWN = 5
 
-Replay = Callable[[Ask], Heard]
+Replay = Callable[[Ask], StreamResult]
 
 
 @dataclass
@@ -52,14 +52,14 @@ class Verdict:
 
 def verify(
     address: str,
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     show: Callable[[int, Verdict], None],
     access: Access | None = None,
 ) -> Verdict:
     """One after the other. `show` is told after each."""
     verdict, access = Verdict(), access or Access()
 
-    def replay(ask: Ask) -> Heard:
+    def replay(ask: Ask) -> StreamResult:
         return call(stub, ask, 0.0, metadata=access.metadata).heard
 
     with access.channel(address, ()) as channel:
@@ -70,7 +70,7 @@ def verify(
     return verdict
 
 
-def judge(record: Record, replay: Replay, verdict: Verdict) -> None:
+def judge(record: RequestRecord, replay: Replay, verdict: Verdict) -> None:
     """Asks again, if there is something to compare, and notes what came of it."""
     if record.status == "EMPTY":
         verdict.differences.append(f"request {record.index} ended with OK and without an answer")
@@ -91,7 +91,7 @@ def judge(record: Record, replay: Replay, verdict: Verdict) -> None:
         verdict.num_equal += 1
 
 
-def compare(record: Record, alone: Heard, is_whole: bool) -> str:
+def compare(record: RequestRecord, alone: StreamResult, is_whole: bool) -> str:
     """What differs, in words; empty if nothing does."""
     if record.status in REFUSED:
         same = alone.status == record.status
@@ -109,7 +109,7 @@ def compare(record: Record, alone: Heard, is_whole: bool) -> str:
     return ""
 
 
-def _cannot_compare(record: Record, request: pb.GenerateRequest) -> str:
+def _cannot_compare(record: RequestRecord, request: pb.GenerateRequest) -> str:
     if record.status in REFUSED:
         return ""
     if not record.token_ids:

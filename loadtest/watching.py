@@ -15,7 +15,7 @@ class Watcher(Generic[_Look]):
     """Looks from a thread of its own, from `with` to its end. None says that there was nothing."""
 
     def __init__(self, look: Callable[[], _Look | None], every_s: float) -> None:
-        self.looks: list[_Look] = []
+        self.samples: list[_Look] = []
         self._look = look
         self._every_s = every_s
         self._stop = threading.Event()
@@ -38,5 +38,5 @@ class Watcher(Generic[_Look]):
         while not self._stop.is_set():
             look = self._look()
             if look is not None:
-                self.looks.append(look)
+                self.samples.append(look)
             self._stop.wait(self._every_s)

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 
 
-def made(index: int = 0, first_ms: float = 50.0, gap_ms: float = 10.0, **changes: Any) -> Record:
+def made(
+    index: int = 0, first_ms: float = 50.0, gap_ms: float = 10.0, **changes: Any
+) -> RequestRecord:
     """Five tokens, the first after `first_ms`, the others each after `gap_ms`."""
     arrivals_ms = tuple(first_ms + gap_ms * place for place in range(5))
-    record = Record(
+    record = RequestRecord(
         index=index,
         scenario="short-chat",
         intended_at_s=1000.0 + index / 10,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from loadtest.asking import Ask
-from loadtest.calling import Heard, call, from_json, to_json
+from loadtest.calling import StreamResult, call, from_json, to_json
 from loadtest.own_server import OwnServer
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
@@ -131,7 +131,7 @@ def test_several_sequences_are_kept_apart_however_they_come() -> None:
         pb.GenerateChunk(sequence=0, token_ids=[2, 3], finish_reason=ended, seed=5),
         pb.GenerateChunk(sequence=1, token_ids=[8], finish_reason=ended, seed=6),
     ]
-    heard = Heard()
+    heard = StreamResult()
     for second, chunk in enumerate(chunks):
         heard.take(chunk, float(second))
     assert heard.token_ids == [1, 2, 3, 7, 8]

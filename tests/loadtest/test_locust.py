@@ -19,7 +19,7 @@ from loadtest.errors import LoadtestError
 from loadtest.locust_process import LOCUSTFILE, Load, run_locust
 from loadtest.own_server import OwnServer
 from loadtest.processes import free_port
-from loadtest.records import Record, read_records
+from loadtest.records import RequestRecord, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ class Mine(StreamUser):
 """
 
 
-def run_load(server: OwnServer, directory: Path, plan: Plan, **more: Any) -> list[Record]:
+def run_load(server: OwnServer, directory: Path, plan: Plan, **more: Any) -> list[RequestRecord]:
     records = directory / "requests.csv"
     told: list[dict[str, Any]] = []
     load = Load(plan, server.address, records, directory / "locust.log", **more)

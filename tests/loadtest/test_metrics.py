@@ -2,7 +2,7 @@
 
 import threading
 
-from loadtest.metrics import Look, guess_url, read_look, watch_server
+from loadtest.metrics import MetricsSample, guess_url, read_sample, watch_server
 from loadtest.own_server import OwnServer
 from loadtest.processes import free_port
 
@@ -15,28 +15,28 @@ quill_slots 16.0
 
 
 def test_queue_depth_and_running_rows_are_read() -> None:
-    assert read_look(PAGE, 5.0) == Look(5.0, 3.0, 8.0)
+    assert read_sample(PAGE, 5.0) == MetricsSample(5.0, 3.0, 8.0)
 
 
 def test_somebody_elses_page_is_not_read() -> None:
-    assert read_look("go_threads 7\n", 5.0) is None
+    assert read_sample("go_threads 7\n", 5.0) is None
 
 
 def test_watcher_looks_while_it_may(server: OwnServer) -> None:
     with watch_server(server.metrics_url) as watcher:
         seen = threading.Event()
-        while not watcher.looks:
+        while not watcher.samples:
             assert not seen.wait(0.01)
-    assert watcher.looks[0].queue_depth == 0
+    assert watcher.samples[0].queue_depth == 0
 
 
 def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
     with watch_server(f"http://127.0.0.1:{free_port()}/metrics") as watcher:
         pass
-    assert watcher.looks == []
+    assert watcher.samples == []
     with watch_server(None) as watcher:
         pass
-    assert watcher.looks == []
+    assert watcher.samples == []
 
 
 def test_metrics_are_guessed_at_the_next_port() -> None:

@@ -8,15 +8,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from loadtest import plots
-from loadtest.metrics import Look
+from loadtest.metrics import MetricsSample
 from loadtest.records import read_records
 from loadtest.report import PAGE, RECORDS, Run, write_report
-from loadtest.slo import Slo, Tried
+from loadtest.slo import RateTrial, Slo
 from tests.loadtest.made import made
 
 RECORDED = [made(index, first_ms=50.0 + 7 * (index % 5)) for index in range(30)]
 FACTS = {"machine": "a <fast> one", "commit": "abc", "command": "quill loadtest"}
-LOOKS = [Look(1000.0 + tick / 4, tick % 3, tick % 5) for tick in range(12)]
+SAMPLES = [MetricsSample(1000.0 + tick / 4, tick % 3, tick % 5) for tick in range(12)]
 
 
 def images(page: str) -> list[str]:
@@ -29,9 +29,9 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
     run = Run(
         RECORDED,
         FACTS,
-        LOOKS,
+        SAMPLES,
         Slo.parse("ttft=60ms"),
-        [Tried(1.0, 1.0, 1.0), Tried(2.0, 0.5, 1.0)],
+        [RateTrial(1.0, 1.0, 1.0), RateTrial(2.0, 0.5, 1.0)],
         "verified: 30 of 30 answers are equal alone",
     )
     write_report(tmp_path, run)
@@ -53,9 +53,9 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
 
 
 def test_raw_records_and_numbers_lie_beside_the_page(tmp_path: Path) -> None:
-    summary = write_report(tmp_path, Run(RECORDED, FACTS, LOOKS))
+    summary = write_report(tmp_path, Run(RECORDED, FACTS, SAMPLES))
     assert read_records(tmp_path / RECORDS) == RECORDED
-    assert len((tmp_path / "server.csv").read_text().splitlines()) == 1 + len(LOOKS)
+    assert len((tmp_path / "server.csv").read_text().splitlines()) == 1 + len(SAMPLES)
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers["num_tokens"] == summary.num_tokens == 150
     assert numbers["facts"] == FACTS
@@ -77,7 +77,7 @@ def test_run_in_which_nothing_was_answered_has_a_page_too(tmp_path: Path) -> Non
 
 
 def test_single_answer_can_be_drawn(tmp_path: Path) -> None:
-    write_report(tmp_path, Run([made()], FACTS, LOOKS[:1]))
+    write_report(tmp_path, Run([made()], FACTS, SAMPLES[:1]))
     assert len(images((tmp_path / PAGE).read_text(encoding="utf-8"))) == 5
 
 

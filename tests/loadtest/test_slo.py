@@ -4,7 +4,7 @@ import pytest
 
 from loadtest.durations import parse_duration_ms
 from loadtest.errors import OptionError
-from loadtest.slo import Slo, Tried, best, next_rate
+from loadtest.slo import RateTrial, Slo, best, next_rate
 from tests.loadtest.made import made
 
 SLO = Slo.parse("ttft=500ms,gap=100ms")
@@ -36,10 +36,10 @@ def test_request_is_served_well_only_if_every_limit_holds() -> None:
 
 @pytest.mark.parametrize("first", [0.5, 1.0, 64.0, 150.0])
 def test_search_finds_the_highest_rate_that_is_carried(first: float) -> None:
-    capacity, tried = 11.3, list[Tried]()
+    capacity, tried = 11.3, list[RateTrial]()
     while (rate := next_rate(tried, first)) is not None:
         assert rate not in [step.rate for step in tried]
-        tried.append(Tried(rate, 1.0 if rate <= capacity else 0.5, rate))
+        tried.append(RateTrial(rate, 1.0 if rate <= capacity else 0.5, rate))
     assert len(tried) < 15
     found = best(tried)
     assert found is not None
@@ -47,8 +47,8 @@ def test_search_finds_the_highest_rate_that_is_carried(first: float) -> None:
 
 
 def test_search_gives_up_on_a_server_that_carries_nothing() -> None:
-    tried = list[Tried]()
+    tried = list[RateTrial]()
     while (rate := next_rate(tried, 1.0)) is not None:
-        tried.append(Tried(rate, 0.0, 0.0))
+        tried.append(RateTrial(rate, 0.0, 0.0))
     assert best(tried) is None
     assert len(tried) < 10

@@ -3,32 +3,32 @@
 from dataclasses import replace
 from pathlib import Path
 
-from loadtest.process_watch import ProcessLook, slope_mb_per_minute
-from loadtest.records import Record
+from loadtest.process_watch import ProcessSample, slope_mb_per_minute
+from loadtest.records import RequestRecord
 from loadtest.soak import soak
-from loadtest.soak_verdict import Soaked, judge
+from loadtest.soak_verdict import SoakResult, judge
 from loadtest.verify import Verdict
 
 REFUSAL = "INFO request method=GenerateStream outcome=RESOURCE_EXHAUSTED total_ms=0.4\n"
 ANSWER = "INFO request method=GenerateStream outcome=OK finish_reasons=eos total_ms=10.0\n"
 
 
-def record(status: str, ok: bool = True, total_ms: float = 10.0) -> Record:
-    return Record(0, "mixed", 0.0, status, ok, total_ms=total_ms)
+def record(status: str, ok: bool = True, total_ms: float = 10.0) -> RequestRecord:
+    return RequestRecord(0, "mixed", 0.0, status, ok, total_ms=total_ms)
 
 
-def looks(mb_per_minute: float) -> list[ProcessLook]:
-    return [ProcessLook(at_s, 100 + mb_per_minute * at_s / 60, 20, 10) for at_s in range(300)]
+def samples(mb_per_minute: float) -> list[ProcessSample]:
+    return [ProcessSample(at_s, 100 + mb_per_minute * at_s / 60, 20, 10) for at_s in range(300)]
 
 
-WELL = Soaked(
+WELL = SoakResult(
     records=[record("OK"), record("RESOURCE_EXHAUSTED")],
     num_sent=2,
     num_ended=2,
     bound_ms=100.0,
-    start=ProcessLook(0.0, 100.0, 20, 10),
-    end=ProcessLook(300.0, 100.0, 20, 10),
-    looks=looks(0.5),
+    start=ProcessSample(0.0, 100.0, 20, 10),
+    end=ProcessSample(300.0, 100.0, 20, 10),
+    samples=samples(0.5),
     is_idle=True,
     log=REFUSAL + ANSWER,
     verdict=Verdict(num_equal=2),
@@ -52,9 +52,9 @@ def test_each_thing_that_is_wrong_fails_alone() -> None:
         "accepted": {"bound_ms": 9.0},
         "refused": {"log": ANSWER + REFUSAL.replace("0.4", "100.1")},
         "no overload": {"log": ANSWER},
-        "MB/min": {"looks": looks(1.1)},
-        "descriptors": {"end": ProcessLook(300.0, 100.0, 21, 10)},
-        "threads": {"end": ProcessLook(300.0, 100.0, 20, 99)},
+        "MB/min": {"samples": samples(1.1)},
+        "descriptors": {"end": ProcessSample(300.0, 100.0, 21, 10)},
+        "threads": {"end": ProcessSample(300.0, 100.0, 20, 99)},
         "equal": {"verdict": Verdict(num_equal=2, differences=["request 1"])},
     }
     for word, change in wrong.items():
@@ -70,7 +70,7 @@ def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() ->
 
 
 def test_slope_is_that_of_the_line() -> None:
-    assert abs(slope_mb_per_minute(looks(2.5)) - 2.5) < 1e-6
+    assert abs(slope_mb_per_minute(samples(2.5)) - 2.5) < 1e-6
 
 
 def test_server_under_twice_its_load_loses_nothing(bundle: Path, tmp_path: Path) -> None:

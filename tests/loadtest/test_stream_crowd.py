@@ -6,7 +6,7 @@ import time
 import grpc
 
 from loadtest.own_server import OwnServer
-from loadtest.stream_crowd import Crowd
+from loadtest.stream_crowd import StreamClients
 
 PROMPT = [1, 2, 3, 4]
 GREEDY = {"temperature": 0.0}
@@ -17,7 +17,7 @@ def test_every_stream_of_a_crowd_gets_its_tokens(server: OwnServer) -> None:
         begin_s = time.perf_counter()
         async with (
             grpc.aio.insecure_channel(server.address) as channel,
-            Crowd(channel, PROMPT, 3, GREEDY, 100) as crowd,
+            StreamClients(channel, PROMPT, 3, GREEDY, 100) as crowd,
         ):
             rate = await crowd.rate(10)
             gaps = crowd.gaps(begin_s, time.perf_counter())
@@ -33,7 +33,7 @@ def test_request_joins_the_crowd_in_the_place_of_one_that_left(server: OwnServer
     async def main() -> None:
         async with (
             grpc.aio.insecure_channel(server.address) as channel,
-            Crowd(channel, PROMPT, 4, GREEDY, 100) as crowd,
+            StreamClients(channel, PROMPT, 4, GREEDY, 100) as crowd,
         ):
             asked_s = time.perf_counter()
             waiting = asyncio.create_task(crowd.started(PROMPT))

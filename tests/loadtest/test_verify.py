@@ -6,10 +6,10 @@ import grpc
 import pytest
 
 from loadtest.asking import Ask, Facts
-from loadtest.calling import Heard, call
+from loadtest.calling import StreamResult, call
 from loadtest.errors import DifferentAnswerError
 from loadtest.own_server import OwnServer
-from loadtest.records import Record
+from loadtest.records import RequestRecord
 from loadtest.scenarios import make_ask
 from loadtest.verify import Verdict, judge, verify
 from protos import generation_pb2_grpc as pb_grpc
@@ -19,7 +19,7 @@ FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=Fal
 
 
 @pytest.fixture(scope="module")
-def records(server: OwnServer) -> list[Record]:
+def records(server: OwnServer) -> list[RequestRecord]:
     """Of the unfriendly crowd, one after the other."""
     with grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
@@ -30,11 +30,11 @@ def records(server: OwnServer) -> list[Record]:
         ]
 
 
-def verdict_on(server: OwnServer, *records: Record) -> Verdict:
+def verdict_on(server: OwnServer, *records: RequestRecord) -> Verdict:
     return verify(server.address, records, lambda number, verdict: None)
 
 
-def test_equal_answers_are_equal(server: OwnServer, records: list[Record]) -> None:
+def test_equal_answers_are_equal(server: OwnServer, records: list[RequestRecord]) -> None:
     verdict = verdict_on(server, *records)
     verdict.check()
     assert verdict.num_equal + sum(verdict.not_compared.values()) == len(records)
@@ -43,11 +43,11 @@ def test_equal_answers_are_equal(server: OwnServer, records: list[Record]) -> No
     assert {"OK", "CANCELLED", "INVALID_ARGUMENT"} <= statuses
 
 
-def first(records: list[Record], status: str) -> Record:
+def first(records: list[RequestRecord], status: str) -> RequestRecord:
     return next(r for r in records if r.status == status and (r.num_tokens > 2 or not r.token_ids))
 
 
-def test_changed_token_is_found(server: OwnServer, records: list[Record]) -> None:
+def test_changed_token_is_found(server: OwnServer, records: list[RequestRecord]) -> None:
     for status in ("OK", "CANCELLED"):
         record = first(records, status)
         tokens = (*record.token_ids[:-1], (record.token_ids[-1] + 1) % 512)
@@ -58,7 +58,7 @@ def test_changed_token_is_found(server: OwnServer, records: list[Record]) -> Non
 
 
 def test_other_finish_reason_and_missing_token_are_found(
-    server: OwnServer, records: list[Record]
+    server: OwnServer, records: list[RequestRecord]
 ) -> None:
     record = first(records, "OK")
     verdict = verdict_on(
@@ -74,16 +74,16 @@ def test_other_finish_reason_and_missing_token_are_found(
 
 def test_empty_success_is_a_difference() -> None:
     verdict = Verdict()
-    judge(made(status="EMPTY", token_ids=()), lambda ask: Heard(), verdict)
+    judge(made(status="EMPTY", token_ids=()), lambda ask: StreamResult(), verdict)
     assert "without an answer" in verdict.differences[0]
 
 
 def test_seed_that_the_server_named_is_used() -> None:
     asked: list[Ask] = []
 
-    def replay(ask: Ask) -> Heard:
+    def replay(ask: Ask) -> StreamResult:
         asked.append(ask)
-        return Heard(token_ids=[1, 2, 3, 4, 5])
+        return StreamResult(token_ids=[1, 2, 3, 4, 5])
 
     verdict = Verdict()
     judge(made(seed=99, status="CANCELLED", finish_reason=""), replay, verdict)
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_said() -> None:
         made(status="RESOURCE_EXHAUSTED", finish_reason="", token_ids=(), arrivals_ms=()),
         made(status="UNAVAILABLE", finish_reason="", seed=None),
     ):
-        judge(record, lambda ask: Heard(), verdict)
+        judge(record, lambda ask: StreamResult(), verdict)
     assert str(verdict) == (
         "verified: 0 of 0 answers are equal alone; "
         "1 not compared: UNAVAILABLE before the server named its seed; "
@@ -110,5 +110,5 @@ def test_what_cannot_be_compared_is_said() -> None:
 
 def test_answer_that_fails_alone_is_a_difference() -> None:
     verdict = Verdict()
-    judge(made(), lambda ask: Heard(status="INTERNAL", message="oh"), verdict)
+    judge(made(), lambda ask: StreamResult(status="INTERNAL", message="oh"), verdict)
     assert "5 tokens in the crowd, INTERNAL alone: oh" in verdict.differences[0]
