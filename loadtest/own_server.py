@@ -1,17 +1,19 @@
 """A server of our own for as long as it is needed, when no address was given.
 
-Knows: `quill serve` as a process, what it prints, the health service.
+Knows: `quill serve` as a process, its log in JSON, the health service.
 Does not know: what is asked of it.
 """
 
-import re
+import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,8 +23,7 @@ from loadtest.processes import wait_or_kill
 from server.access import Access
 from server.unreachable import Diagnosis, diagnose
 
-READY = "Serving at "
-_METRICS = re.compile(r"metrics at (https?://\S+)")
+_LOOK_S = 0.05
 _STOP_S = 60.0
 
 
@@ -40,18 +41,30 @@ def own_server(
     """Serves the bundle (the default one if None) on a free port. `log` gets what it logs."""
     given = [] if bundle is None else [str(bundle)]
     arguments = [sys.executable, "-m", "quill", "serve", *given, "--port", "0", *options]
-    arguments += ["--log-format", "text"]  # whatever was given: the words below are looked for
+    arguments += ["--log-format", "json"]  # whatever was given: we read it
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
-        )
+        # Out of reach of a terminal's Ctrl-C: whoever started us wants a server to the end.
+        process = subprocess.Popen(arguments, stderr=errors, process_group=0)
     try:
-        address = _read_address(process, log, arguments)
-        wait_until_healthy(address, access=access)
-        found = _METRICS.search(log.read_text(encoding="utf-8", errors="replace"))
-        yield OwnServer(address, found[1] if found else None, process.pid)
+        ready = _wait_until_ready(process, log, arguments)
+        wait_until_healthy(ready["address"], access=access)
+        yield OwnServer(ready["address"], ready.get("metrics"), process.pid)
     finally:
-        _stop(process)
+        process.send_signal(signal.SIGTERM)
+        wait_or_kill(process, _STOP_S)
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """What a server that logs in JSON has said until now."""
+    entries = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # half a line, or a library's word
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
 
 
 def wait_until_healthy(address: str, timeout_s: float = 60.0, access: Access | None = None) -> None:
@@ -89,21 +102,15 @@ def _problem(
     return None
 
 
-def _read_address(process: "subprocess.Popen[str]", log: Path, arguments: Sequence[str]) -> str:
-    """Shows what the server says while it gets ready: the first start takes minutes."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(READY):
-            return line.removeprefix(READY).partition(". ")[0]
-        print(line, end="", flush=True)
-    code = process.wait()
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", log: Path, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """What it says then. A first start takes minutes, and shows on stdout how far it is."""
+    while (code := process.poll()) is None:
+        ready = next((entry for entry in read_log(log) if "address" in entry), None)
+        if ready is not None:
+            return ready
+        time.sleep(_LOOK_S)
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     command = " ".join(arguments[2:])
     raise NoServerError(f"`{command}` ended with code {code}: {' '.join(said) or 'no word'}")
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    process.send_signal(signal.SIGTERM)
-    wait_or_kill(process, _STOP_S)
-    assert process.stdout is not None
-    process.stdout.close()

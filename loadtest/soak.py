@@ -26,7 +26,7 @@ from loadtest.asking import Ask, Facts
 from loadtest.calling import call
 from loadtest.closed_loop import closed_loop
 from loadtest.errors import LoadtestError
-from loadtest.own_server import OwnServer, own_server
+from loadtest.own_server import OwnServer, own_server, read_log
 from loadtest.process_watch import ProcessSample, look_at, watch_process
 from loadtest.records import RequestRecord
 from loadtest.scenarios import make_ask
@@ -142,7 +142,7 @@ def soak(
         before = metric(server, 'quill_requests_total{method="GenerateStream"')
         indices = itertools.count()
         capacity = find_capacity(crowd, indices, min(60.0, 0.2 * duration_s))
-        calm_ms = times_ms(log.read_text("utf-8", "replace"), "OK")
+        calm_ms = times_ms(read_log(log), "OK")
         num_calm = len(crowd.records)
         rate = OVERLOAD * capacity
         _say(f"it carries {capacity:.1f} requests/s; now {rate:.1f} requests/s come")
@@ -163,7 +163,7 @@ def soak(
             end=end,
             samples=watcher.samples[len(watcher.samples) // 3 :],
             is_idle=is_idle,
-            log=log.read_text("utf-8", "replace"),
+            log=read_log(log),
             verdict=verdict,
         )
     return judge(soaked)

@@ -4,10 +4,10 @@ Knows: records, samples at the process, what the server said. Does not know: how
 """
 
 import os
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class SoakResult:
     end: ProcessSample
     samples: Sequence[ProcessSample]  # after the warm-up
     is_idle: bool
-    log: str
+    log: Sequence[Mapping[str, Any]]  # what the server said
     verdict: Verdict
 
 
@@ -91,10 +91,12 @@ def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
         )
 
 
-def times_ms(log: str, status: str) -> list[float]:
+def times_ms(log: Sequence[Mapping[str, Any]], status: str) -> list[float]:
     """How long streams took that ended so, as the server's log says."""
-    found = re.findall(rf"method=GenerateStream .*outcome={status}\b.*\btotal_ms=([\d.]+)", log)
-    return [float(each) for each in found]
+    wanted = ("GenerateStream", status)
+    return [
+        entry["total_ms"] for entry in log if (entry.get("method"), entry.get("outcome")) == wanted
+    ]
 
 
 def _judge_process(soaked: SoakResult, judgement: Judgement) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.errors import NoServerError
-from loadtest.own_server import OwnServer, own_server, wait_until_healthy
+from loadtest.own_server import OwnServer, own_server, read_log, wait_until_healthy
 from loadtest.processes import free_port
 from server.access import Access
 
@@ -27,10 +27,12 @@ def test_server_is_gone_afterwards(bundle: Path, tmp_path: Path) -> None:
         wait_until_healthy(running.address, timeout_s=0.1)
 
 
-def test_server_that_was_told_to_log_for_machines_is_found_all_the_same(
+def test_server_that_was_told_to_log_for_people_is_found_all_the_same(
     bundle: Path, tmp_path: Path
 ) -> None:
-    with own_server(tmp_path / "log", bundle, "--threads", "1", "--log-format", "json") as running:
+    with own_server(tmp_path / "log", bundle, "--threads", "1", "--log-format", "text") as running:
+        (ready,) = (entry for entry in read_log(tmp_path / "log") if "address" in entry)
+        assert (ready["address"], ready["metrics"]) == (running.address, running.metrics_url)
         assert running.metrics_url is not None
         with urllib.request.urlopen(running.metrics_url, timeout=5) as reply:
             assert b"quill_running_rows" in reply.read()
