@@ -5,16 +5,15 @@ Knows: where contenders are found and what they need. Does not know: how they wo
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from export.manifest import MANIFEST_FILE, Manifest, read_manifest
 from export.operator_library import operators_problem
 from loadtest.bench_report import table, write
 from loadtest.bench_tasks import (
@@ -27,8 +26,9 @@ from loadtest.bench_tasks import (
 from loadtest.contest import ROOT, Result, Task, contest
 from loadtest.errors import ContenderError, OptionError
 from loadtest.machine import machine_facts, num_cores
+from server.default_model import NAME as MODEL
+from server.default_model import cache_directory
 
-MODEL = "smollm2-135m"
 OWN = "quill4"  # the precision that needs operators of Quill's own
 MAX_IDS = 600
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -38,10 +38,10 @@ PASSAGES = "passages.json"
 def run_engine(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
-    sizes = manifest["sizes"]
-    ids = random_ids(MAX_IDS, sizes["vocab_size"])
+    sizes = manifest.sizes
+    ids = random_ids(MAX_IDS, sizes.vocab_size)
     commands = _quill_commands(bundle, manifest, args)
-    _run(args, commands, engine_tasks(ids, min(sizes["context"], 1024)), [])
+    _run(args, commands, engine_tasks(ids, min(sizes.context, 1024)), [])
 
 
 def run_peers(args: argparse.Namespace) -> None:
@@ -77,10 +77,8 @@ def _run(
     return results
 
 
-def _quill_commands(
-    bundle: Path, manifest: Mapping[str, Any], args: argparse.Namespace
-) -> list[list[str]]:
-    on_cpu = [graphs["precision"] for graphs in manifest["graphs"] if graphs["device"] == "cpu"]
+def _quill_commands(bundle: Path, manifest: Manifest, args: argparse.Namespace) -> list[list[str]]:
+    on_cpu: list[str] = [each.precision for each in manifest.graphs if each.device == "cpu"]
     problem = operators_problem()
     if problem is not None and OWN in on_cpu and not args.precision:
         Console(stderr=True).print(f"Without {OWN}: {problem}", highlight=False)
@@ -143,22 +141,8 @@ def gguf(cache: Path) -> Path:
     return found[0]
 
 
-def cache_directory() -> Path:
-    """As model/fetch.py, which this room may not import."""
-    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
-
-
 def default_bundle() -> Path:
     bundle = cache_directory() / "bundles" / MODEL
-    if not (bundle / "manifest.json").exists():
+    if not (bundle / MANIFEST_FILE).exists():
         raise OptionError(f"there is no bundle at {bundle}. Run `make serve` once, or name another")
     return bundle
-
-
-def read_manifest(bundle: Path) -> dict[str, Any]:
-    path = bundle / "manifest.json"
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{bundle} isn't a bundle: {error}") from error
-    return manifest

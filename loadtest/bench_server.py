@@ -12,21 +12,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpc
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench import (
-    PEERS_PYTHON,
-    cache_directory,
-    default_bundle,
-    held_out,
-    prepare_peers,
-    read_manifest,
-)
+from export.manifest import Manifest, read_manifest
+from loadtest.bench import PEERS_PYTHON, default_bundle, held_out, prepare_peers
 from loadtest.bench_tasks import random_ids
 from loadtest.closed_loop import Ask, LoopResult, closed_loop
 from loadtest.contest import Running, running
@@ -37,6 +31,7 @@ from loadtest.peer_servers import llama_server
 from loadtest.process_watch import peak_bytes_of
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
+from server.default_model import cache_directory
 
 PROMPT_LENGTHS = (16, 128)
 NUM_PROMPTS = 64
@@ -64,7 +59,7 @@ class QuillResult(NamedTuple):
 def run(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
-    ids = _ids(manifest["sizes"]["vocab_size"], args.peers)
+    ids = _ids(manifest.sizes.vocab_size, args.peers)
     prompts = make_prompts(ids, args.context - args.answer)
     with tempfile.TemporaryDirectory() as logs:
         quill = measure_quill(args, bundle, prompts, Path(logs))
@@ -178,13 +173,11 @@ def _answer(genai: Running, ids: Sequence[int], num_new: int) -> int:
     return num_new
 
 
-def expected_bytes(manifest: dict[str, Any], precision: str, args: argparse.Namespace) -> int:
+def expected_bytes(manifest: Manifest, precision: str, args: argparse.Namespace) -> int:
     """Weights, and slots that are full."""
-    sizes = manifest["sizes"]
-    graphs = next(each for each in manifest["graphs"] if each["precision"] == precision)
-    weights = next(each["size"] for each in manifest["files"] if each["name"] == graphs["weights"])
-    number = 4 if graphs["cache_type"] == "float32" else 2
-    a_token = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_size"] * number
+    graphs = manifest.graphs_in(precision)
+    weights = next(file.size for file in manifest.files if file.name == graphs.weights)
+    a_token = manifest.cache_bytes_per_token(graphs.cache_type)
     return int(weights + args.users * args.context * a_token)
 
 

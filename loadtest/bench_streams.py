@@ -24,7 +24,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench import default_bundle, read_manifest
+from export.manifest import read_manifest
+from loadtest.bench import default_bundle
 from loadtest.bench_tasks import PAST_TOKENS, random_ids
 from loadtest.contest import PAUSE_S, Running, running
 from loadtest.errors import OptionError
@@ -56,7 +57,7 @@ class Findings:
 def run(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
-    if manifest["family"] != "causal" or manifest["sizes"]["context"] <= LONG_PROMPT:
+    if manifest.family != "causal" or manifest.sizes.context <= LONG_PROMPT:
         raise OptionError(f"{bundle}: a causal model with a context over {LONG_PROMPT} is needed")
     precision = args.precision or "fp32"
     threads = str(args.threads or num_cores())
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     ]
     options += ["--threads", threads, "--prefix-cache", "0"]
     command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle), precision, threads]
-    ids = random_ids(LONG_PROMPT, manifest["sizes"]["vocab_size"])
+    ids = random_ids(LONG_PROMPT, manifest.sizes.vocab_size)
     _say("starting the server and the bare engine")
     with (
         tempfile.TemporaryDirectory() as logs,

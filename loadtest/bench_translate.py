@@ -19,7 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench import PEERS_PYTHON, read_manifest
+from export.manifest import read_manifest
+from loadtest.bench import PEERS_PYTHON
 from loadtest.contest import PAUSE_S, Running, running
 from loadtest.errors import OptionError
 from loadtest.machine import num_cores
@@ -73,11 +74,13 @@ def run(args: argparse.Namespace) -> None:
 def read_sources(bundle: Path, path: Path, limit: int) -> list[list[int]]:
     """A file's lines, as the bundle's encoder reads them."""
     manifest = read_manifest(bundle)
-    if manifest["family"] != "seq2seq" or manifest["tokenizer"] is None:
+    if manifest.family != "seq2seq" or manifest.tokenizer is None:
         raise OptionError(f"{bundle} isn't a translation model with a tokenizer")
-    tokenizer = tokenizers.Tokenizer.from_file(str(bundle / manifest["tokenizer"]))
+    tokenizer = tokenizers.Tokenizer.from_file(str(bundle / manifest.tokenizer))
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    eos, context = manifest["special_tokens"]["eos"], manifest["sizes"]["context"]
+    eos, context = manifest.special_tokens.eos, manifest.sizes.context
+    if eos is None:
+        raise OptionError(f"{bundle} has no token that ends a source")
     encoded = [tokenizer.encode(line, add_special_tokens=False).ids for line in lines if line]
     return [[*ids[: context - 1], eos] for ids in encoded[:limit]]
 

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench import read_manifest
+from export.manifest import read_manifest
 from loadtest.closed_loop import IsOver, run_users
 from loadtest.errors import LoadtestError, OptionError
 from loadtest.own_server import own_server
@@ -72,7 +72,7 @@ class DecodingResult:
 
 def run(args: argparse.Namespace) -> None:
     questions = read_questions(args.answers)[: args.limit]
-    if read_manifest(args.bundle)["family"] != "seq2seq":
+    if read_manifest(args.bundle).family != "seq2seq":
         raise OptionError(f"{args.bundle} isn't a translation model")
     options = ["--precision", args.precision, "--max-slots", str(max(args.users, 8))]
     with (

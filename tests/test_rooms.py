@@ -18,7 +18,7 @@ MAY_IMPORT = {
     # The engine without the network, for `quill bench engine`; and a client's way in.
     "loadtest": {
         *("protos", "server.loading", "server.request", "server.events", "server.errors"),
-        "export.operator_library",
+        *("export.operator_library", "export.manifest", "server.default_model"),
         *("server.access", "server.access_options", "server.argument_types", "server.unreachable"),
     },
 }

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import quill
-from loadtest.bench import gguf, read_manifest
+from export.manifest import read_manifest
+from loadtest.bench import gguf
 from loadtest.bench_report import markdown
 from loadtest.bench_server import expected_bytes, make_prompts
 from loadtest.closed_loop import closed_loop
@@ -88,14 +89,13 @@ def test_bench_server_counts_every_token_and_prints_the_memory(
     assert served["peak_bytes"] > record["weights_and_caches"]  # of so small a model
 
 
-def test_what_is_expected_of_memory_is_weights_and_full_slots() -> None:
-    manifest = {
-        "sizes": {"num_layers": 2, "num_kv_heads": 3, "head_size": 16},
-        "graphs": [{"precision": "fp32", "weights": "w", "cache_type": "float32"}],
-        "files": [{"name": "w", "size": 1000}],
-    }
+def test_what_is_expected_of_memory_is_weights_and_full_slots(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    weights = (bundle / manifest.graphs_in("fp32").weights).stat().st_size
     users = Namespace(users=4, context=10)
-    assert expected_bytes(manifest, "fp32", users) == 1000 + 4 * 10 * 2 * 2 * 3 * 16 * 4
+    # Keys and values of 2 layers with 2 heads of 16 numbers of 4 bytes.
+    expected = weights + 4 * 10 * 2 * 2 * 2 * 16 * 4
+    assert expected_bytes(manifest, "fp32", users) == expected
 
 
 def test_everybody_in_the_crowd_asks_until_the_time_is_over() -> None:
@@ -137,8 +137,11 @@ def test_a_line_of_the_table_has_speed_quality_and_memory() -> None:
     assert "- machine: this" in text
 
 
-def test_no_bundle_and_no_weights_are_told_in_words(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="isn't a bundle"):
-        read_manifest(tmp_path)
+def test_no_bundle_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quill.main(["bench", "engine", str(tmp_path / "none")]) != 0
+    assert "there is no bundle at" in capsys.readouterr().err
+
+
+def test_no_weights_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="quill import"):
         gguf(tmp_path)
