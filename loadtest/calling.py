@@ -31,6 +31,7 @@ class StreamResult:
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
+    num_bytes: int = 0  # of all messages
     last: pb.GenerateChunk | None = None
     status: str = "OK"
     message: str = ""
@@ -41,6 +42,7 @@ class StreamResult:
         self.token_ids[end:end] = chunk.token_ids
         self._lengths[chunk.sequence] += len(chunk.token_ids)
         self.arrivals_s += [now_s] * len(chunk.token_ids)
+        self.num_bytes += chunk.ByteSize()
         if chunk.finish_reason and chunk.sequence == 0:
             self.last = chunk
 

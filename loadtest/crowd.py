@@ -4,26 +4,51 @@ Knows: the plan of the load, the clock. Does not know: Locust, gevent, gRPC.
 """
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from loadtest.arrivals import arrivals
 from loadtest.asking import Ask, Facts
 from loadtest.scenarios import make_ask
 
 
+def _option(default: Any, name: str, text: str) -> Any:
+    return field(default=default, metadata={"option": name, "help": text})
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the whole crowd does. 0 means: no such limit."""
+    """What the whole crowd does. 0 means: no such limit. Each field is an option of Locust's."""
 
-    scenario: str = "short-chat"
-    seed: int = 0
-    max_requests: int = 0
-    duration_s: float = 0.0
-    rate: float = 0.0  # above 0: an open loop
-    ramp_s: float = 0.0
-    max_new_tokens: int = 0
+    scenario: str = _option("short-chat", "scenario", "what is asked")
+    seed: int = _option(0, "seed", "the same seed asks the same requests; 0: a new one each time")
+    max_requests: int = _option(0, "requests", "end after so many; 0: no limit")
+    duration_s: float = _option(0.0, "duration", "ask for so many seconds; 0: no limit")
+    rate: float = _option(0.0, "rate", "requests a second, open loop; 0: closed")
+    ramp_s: float = _option(0.0, "ramp", "seconds until the rate is reached (open loop)")
+    max_new_tokens: int = _option(0, "max-new-tokens", "shorten all answers; 0: as they are")
+
+    def arguments(self) -> list[str]:
+        """For Locust's command line."""
+        pairs = ((each.metadata["option"], getattr(self, each.name)) for each in fields(self))
+        return [word for option, value in pairs for word in (f"--{option}", str(value))]
+
+    @classmethod
+    def from_options(cls, options: object) -> "Plan":
+        """What Locust made of them, on its command line or its page."""
+        found = {each.name: each.metadata["option"].replace("-", "_") for each in fields(cls)}
+        return cls(**{name: getattr(options, option) for name, option in found.items()})
+
+    def with_seed(self) -> "Plan":
+        """What an earlier run asked may be in the server's prefix cache: so a new seed."""
+        return self if self.seed else replace(self, seed=new_seed())
+
+
+def new_seed() -> int:
+    return 1 + secrets.randbelow(10**9)
 
 
 class Schedule:

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from loadtest.asking import Facts
 from loadtest.crowd import Plan
 from loadtest.errors import LoadtestError
 from loadtest.processes import free_port, wait_or_kill
@@ -37,6 +38,7 @@ class Load:
     num_users: int = 1
     num_workers: int = 0  # 0: Locust's one process makes the load itself
     access_options: tuple[str, ...] = ()
+    facts: Facts | None = None  # None: Locust asks the server itself
 
 
 def run_locust(load: Load, show: Show) -> None:
@@ -65,10 +67,8 @@ def _main_arguments(load: Load, port: int) -> list[str]:
         *(master if load.num_workers else []),
         *("--headless", "--only-summary", "--host", load.address, *load.access_options),
         *("--users", str(load.num_users), "--spawn-rate", f"{spawn_rate:g}"),
-        *("--scenario", plan.scenario, "--seed", str(plan.seed), "--rate", str(plan.rate)),
-        *("--ramp", str(plan.ramp_s), "--requests", str(plan.max_requests)),
-        *("--duration", str(plan.duration_s), "--max-new-tokens", str(plan.max_new_tokens)),
-        *("--records", str(load.records), "--progress"),
+        *(*plan.arguments(), "--records", str(load.records), "--progress"),
+        *(() if load.facts is None else ("--facts", json.dumps(asdict(load.facts)))),
     ]
 
 

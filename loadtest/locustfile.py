@@ -5,10 +5,13 @@ Without --host it starts the default server, and stops it at the end. With --rat
 is open: requests start when they are due, whether or not earlier ones have ended.
 """
 
+import json
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,17 @@ from server.access import Access, read_access
 
 _IDLE_S = 0.1
 
+logger = logging.getLogger(__name__)
+
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--scenario", choices=list(SCENARIOS), default="short-chat", help="what is asked")
-    add("--seed", type=int, default=0, help="the same seed asks the same requests")
-    add("--rate", type=float, default=0.0, help="requests a second, open loop; 0: closed")
-    add("--ramp", type=float, default=0.0, help="seconds until the rate is reached (open loop)")
-    add("--requests", type=int, default=0, help="end after so many; 0: no limit")
-    add("--duration", type=float, default=0.0, help="ask for so many seconds; 0: no limit")
-    add("--max-new-tokens", type=int, default=0, help="shorten all answers; 0: as they are")
+    for each in fields(Plan):
+        choices = {"choices": list(SCENARIOS)} if each.name == "scenario" else {}
+        kind, text = type(each.default), each.metadata["help"]
+        add(f"--{each.metadata['option']}", type=kind, default=each.default, help=text, **choices)
+    add("--facts", default="", help="of the model, as JSON", include_in_web_ui=False)
     add(
         "--records", default="", help="write a CSV file with every request", include_in_web_ui=False
     )
@@ -92,26 +95,23 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def on_test_start(environment: Environment, **_: Any) -> None:
+    """A plan is made and the model asked for once; a master's workers get both with its options."""
     options, runner = environment.parsed_options, environment.runner
     assert options is not None
-    if isinstance(runner, MasterRunner):
-        options.num_parts = Shared.collector.share_out()  # travels to the workers
-        return
-    part, num_parts = 0, 1
-    if isinstance(runner, WorkerRunner):
-        part, num_parts = runner.worker_index, options.num_parts
-    plan = Plan(
-        scenario=options.scenario,
-        seed=options.seed,
-        max_requests=options.requests,
-        duration_s=options.duration,
-        rate=options.rate,
-        ramp_s=options.ramp,
-        max_new_tokens=options.max_new_tokens,
-    )
     QuillUser.access = read_access(options)
-    facts = ask_facts(environment.host, QuillUser.access)
-    Shared.schedule = Schedule(plan, facts, part, num_parts)
+    if not isinstance(runner, WorkerRunner):
+        plan = Plan.from_options(options).with_seed()
+        known = json.loads(options.facts) if options.facts else None
+        facts = Facts(**known) if known else ask_facts(environment.host, QuillUser.access)
+        options.shared = {"plan": asdict(plan), "facts": asdict(facts), "num_parts": 1}
+        logger.info("%s, with seed %d", plan.scenario, plan.seed)
+    if isinstance(runner, MasterRunner):
+        options.shared["num_parts"] = Shared.collector.share_out()
+        return
+    part = runner.worker_index if isinstance(runner, WorkerRunner) else 0
+    shared = options.shared
+    plan, facts = Plan(**shared["plan"]), Facts(**shared["facts"])
+    Shared.schedule = Schedule(plan, facts, part, shared["num_parts"])
     Shared.collector.watch(Shared.schedule)
 
 

@@ -1,6 +1,6 @@
 """A Locust user that understands token streams over gRPC.
 
-Knows: Locust, gevent, how statistics are named. Does not know: which requests are asked, or when.
+Knows: Locust, gevent. Does not know: which requests are asked, or when.
 Importing this patches the standard library: only a Locust process does it.
 
     class Mine(StreamUser):
@@ -8,9 +8,8 @@ Importing this patches the standard library: only a Locust process does it.
         def ask(self) -> None:
             self.generate(Ask(pb.GenerateRequest(prompt="Once", max_new_tokens=20)), "my name")
 
-Locust then shows, under "my name": stream (the whole answer), first token, token gap, per token,
-and two counts under a time's heading: tokens, and one line for each finish reason. Failed requests
-are listed by gRPC status.
+Locust then counts streams under "my name", failed ones by gRPC status. Its tab Tokens, and the end
+of its summary, have time to first token, gaps and tokens a second (loadtest/token_stats.py).
 """
 
 import time
@@ -19,11 +18,13 @@ from typing import Any
 import gevent
 import grpc
 import grpc.experimental.gevent as grpc_gevent
-from locust import User
+from locust import User, events
+from locust.env import Environment
 
 from loadtest.asking import Ask
 from loadtest.calling import TimedCall, call
 from loadtest.records import RequestRecord
+from loadtest.token_stats import TokenStats
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access
 
@@ -50,6 +51,7 @@ class StreamUser(User):
 
     abstract = True
     access = Access()
+    token_stats: TokenStats | None = None  # None: no Locust process has begun
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -70,7 +72,7 @@ class StreamUser(User):
         intended_at_s = time.time() - (now_s - intended_s)
         measured = self._call(ask, intended_s)
         record = measured.record(ask, index, name, intended_at_s, offered_rate)
-        self._tell(record)
+        self._tell(record, measured.heard.num_bytes)
         return record
 
     def on_stop(self) -> None:
@@ -86,30 +88,22 @@ class StreamUser(User):
     def _connect(self) -> grpc.Channel:
         return self.access.channel(address_of(self.host), _CHANNEL_OPTIONS)
 
-    def _tell(self, record: RequestRecord) -> None:
-        error = None if record.ok else StatusError(record.status)
-        self._fire("stream", record, record.total_ms, error)
-        if record.first_token_ms is not None:
-            self._fire("first token", record, record.first_token_ms)
-            self._fire("tokens", record, record.num_tokens)
-        for gap_ms in record.gaps_ms:
-            self._fire("token gap", record, gap_ms)
-        if record.per_token_ms is not None:
-            self._fire("per token", record, record.per_token_ms)
-        if record.finish_reason:
-            self._fire(f"finish {record.finish_reason}", record, record.total_ms)
-
-    def _fire(
-        self, kind: str, record: RequestRecord, value: float, error: Exception | None = None
-    ) -> None:
+    def _tell(self, record: RequestRecord, num_bytes: int) -> None:
         self.environment.events.request.fire(
-            request_type=kind,
+            request_type="stream",
             name=record.scenario,
-            response_time=value,
-            response_length=record.num_tokens,
-            exception=error,
+            response_time=record.total_ms,
+            response_length=num_bytes,
+            exception=None if record.ok else StatusError(record.status),
             context={},
         )
+        if self.token_stats is not None:
+            self.token_stats.log(record)
+
+
+@events.init.add_listener
+def on_init(environment: Environment, **_: Any) -> None:
+    StreamUser.token_stats = TokenStats(environment)
 
 
 def address_of(host: str | None) -> str:

@@ -1,5 +1,7 @@
 """What the users of one process share."""
 
+import argparse
+from dataclasses import fields
 from itertools import islice
 
 from loadtest.asking import Facts
@@ -21,6 +23,22 @@ def drain(schedule: Schedule) -> list[int]:
     while (index := schedule.next_index()) is not None:
         found.append(index)
     return found
+
+
+def test_plan_survives_the_command_line() -> None:
+    plan = Plan("mixed", 7, 11, 2.5, 3.5, 1.25, 9)
+    words = plan.arguments()
+    parser = argparse.ArgumentParser()
+    for each in fields(Plan):
+        parser.add_argument(f"--{each.metadata['option']}", type=type(each.default))
+    assert Plan.from_options(parser.parse_args(words)) == plan
+
+
+def test_seed_that_nobody_chose_is_a_new_one_each_time() -> None:
+    assert Plan(seed=5).with_seed().seed == 5
+    first, second = Plan().with_seed(), Plan().with_seed()
+    assert 0 not in (first.seed, second.seed)
+    assert first.seed != second.seed
 
 
 def test_several_processes_together_ask_what_one_would_ask() -> None:

@@ -8,7 +8,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ def test_only_locusts_own_files_import_it() -> None:
                 names = [node.module or ""]
             if {name.partition(".")[0] for name in names} & {"locust", "gevent"}:
                 found.add(f"{path.parent.name}/{path.name}")
-    assert found == {f"loadtest/{name}.py" for name in ("collecting", "locustfile", "user")}
+    assert found == {
+        f"loadtest/{name}.py" for name in ("collecting", "locustfile", "token_stats", "user")
+    }
 
 
 def test_closed_loop_asks_every_request_once(server: OwnServer, tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_locust_that_fails_is_an_error_that_names_its_log(tmp_path: Path) -> Non
     assert "invalid choice" in log.read_text()
 
 
-def test_statistics_have_a_name_for_each_measure_and_errors_their_status(
+def test_only_streams_are_requests_and_errors_have_their_status(
     server: OwnServer, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.py"
@@ -113,29 +115,36 @@ def test_statistics_have_a_name_for_each_measure_and_errors_their_status(
         capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     kinds = {(entry["method"], entry["name"]): entry for entry in json.loads(done.stdout)}
-    measured = ("stream", "first token", "token gap", "per token", "tokens", "finish LENGTH")
-    assert set(kinds) == {*((name, "good") for name in measured), ("stream", "bad")}
-    assert kinds["token gap", "good"]["num_requests"] == 4
-    assert kinds["tokens", "good"]["max_response_time"] == 5
+    assert set(kinds) == {("stream", "good"), ("stream", "bad")}
+    assert kinds["stream", "good"]["num_requests"] == 1
     assert kinds["stream", "bad"]["num_failures"] == 1
+    # Below the summary there are the tokens, by name.
+    good = [line.split() for line in done.stderr.splitlines() if line.endswith("1 LENGTH")]
+    assert [words[:3] for words in good] == [["good", "1", "5"], ["Aggregated", "2", "5"]]
     assert done.returncode == 1
     assert "INVALID_ARGUMENT" in done.stderr
 
 
 @contextmanager
-def web_page(server: OwnServer, log: Path) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", server.address]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [*command, "--web-host", "127.0.0.1", "--web-port", str(port)],
-            stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, cwd=ROOT,
-        )  # fmt: skip
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT_S)
+def web_page(server: OwnServer, directory: Path, num_workers: int) -> Iterator[str]:
+    """Locust's own, of one process or of a master and its workers."""
+    port, led = free_port(), free_port()
+    locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
+    page = [*locust, "--host", server.address, "--web-host", "127.0.0.1", "--web-port", str(port)]
+    if num_workers:
+        page += ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", str(led)]
+    worker = [*locust, "--worker", "--master-port", str(led)]
+    with ExitStack() as stack:
+        log = stack.enter_context((directory / "locust.log").open("wb"))
+        for command in (page, *[worker] * num_workers):
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT
+            )
+            stack.callback(process.wait, TIMEOUT_S)
+            stack.callback(process.terminate)
+        url = f"http://127.0.0.1:{port}"
+        get(f"{url}/worker-count", wanted=f'"worker_count": {num_workers}')
+        yield url
 
 
 def get(url: str, wanted: str = "", form: dict[str, str] | None = None) -> str:
@@ -154,13 +163,30 @@ def get(url: str, wanted: str = "", form: dict[str, str] | None = None) -> str:
     raise AssertionError(f"{url} never said {wanted!r}: {text[-500:]}")
 
 
-def test_locusts_own_page_starts_a_load_and_shows_it(server: OwnServer, tmp_path: Path) -> None:
-    with web_page(server, tmp_path / "locust.log") as url:
-        assert "scenario" in get(f"{url}/")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_locusts_own_page_counts_streams_and_has_a_tab_for_tokens(
+    server: OwnServer, tmp_path: Path, num_workers: int
+) -> None:
+    with web_page(server, tmp_path, num_workers) as url:
+        page = get(f"{url}/")
+        assert "scenario" in page
+        assert "Tokens" in page
         form = {"user_count": "2", "spawn_rate": "2", "host": f"http://{server.address}"}
-        form |= {"scenario": "long-answer", "requests": "6"}
+        form |= {"scenario": "mixed", "requests": "12", "max_new_tokens": "6", "seed": "3"}
         assert json.loads(get(f"{url}/swarm", form=form))["success"]
         stats = json.loads(get(f"{url}/stats/requests", wanted='"state": "stopped"'))
-    shown = {(entry["method"], entry["name"]): entry["num_requests"] for entry in stats["stats"]}
-    assert shown["stream", "long-answer"] == shown["first token", "long-answer"] == 6
+    *named, total = stats["stats"]
+    assert {entry["method"] for entry in named} == {"stream"}
+    assert total["num_requests"] == sum(entry["num_requests"] for entry in named) == 12
     assert stats["errors"] == []
+    (table,) = stats["extended_stats"]
+    *rows, everything = table["data"]
+    assert {row["name"]: row["streams"] for row in rows} == {
+        entry["name"]: entry["num_requests"] for entry in named
+    }
+    assert everything["streams"] == 12
+    assert 12 < everything["tokens"] == sum(row["tokens"] for row in rows) <= 12 * 6
+    assert everything["tokens_per_s"] > 0
+    assert 0 < everything["first_token_p50"] <= everything["first_token_p99"]
+    assert everything["first_token_p99"] < 1.01 * total["max_response_time"]
+    assert everything["gap_p50"] > 0
