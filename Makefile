@@ -46,8 +46,37 @@ operators: $(VENV)/base
 serve: $(VENV)/base compiled
 	$(BIN)/quill serve
 
-translate: $(VENV)/base compiled
-	$(BIN)/quill translate
+# What is there already is used again: the bundle, or the run, which goes on if it was stopped.
+RUN ?= runs/en-de
+BUNDLE ?= bundles/en-de
+TEXT ?= Restart the server
+
+$(BUNDLE)/manifest.json: | $(VENV)/base compiled
+	@echo "[1/3] training; Ctrl-C saves, and the same command goes on"
+	@if test -e $(RUN)/run.json; then \
+		$(BIN)/quill train --resume $(RUN); \
+	else \
+		$(BIN)/quill train --preset seq2seq-tiny --out $(RUN); \
+	fi
+	@echo "[2/3] exporting"
+	@mkdir -p $(dir $(BUNDLE))
+	$(BIN)/quill export $(RUN) --out $(BUNDLE)
+
+# The server takes a free port, and its log says which.
+translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
+	@echo "[3/3] serving $(BUNDLE), and asking"
+	@log=$$(mktemp); \
+	$(BIN)/quill serve $(BUNDLE) --port 0 --metrics-port off --log-format json 2> $$log & server=$$!; \
+	trap 'kill $$server 2> /dev/null; wait $$server; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	until grep -q '"address"' $$log; do \
+		kill -0 $$server 2> /dev/null || { cat $$log; exit 1; }; \
+		sleep 0.1; \
+	done; \
+	address=$$(sed -n 's/.*"address": "\([^"]*\)".*/\1/p' $$log); \
+	for beams in "" "--beams 4"; do \
+		echo "quill generate \"$(TEXT)\" $$beams"; \
+		$(BIN)/quill generate "$(TEXT)" --address $$address $$beams || exit 1; \
+	done
 
 test: $(VENV)/dev compiled
 	$(BIN)/python -m pytest

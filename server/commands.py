@@ -43,7 +43,6 @@ def register(subparsers: "Subparsers") -> None:
     _add_serve(subparsers)
     _add_generate(subparsers)
     _add_chat(subparsers)
-    _add_translate(subparsers)
     add_keys(subparsers)
     add_operating(subparsers)
 
@@ -171,34 +170,6 @@ def _add_chat(subparsers: "Subparsers") -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
     _add_asking(parser)
     parser.set_defaults(run="server.terminal:chat", extra="serve", chat_sampling=_CHAT_SAMPLING)
-
-
-def _add_translate(subparsers: "Subparsers") -> None:
-    parser = subparsers.add_parser(
-        "translate",
-        help="train, export, serve and ask a small translation model",
-        description="Trains seq2seq-tiny, exports it, serves it and asks it, with every command "
-        "shown. What is there already is used again; a run that was stopped goes on.",
-    )
-    parser.add_argument(
-        "text", nargs="?", default="Restart the server", metavar="TEXT", help="English"
-    )
-    parser.add_argument(
-        "--run",
-        dest="run_directory",
-        type=Path,
-        default=Path("runs/en-de"),
-        metavar="RUN",
-        help="default runs/en-de",
-    )
-    parser.add_argument(
-        "--bundle",
-        type=Path,
-        default=Path("bundles/en-de"),
-        metavar="BUNDLE",
-        help="default bundles/en-de",
-    )
-    parser.set_defaults(run="server.translate:run", extra="serve")
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:

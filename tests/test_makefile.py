@@ -1,0 +1,69 @@
+"""The recipes that are more than a command: `make translate`."""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quill
+from tests.server.tiny_bundle import TinyBundle
+
+ROOT = Path(__file__).parent.parent
+
+
+def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Nothing is installed or compiled: these tests run where that is done."""
+    command = ["make", "--old-file", ".venv/base", "--old-file", "compiled"]
+    command += [f"BIN={Path(sys.executable).parent}", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_every_command_of_the_recipe_exists(tmp_path: Path) -> None:
+    shown = make("--dry-run", "translate", f"BUNDLE={tmp_path}/none", f"RUN={tmp_path}/run")
+    assert shown.returncode == 0, shown.stderr
+    commands = re.findall(r"/quill ((?:train|export|serve|generate) [^;&|>\n]*)", shown.stdout)
+    names = [command.split()[0] for command in commands]
+    assert names == ["train", "train", "export", "serve", "generate"]
+    for command in commands:
+        # An option that is gone, or that needs a value, ends the parser.
+        words = [word for word in shlex.split(command) if word not in ("2", "$beams")]
+        words = ["127.0.0.1:1" if word == "$address" else word for word in words]
+        assert isinstance(quill.build_parser().parse_args(words), argparse.Namespace)
+
+
+def test_bundle_that_is_there_is_served_and_asked(tiny_translator: TinyBundle) -> None:
+    done = make("translate", f"BUNDLE={tiny_translator.directory}", "TEXT=Stop")
+    assert done.returncode == 0, done.stderr
+    assert "training" not in done.stdout
+    assert 'quill generate "Stop" \n' in done.stdout
+    assert 'quill generate "Stop" --beams 4\n' in done.stdout
+
+
+def test_server_that_does_not_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    done = make("translate", f"BUNDLE={tmp_path}")
+    assert done.returncode != 0
+    assert "format version" in done.stdout
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_run_that_is_there_goes_on(tmp_path: Path, has_run: bool) -> None:
+    """Under a `quill` that only says what it was told."""
+    run, tools = tmp_path / "run", tmp_path / "bin"
+    run.mkdir()
+    tools.mkdir()
+    if has_run:
+        (run / "run.json").write_text("{}")
+    (tools / "quill").write_text('#!/bin/sh\necho "told: $*"\n')
+    (tools / "quill").chmod(0o755)
+    target = f"{tmp_path}/none/manifest.json"
+    done = make(target, f"BUNDLE={tmp_path}/none", f"RUN={run}", f"BIN={tools}")
+    wanted = f"--resume {run}" if has_run else f"--preset seq2seq-tiny --out {run}"
+    assert f"told: train {wanted}\n" in done.stdout
+    assert f"told: export {run} --out {tmp_path}/none\n" in done.stdout
