@@ -16,6 +16,12 @@ class OptionError(LoadtestError):
     exit_code = 2
 
 
+class StoppedError(LoadtestError):
+    """Ctrl-C in the middle of a load. What there was is reported."""
+
+    exit_code = 130
+
+
 class NoServerError(LoadtestError):
     """There is no server to talk to, or it didn't start."""
 

@@ -41,8 +41,8 @@ class Load:
     facts: Facts | None = None  # None: Locust asks the server itself
 
 
-def run_locust(load: Load, show: Show) -> None:
-    """Until the load is over and all requests have ended."""
+def run_locust(load: Load, show: Show) -> bool:
+    """Until all requests have ended. False: Ctrl-C came first, and cut off those that ran."""
     with ExitStack() as stack:
         log = stack.enter_context(load.log.open("ab"))
         port = free_port() if load.num_workers else 0
@@ -51,10 +51,16 @@ def run_locust(load: Load, show: Show) -> None:
             _start(stack, ["--worker", "--master-port", str(port)], log.fileno())
             for _ in range(load.num_workers)
         ]
-        _follow(main, workers, show, load.log)
+        try:
+            _follow(main, workers, show, load.log)
+        except KeyboardInterrupt:
+            main.terminate()  # it collects what its workers have, and ends them
+            main.communicate(timeout=_STOP_S)
+            return False
         code = main.wait()
     if code not in (0, _FAILED_REQUESTS):
         raise LoadtestError(f"Locust ended with code {code}; {load.log} says why")
+    return True
 
 
 def _main_arguments(load: Load, port: int) -> list[str]:
@@ -79,6 +85,7 @@ def _start(stack: ExitStack, arguments: Sequence[str], log: int) -> Process:
         stdout=subprocess.PIPE if "--worker" not in arguments else log,
         stderr=log,
         text=True,
+        process_group=0,  # Ctrl-C is for us: we end it when its records are in
     )
     stack.callback(_stop, process)
     return process

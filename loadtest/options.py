@@ -42,7 +42,8 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
     add("--scenario", default="short-chat", metavar="NAME",
         help="short-chat, long-prompt, long-answer, shared-prompt, mixed; cancels, slow-readers, "
         "deadlines, bad-requests, reconnects, unfriendly; beams (default short-chat)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same requests")
+    add("--seed", type=int, metavar="N",
+        help="from 1; the same one asks the same requests (default: a new one)")  # fmt: skip
     add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
     add("--slo", metavar="LIMITS", help="ttft=500ms,gap=100ms (also tpot, total)")
     add("--verify", action="store_true",
@@ -82,7 +83,7 @@ class LoadtestOptions:
     duration_s: float  # 0: until max_requests
     max_requests: int
     scenario: str
-    seed: int
+    seed: int  # 0: nobody chose one
     max_new_tokens: int
     slo: str | None
     verify: bool
@@ -116,6 +117,8 @@ def read_options(args: argparse.Namespace) -> LoadtestOptions:
     precision = ("--precision", args.precision) if args.precision else ()
     if args.rate == 0 or args.users == 0:
         raise OptionError("--users and --rate must be above 0")
+    if args.seed is not None and args.seed < 1:
+        raise OptionError(f"--seed is {args.seed}; seeds begin at 1")
     return LoadtestOptions(
         address=args.address,
         bundle=args.bundle,
@@ -128,7 +131,7 @@ def read_options(args: argparse.Namespace) -> LoadtestOptions:
         duration_s=_duration_s(args),
         max_requests=args.requests,
         scenario=args.scenario,
-        seed=args.seed,
+        seed=args.seed or 0,
         max_new_tokens=args.max_new_tokens,
         slo=args.slo,
         verify=args.verify,

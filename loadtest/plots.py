@@ -13,9 +13,10 @@ import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from loadtest.metrics import MetricsSample
+from loadtest.process_watch import ProcessSample, busy_cores
 from loadtest.records import RequestRecord
 from loadtest.slo import SHARE, RateTrial
 
@@ -23,6 +24,7 @@ BLUE, ORANGE, GREEN, RED, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#
 _SERIES = ((50, BLUE, "-"), (95, ORANGE, "--"), (99, RED, ":"))
 _WINDOWS = 40  # at most, over a run
 _SIZE = (8.0, 4.0)
+PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")  # never 1e+06
 
 Floats = npt.NDArray[np.float64]
 
@@ -80,7 +82,7 @@ def latency_over_time(records: Sequence[RequestRecord], path: Path) -> None:
         _percentile_lines(panel, points, bounds)
         panel.set_ylabel(f"{name} (ms)")
         panel.set_ylim(bottom=0)
-        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        panel.yaxis.set_major_formatter(PLAIN)
     legend_above(panels[0])
     panels[-1].set_xlabel("seconds since the start (first tokens: when the request was due)")
     save(figure, path)
@@ -114,8 +116,9 @@ def histogram(name: str) -> Callable[[Sequence[float], Path], None]:
                 label=f"p{percent}: {at:,.1f} ms",
             )  # fmt: skip
         panel.set_xscale("log")
-        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        is_wide = high > 1000 * low  # more ticks than that would run into one another
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(PLAIN)
         panel.xaxis.set_minor_locator(NullLocator())
         below = ", 0.1 and less in one" if min(values) < 0.1 else ""
         panel.set_xlabel(f"{name} (ms, logarithmic{below})")
@@ -168,11 +171,53 @@ def server_load(samples: Sequence[MetricsSample], start_s: float, path: Path) ->
     save(figure, path)
 
 
+def offered_and_served(records: Sequence[RequestRecord], path: Path) -> None:
+    """Requests that were due in each window, and those that ended in it."""
+    bounds = edges(records)
+    middle = (bounds[:-1] + bounds[1:]) / 2 - bounds[0]
+    ended = [(record.intended_at_s + record.total_ms / 1000, record.ok) for record in records]
+    series = [("due", [record.intended_at_s for record in records], BLACK, ":")]
+    series += [("ended as they should", [at_s for at_s, ok in ended if ok], BLUE, "-")]
+    series += [("ended with an error", [at_s for at_s, ok in ended if not ok], RED, "--")]
+    figure, (panel,) = new_figure("Offered and served")
+    for name, times_s, colour, dashes in series:
+        if times_s:
+            rates = np.histogram(times_s, bounds)[0] / np.diff(bounds)
+            panel.plot(middle, rates, dashes, color=colour, marker=".", label=name)
+    panel.set_xlabel("seconds since the start")
+    panel.set_ylabel("requests/s")
+    panel.set_ylim(bottom=0)
+    legend_above(panel)
+    save(figure, path)
+
+
+def process_load(samples: Sequence[ProcessSample], start_s: float, path: Path) -> None:
+    """`start_s`: of the load, since 1970. At least two samples."""
+    seconds = np.array([sample.at_s for sample in samples]) - start_s
+    figure, panels = new_figure("The server: processor and memory", 2)
+    panels[0].step(seconds[1:], busy_cores(samples), where="pre", color=BLUE)
+    panels[0].set_ylabel("busy cores")
+    panels[1].plot(seconds, [sample.memory_mb for sample in samples], color=GREEN)
+    panels[1].set_ylabel("memory (MB)")
+    panels[1].yaxis.set_major_formatter(PLAIN)
+    for panel in panels:
+        panel.set_ylim(bottom=0)
+    panels[-1].set_xlabel("seconds since the start")
+    save(figure, path)
+
+
 def search(trials: Sequence[RateTrial], path: Path) -> None:
     steps = sorted(trials)
     rates = [step.rate for step in steps]
     figure, panels = new_figure("Search for the highest rate that is served well", 2)
-    panels[0].plot(rates, [100 * step.share for step in steps], "-o", color=BLUE)
+    shares = [100 * step.share for step in steps]
+    ranges = [step.share_range for step in steps]
+    below = [share - 100 * low for share, (low, _) in zip(shares, ranges, strict=True)]
+    above = [100 * high - share for share, (_, high) in zip(shares, ranges, strict=True)]
+    panels[0].errorbar(
+        rates, shares, np.maximum((below, above), 0), fmt="-o", color=BLUE, capsize=3,
+        label="with its 95% margin",
+    )  # fmt: skip
     panels[0].axhline(100 * SHARE, color=RED, ls="--", label=f"wanted: {SHARE:.0%}")
     panels[0].set_ylabel("served well (% of requests)")
     panels[0].set_ylim(0, 105)

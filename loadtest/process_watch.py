@@ -1,8 +1,10 @@
-"""Looks at a process from outside: memory, file descriptors, threads.
+"""Looks at a process from outside: memory, processor time, file descriptors, threads.
 
 Knows: Linux's /proc. Does not know: what the process does.
 """
 
+import itertools
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,18 +16,18 @@ LOOK_S = 1.0
 
 
 class ProcessSample(NamedTuple):
-    at_s: float  # monotonic
+    at_s: float  # since 1970
     memory_mb: float  # resident
     num_fds: int
     num_threads: int
+    cpu_s: float = 0.0  # of all its threads, since it began
 
 
 def look_at(pid: int) -> ProcessSample:
     entries = _status(pid)
     num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return ProcessSample(
-        time.monotonic(), _kilobytes(entries["VmRSS"]) / 1024, num_fds, int(entries["Threads"])
-    )
+    memory_mb = _kilobytes(entries["VmRSS"]) / 1024
+    return ProcessSample(time.time(), memory_mb, num_fds, int(entries["Threads"]), _cpu_s(pid))
 
 
 def peak_bytes_of(pid: int) -> int:
@@ -36,6 +38,12 @@ def peak_bytes_of(pid: int) -> int:
 def _status(pid: int) -> dict[str, str]:
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return dict(line.split(":", 1) for line in text.splitlines())
+
+
+def _cpu_s(pid: int) -> float:
+    # The name, in brackets, may have spaces; user and system time are the 12th and 13th after it.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kilobytes(entry: str) -> int:
@@ -51,12 +59,18 @@ def slope_mb_per_minute(samples: Sequence[ProcessSample]) -> float:
     return 60 * together / spread if spread else 0.0
 
 
-def watch_process(pid: int) -> Watcher[ProcessSample]:
+def busy_cores(samples: Sequence[ProcessSample]) -> list[float]:
+    """Between each look and the next."""
+    pairs = itertools.pairwise(samples)
+    return [(b.cpu_s - a.cpu_s) / max(b.at_s - a.at_s, 1e-9) for a, b in pairs]
+
+
+def watch_process(pid: int | None) -> Watcher[ProcessSample]:
     return Watcher(lambda: _look_if_there(pid), LOOK_S)
 
 
-def _look_if_there(pid: int) -> ProcessSample | None:
+def _look_if_there(pid: int | None) -> ProcessSample | None:
     try:
-        return look_at(pid)
-    except OSError:  # it has ended
+        return None if pid is None else look_at(pid)
+    except (OSError, KeyError):  # it has ended, or is about to
         return None

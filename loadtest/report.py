@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from loadtest import plots
 from loadtest.metrics import MetricsSample, write_samples
 from loadtest.plots import Plot
+from loadtest.process_watch import ProcessSample, busy_cores
 from loadtest.records import RequestRecord, write_records
-from loadtest.slo import RateTrial, Slo, best
-from loadtest.summary import Summary, measures, summarise, table
+from loadtest.slo import SHARE, RateTrial, Slo, best
+from loadtest.summary import Summary, by_scenario, measures, scenario_table, summarise, table
 
 PAGE = "report.html"
 RECORDS = "requests.csv"
@@ -36,6 +38,7 @@ class Run:
     records: Sequence[RequestRecord]
     facts: Mapping[str, str]  # machine, commit, command, model, …
     samples: Sequence[MetricsSample] = ()
+    process: Sequence[ProcessSample] = ()  # of the server, while the load ran
     slo: Slo | None = None
     trials: Sequence[RateTrial] = ()
     verified: str = ""
@@ -46,8 +49,12 @@ def write_report(directory: Path, run: Run) -> Summary:
     """The page, the pictures, requests.csv, server.csv and summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, run.records)
-    summary = summarise(run.records, run.slo)
+    summary, scenarios = summarise(run.records, run.slo), by_scenario(run.records, run.slo)
     numbers = asdict(summary) | {"facts": dict(run.facts), "verified": run.verified}
+    numbers["scenarios"] = {name: asdict(each) for name, each in scenarios.items()}
+    numbers["trials"] = [trial._asdict() for trial in run.trials]
+    if usage := server_usage(run):
+        numbers["server_usage"] = usage._asdict()
     (directory / "summary.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
     drawn = draw_plots(directory, run)
     (directory / PAGE).write_text(render(directory, run, summary, drawn), encoding="utf-8")
@@ -74,15 +81,27 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
         plots.concurrency(run.records, directory / "concurrency.png")
         note = "Each point is one window of the run. A ramp (--shape ramp) shows the whole curve."
         drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
+        plots.offered_and_served(run.records, directory / "offered.png")
+        note = "Where the lines part, requests wait; where they meet again, the queue is empty."
+        drawn.append(Plot("offered.png", "Offered and served", note))
+    start_s = min(record.intended_at_s for record in run.records)
     if run.samples:
         write_samples(directory / "server.csv", run.samples)
-        start_s = min(record.intended_at_s for record in run.records)
         plots.server_load(run.samples, start_s, directory / "server.png")
         drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
     else:
         run.notes.append(
             "Queue depth and running rows are left out: the server's metrics couldn't be read "
             "(--metrics URL says where they are)."
+        )
+    if server_usage(run):
+        plots.process_load(run.process, start_s, directory / "process.png")
+        note = "Of the server's process, as Linux says, once a second."
+        drawn.append(Plot("process.png", "Processor and memory", note))
+    else:
+        run.notes.append(
+            "The server's processor and memory are left out: they are measured of a server that "
+            "the load test itself starts (no --address), and in a load of some seconds."
         )
     if run.trials:
         plots.search(run.trials, directory / "search.png")
@@ -94,6 +113,11 @@ def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -
     parts = ["<h1>Load test</h1>", _facts(run.facts)]
     parts += [f"<p>{escape(text)}</p>" for text in sentences(run, summary)]
     parts.append(_table(table(summary)))
+    scenarios = by_scenario(run.records)
+    if len(scenarios) > 1:
+        parts += ["<h2>By scenario</h2>", _table(scenario_table(scenarios))]
+    if run.trials:
+        parts += ["<h2>By rate</h2>", _table(trial_table(run.trials))]
     for plot in drawn:
         image = base64.b64encode((directory / plot.file).read_bytes()).decode("ascii")
         alt = escape(plot.title)
@@ -119,6 +143,16 @@ def sentences(run: Run, summary: Summary) -> list[str]:
         f"{_counts(summary.finish_reasons)}. Errors: {_counts(summary.errors)}.",
         f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache.",
     ]
+    if not run.trials and any(record.offered_rate for record in run.records):
+        told.append(
+            f"While the load came, {summary.offered_per_s:.2f} requests/s were offered and "
+            f"{summary.served_per_s:.2f} were served."
+        )
+    if usage := server_usage(run):
+        told.append(
+            f"The server's process kept {usage.busy_cores:.2f} cores busy, and had "
+            f"{usage.peak_mb:,.0f} MB of memory at most."
+        )
     if run.slo and summary.slo_share is not None and summary.goodput is not None:
         told.append(
             f"Service level {run.slo}: {summary.slo_share:.1%} of all requests were served well, "
@@ -136,10 +170,48 @@ def search_result(trials: Sequence[RateTrial]) -> str:
     if found is None:
         lowest = min(step.rate for step in trials)
         return f"No rate was carried, down to {lowest:g} requests/s."
+    low, high = found.share_range
     return (
         f"The highest rate that was carried: {found.rate:g} requests/s offered, "
-        f"{found.share:.1%} served well, goodput {found.goodput:.2f} requests/s."
+        f"{found.share:.1%} served well, goodput {found.goodput:.2f} requests/s. "
+        f"{_margin(trials, found)} Of {found.num_requests:,} requests, {found.share:.1%} means "
+        f"{low:.1%} to {high:.1%} in the long run (95% sure)"
+        f"{'; a longer --duration narrows it' if low < SHARE else ''}."
     )
+
+
+def _margin(trials: Sequence[RateTrial], found: RateTrial) -> str:
+    """Between which two rates the limit lies."""
+    bad = min((step.rate for step in trials if not step.is_carried), default=None)
+    if bad is None:
+        return "No rate failed: the limit lies higher."
+    if bad < found.rate:
+        return f"{bad:g} requests/s failed, though: near the limit chance decides."
+    return f"{bad:g} requests/s failed: the limit is known to {bad / found.rate - 1:.0%}."
+
+
+def trial_table(trials: Sequence[RateTrial]) -> list[list[str]]:
+    """Header first."""
+    rows = [["requests/s offered", "requests", "served well", "in the long run", "goodput"]]
+    for step in sorted(trials):
+        low, high = step.share_range
+        shares = [f"{step.share:.1%}", f"{low:.1%} to {high:.1%}"]
+        rows.append([f"{step.rate:g}", f"{step.num_requests:,}", *shares, f"{step.goodput:.2f}"])
+    return rows
+
+
+class ServerUsage(NamedTuple):
+    busy_cores: float  # on average
+    peak_mb: float
+
+
+def server_usage(run: Run) -> ServerUsage | None:
+    """None if nobody looked, or not twice."""
+    if len(run.process) < 2:
+        return None
+    first, last = run.process[0], run.process[-1]
+    cores = busy_cores((first, last))[0]
+    return ServerUsage(cores, max(sample.memory_mb for sample in run.process))
 
 
 def _counts(counts: Mapping[str, int]) -> str:

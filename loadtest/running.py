@@ -6,21 +6,23 @@ Knows: the order of things. Does not know: how each is done.
 import argparse
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
-from loadtest.crowd import Plan
-from loadtest.errors import LoadtestError, NoServerError
+from loadtest.asking import Facts
+from loadtest.crowd import Plan, new_seed
+from loadtest.errors import LoadtestError, NoServerError, StoppedError
 from loadtest.locust_process import Load, run_locust
 from loadtest.machine import machine_facts
 from loadtest.metrics import MetricsSample, guess_url, watch_server
 from loadtest.options import LoadtestOptions, read_options
 from loadtest.own_server import own_server, wait_until_healthy
+from loadtest.process_watch import ProcessSample, watch_process
 from loadtest.progress import Line, describe
 from loadtest.records import RequestRecord, read_records
 from loadtest.report import PAGE, Run, search_result, write_report
@@ -32,12 +34,21 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.access import Access, read_access
 
+EARLIER = (
+    "The seed was given. If this server had answered the same requests before, its prefix cache "
+    "knew their prompts, and the run is flattered."
+)
+CUT_SHORT = (
+    "Ctrl-C cut the run short: requests that hadn't ended aren't counted, nothing is verified."
+)
+
 
 class Target(NamedTuple):
     address: str
     metrics_url: str | None
     model: pb.Model
     access: Access
+    pid: int | None = None  # of a server of our own
 
 
 class LoadResult(NamedTuple):
@@ -45,7 +56,9 @@ class LoadResult(NamedTuple):
 
     records: list[RequestRecord]
     samples: list[MetricsSample]
+    process: list[ProcessSample]
     trials: list[RateTrial]
+    is_whole: bool = True  # False: Ctrl-C cut it short
 
 
 def run(args: argparse.Namespace) -> None:
@@ -60,11 +73,23 @@ def run(args: argparse.Namespace) -> None:
         raise ModuleNotFoundError("locust", name="locust")
     with _target(options, read_access(args)) as target:
         print(_describe_model(target), flush=True)
+        notes = [EARLIER] if options.seed and options.address else []
+        if not options.seed:  # what an earlier run asked may be in the server's prefix cache
+            options = replace(options, seed=new_seed())
+            again = f"--seed {options.seed} asks the same requests again"
+            print(f"seed {options.seed} ({again})", flush=True)
         loaded = _search(options, target, slo) if slo and options.shape == "search" else None
         loaded = loaded or _load(options, target)
-        verdict = _verify(target, loaded.records) if options.verify else None
+        verdict = None
+        if options.verify and loaded.is_whole:
+            try:
+                verdict = _verify(target, loaded.records)
+            except KeyboardInterrupt:
+                loaded = loaded._replace(is_whole=False)
     facts = machine_facts() | _model_facts(target.model) | {"load": _describe_load(options)}
-    _finish(options, slo, loaded, facts, verdict)
+    _finish(options, slo, loaded, facts, verdict, notes)
+    if not loaded.is_whole:
+        raise StoppedError("stopped by Ctrl-C; the report tells of what had ended by then")
 
 
 def _run_recorded(options: LoadtestOptions, slo: Slo | None, access: Access) -> None:
@@ -75,7 +100,7 @@ def _run_recorded(options: LoadtestOptions, slo: Slo | None, access: Access) -> 
         with _target(options, access) as target:
             facts |= _model_facts(target.model)
             verdict = _verify(target, records)
-    _finish(options, slo, LoadResult(records, [], []), facts, verdict)
+    _finish(options, slo, LoadResult(records, [], [], []), facts, verdict)
 
 
 def _finish(
@@ -84,6 +109,7 @@ def _finish(
     loaded: LoadResult,
     facts: dict[str, str],
     verdict: Verdict | None,
+    notes: Sequence[str] = (),
 ) -> None:
     if not loaded.records:
         raise LoadtestError(
@@ -91,7 +117,18 @@ def _finish(
         )
     facts["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
     verified = str(verdict) if verdict else ""
-    run_ = Run(loaded.records, facts, loaded.samples, slo, loaded.trials, verified)
+    run_ = Run(
+        records=loaded.records,
+        facts=facts,
+        samples=loaded.samples,
+        process=loaded.process,
+        slo=slo,
+        trials=loaded.trials,
+        verified=verified,
+        notes=[*notes],
+    )
+    if not loaded.is_whole:
+        run_.notes.append(CUT_SHORT)
     summary = write_report(options.out, run_)
     for line in lines(summary):
         print(line)
@@ -115,7 +152,7 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     log = options.out / "server.log"
     with own_server(log, options.bundle, *options.serve_options, access=access) as server:
         model = _get_model(server.address, access)
-        yield Target(server.address, server.metrics_url, model, access)
+        yield Target(server.address, server.metrics_url, model, access, server.pid)
 
 
 def _get_model(address: str, access: Access) -> pb.Model:
@@ -142,15 +179,20 @@ def _load(options: LoadtestOptions, target: Target) -> LoadResult:
         num_users=options.users or max(1, options.num_workers),
         num_workers=options.num_workers,
         access_options=options.access_options,
+        facts=Facts.of(target.model),
     )
+    records.unlink(missing_ok=True)  # an older run's
     line = Line()
-    with watch_server(target.metrics_url, target.access) as watcher:
-        run_locust(load, lambda told: line.show(describe(told)))
+    with (
+        watch_server(target.metrics_url, target.access) as watcher,
+        watch_process(target.pid) as process,
+    ):
+        is_whole = run_locust(load, lambda told: line.show(describe(told)))
     line.end()
-    found = read_records(records)
-    if not options.num_workers:  # whose parts end at different numbers
+    found = read_records(records) if is_whole or records.exists() else []
+    if is_whole and not options.num_workers:  # whose parts end at different numbers
         check_all_recorded(found, log)
-    return LoadResult(found, watcher.samples, [])
+    return LoadResult(found, watcher.samples, process.samples, [], is_whole)
 
 
 def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
@@ -165,31 +207,27 @@ def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
 
 def _search(options: LoadtestOptions, target: Target, slo: Slo) -> LoadResult:
     """Each step has requests of its own: the prefix cache must not know them from the last."""
-    everything = LoadResult([], [], [])
+    everything = LoadResult([], [], [], [])
     while (rate := next_rate(everything.trials, options.rate)) is not None:
         number = len(everything.trials)
         step = replace(options, rate=rate, shape="constant", seed=options.seed + number)
         loaded = _load(step, target)
-        well = sum(map(slo.is_met, loaded.records))
-        trials = RateTrial(rate, slo.share(loaded.records), well / options.duration_s)
-        verb = "is" if trials.is_carried else "isn't"
-        print(f"{rate:g} requests/s {verb} carried: {trials.share:.1%} served well", flush=True)
         everything.records.extend(loaded.records)
         everything.samples.extend(loaded.samples)
-        everything.trials.append(trials)
+        everything.process.extend(loaded.process)
+        if not loaded.is_whole:
+            return everything._replace(is_whole=False)
+        well = sum(map(slo.is_met, loaded.records))
+        num_requests, goodput = len(loaded.records), well / options.duration_s
+        trial = RateTrial(rate, slo.share(loaded.records), goodput, num_requests)
+        verb = "is" if trial.is_carried else "isn't"
+        print(f"{rate:g} requests/s {verb} carried: {trial.share:.1%} served well", flush=True)
+        everything.trials.append(trial)
     return everything
 
 
 def _plan(options: LoadtestOptions) -> Plan:
-    return Plan(
-        scenario=options.scenario,
-        seed=options.seed,
-        max_requests=options.max_requests,
-        duration_s=options.duration_s,
-        rate=options.rate,
-        ramp_s=options.ramp_s,
-        max_new_tokens=options.max_new_tokens,
-    )
+    return Plan(**{each.name: getattr(options, each.name) for each in fields(Plan)})
 
 
 def _verify(target: Target, records: list[RequestRecord]) -> Verdict:

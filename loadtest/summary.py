@@ -4,7 +4,7 @@ Knows: records. Does not know: pictures, pages, how the load was made.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ class Summary:
     errors: dict[str, int]  # of those that ended as they must not
     finish_reasons: dict[str, int]
     cached_share: float  # of prompt tokens
+    offered_per_s: float  # requests that were due, from the first one to the last
+    served_per_s: float  # those that ended as they should in that time
     percentiles_ms: dict[str, tuple[float, ...]]  # by measure, one for each of PERCENTILES
     slo_share: float | None = None
     goodput: float | None = None  # requests a second
@@ -39,6 +41,7 @@ class Summary:
 
 def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     wall_s = span_s(records)
+    offered_per_s, served_per_s = _offered_and_served(records)
     prompt_tokens = sum(record.prompt_tokens for record in records)
     served_well = sum(map(slo.is_met, records)) if slo else 0
     return Summary(
@@ -49,6 +52,8 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         errors=_count(record.status for record in records if not record.ok),
         finish_reasons=_count(record.finish_reason for record in records if record.finish_reason),
         cached_share=sum(record.cached_tokens for record in records) / max(1, prompt_tokens),
+        offered_per_s=offered_per_s,
+        served_per_s=served_per_s,
         percentiles_ms={name: _percentiles(values) for name, values in measures(records).items()},
         slo_share=slo.share(records) if slo else None,
         goodput=served_well / wall_s if slo and wall_s else None,
@@ -61,6 +66,42 @@ def span_s(records: Sequence[RequestRecord]) -> float:
         return 0.0
     start_s = min(record.intended_at_s for record in records)
     return max(record.intended_at_s + record.total_ms / 1000 for record in records) - start_s
+
+
+def _offered_and_served(records: Sequence[RequestRecord]) -> tuple[float, float]:
+    """A second, while the load came. What ends afterwards was served too late to keep up."""
+    starts_s = [record.intended_at_s for record in records]
+    window_s = max(starts_s, default=0.0) - min(starts_s, default=0.0)
+    if not window_s:
+        return 0.0, 0.0
+    ends_s = [record.intended_at_s + record.total_ms / 1000 for record in records if record.ok]
+    return (len(records) - 1) / window_s, sum(end <= max(starts_s) for end in ends_s) / window_s
+
+
+def by_scenario(records: Sequence[RequestRecord], slo: Slo | None = None) -> dict[str, Summary]:
+    names = sorted({record.scenario for record in records})
+    return {
+        name: summarise([record for record in records if record.scenario == name], slo)
+        for name in names
+    }
+
+
+def scenario_table(scenarios: Mapping[str, Summary]) -> list[list[str]]:
+    """Header first. Percentiles are milliseconds."""
+    columns = [("time to first token", 50), ("time to first token", 95)]
+    columns += [("gap between tokens", 50), ("gap between tokens", 95), ("whole answer", 95)]
+    heads = [f"{name} p{percent}" for name, percent in columns]
+    rows = [["scenario", "requests", "errors", "tokens", *heads]]
+    for name, summary in scenarios.items():
+        counts = (summary.num_requests, sum(summary.errors.values()), summary.num_tokens)
+        cells = [_cell(summary, *column) for column in columns]
+        rows.append([name, *(f"{count:,}" for count in counts), *cells])
+    return rows
+
+
+def _cell(summary: Summary, name: str, percent: int) -> str:
+    values = summary.percentiles_ms[name]
+    return f"{values[PERCENTILES.index(percent)]:,.1f}" if values else "–"
 
 
 def measures(records: Sequence[RequestRecord]) -> dict[str, list[float]]:

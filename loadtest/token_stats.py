@@ -23,7 +23,7 @@ KEY = "quill-tokens"
 ALL = "Aggregated"
 PERCENTILES = (50, 95, 99)
 _STEP = math.log(1.01)  # a bucket is so much wider than the one below: times are known to 1%
-_LEAST_MS = 0.01
+_LEAST_MS = 0.1  # tokens that came together have no gap between them
 
 console = logging.getLogger("locust.stats_logger")  # where Locust's own summary goes
 
@@ -141,7 +141,7 @@ class TokenStats:
         for kind, times in (("first_token", stats.first_token), ("gap", stats.gap)):
             for percent in PERCENTILES:
                 time_ms = times.percentile(percent)
-                row[f"{kind}_p{percent}"] = None if time_ms is None else float(f"{time_ms:.3g}")
+                row[f"{kind}_p{percent}"] = None if time_ms is None else round(time_ms, 1)
         reasons = sorted(stats.finish_reasons.items())
         return row | {"finish_reasons": ", ".join(f"{n:,} {reason}" for reason, n in reasons)}
 

@@ -1,7 +1,10 @@
 """`quill loadtest` from its first word to its report."""
 
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +17,15 @@ from loadtest.asking import Facts
 from loadtest.calling import call, from_json
 from loadtest.errors import LoadtestError
 from loadtest.own_server import OwnServer
-from loadtest.records import read_records, write_records
+from loadtest.records import RequestRecord, read_records, write_records
 from loadtest.running import check_all_recorded
 from loadtest.scenarios import make_ask
 from protos import generation_pb2_grpc as pb_grpc
 from server.keys import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Done(NamedTuple):
@@ -63,7 +68,8 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for wanted in ("40 of 40", "fp32 on cpu", "commit", "command", "machine", "Queue depth"):
         assert wanted in page
-    assert page.count("data:image/png") == 5
+    assert page.count("data:image/png") >= 6  # and the process, if the load took some seconds
+    assert "By scenario" in page
     assert json.loads((tmp_path / "summary.json").read_text())["num_requests"] == 40
 
 
@@ -90,7 +96,7 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
     for record in read_records(out / "requests.csv"):
         # An answer comes whole, when the search is over.
         assert 1 <= len(set(record.arrivals_ms)) <= from_json(record.request).num_sequences
-    assert (out / "report.html").read_text(encoding="utf-8").count("data:image/png") == 5
+    assert (out / "report.html").read_text(encoding="utf-8").count("data:image/png") >= 6
     assert not any(secret in path.read_text(errors="replace") for path in out.iterdir())
 
 
@@ -164,6 +170,7 @@ def test_search_ends_with_a_rate_and_its_goodput(
         (("--shape", "search"), "--shape search needs --slo"),
         (("--scenario", "polite"), "no scenario 'polite'"),
         (("--duration", "soon"), "isn't a duration"),
+        (("--seed", "0"), "seeds begin at 1"),
         (("--users", "0"), "must be above 0"),
         (("--address", "x:1", "--precision", "fp32"), "--address names a server"),
         (("--shape", "search", "--users", "3", "--slo", "ttft=1s"), "searches a --rate"),
@@ -177,6 +184,56 @@ def test_options_that_do_not_go_together_are_refused(
     assert done.code in (1, 2)
     assert reason in done.errors
     assert done.errors.count("\n") == 1
+
+
+def requests(out: Path) -> list[str]:
+    return [each.request for each in sorted(read_records(out / "requests.csv"), key=by_index)]
+
+
+def by_index(record: RequestRecord) -> int:
+    return record.index
+
+
+def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_first(
+    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+) -> None:
+    load = ("--address", server.address, "--scenario", "long-prompt", "--requests", "6")
+    first, second, again = (tmp_path / name for name in ("first", "second", "again"))
+    seeds = []
+    for out in (first, second):
+        done = loadtest(out, *load)
+        assert done.code == 0, done.errors
+        seeds += re.findall(r"--seed (\d+) asks the same requests again", done.out)
+        numbers = json.loads((out / "summary.json").read_text())
+        assert numbers["cached_share"] < 0.1
+    assert len(set(seeds)) == 2
+    assert loadtest(again, *load, "--seed", seeds[0]).code == 0
+    assert requests(again) == requests(first) != requests(second)
+    assert json.loads((again / "summary.json").read_text())["cached_share"] > 0.5
+    assert "the run is flattered" in (again / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_ctrl_c_leaves_a_report_of_what_has_ended(
+    server: OwnServer, tmp_path: Path, workers: str
+) -> None:
+    command = [sys.executable, "-m", "quill", "loadtest", "--address", server.address]
+    command += ["--out", str(tmp_path), "--duration", "10m", "--users", "2", "--workers", workers]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # a line about progress, with requests that have ended
+        if re.search(r"[1-9][\d,]* requests ", line):
+            break
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert errors == "quill: stopped by Ctrl-C; the report tells of what had ended by then\n"
+    assert "report: " in out
+    assert "Ctrl-C cut the run short" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert 0 < numbers["num_requests"] == numbers["statuses"]["OK"]
 
 
 def test_request_that_was_begun_and_has_no_record_is_an_error(tmp_path: Path) -> None:

@@ -52,3 +52,9 @@ def test_search_gives_up_on_a_server_that_carries_nothing() -> None:
         tried.append(RateTrial(rate, 0.0, 0.0))
     assert best(tried) is None
     assert len(tried) < 10
+
+
+def test_share_of_few_requests_says_little() -> None:
+    few, many = (RateTrial(1.0, 0.95, 1.0, number).share_range for number in (20, 2000))
+    assert few == pytest.approx((0.7639, 0.9911), abs=1e-3)
+    assert few[0] < many[0] < 0.95 < many[1] < few[1]

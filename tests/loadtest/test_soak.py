@@ -1,9 +1,13 @@
 """A soak in small, and what makes one fail."""
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from loadtest.process_watch import ProcessSample, slope_mb_per_minute
+import pytest
+
+from loadtest.process_watch import ProcessSample, busy_cores, look_at, slope_mb_per_minute
 from loadtest.records import RequestRecord
 from loadtest.soak import soak
 from loadtest.soak_verdict import SoakResult, judge
@@ -67,6 +71,17 @@ def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() ->
     assert failures(num_ended=1) != []
     left = [record("OK"), record("CANCELLED")]
     assert failures(records=left, num_ended=1) == []
+
+
+def test_busy_process_is_seen_to_be_busy() -> None:
+    before = look_at(os.getpid())
+    end_s = time.process_time() + 0.2
+    while time.process_time() < end_s:
+        pass
+    after = look_at(os.getpid())
+    assert after.cpu_s - before.cpu_s >= 0.15  # the clock ticks 100 times a second
+    (cores,) = busy_cores([before, after])
+    assert cores == pytest.approx((after.cpu_s - before.cpu_s) / (after.at_s - before.at_s))
 
 
 def test_slope_is_that_of_the_line() -> None:
