@@ -25,7 +25,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { border-bottom: 1px solid #ccc; padding: .25rem .75rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
 img { max-width: 100%; height: auto; }
 """
@@ -115,7 +115,8 @@ def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -
     parts.append(_table(table(summary)))
     scenarios = by_scenario(run.records)
     if len(scenarios) > 1:
-        parts += ["<h2>By scenario</h2>", _table(scenario_table(scenarios))]
+        note = "Milliseconds to the first token, between two tokens, and for a whole answer."
+        parts += [f"<h2>By scenario</h2><p>{note}</p>", _table(scenario_table(scenarios))]
     if run.trials:
         parts += ["<h2>By rate</h2>", _table(trial_table(run.trials))]
     for plot in drawn:
@@ -150,7 +151,8 @@ def sentences(run: Run, summary: Summary) -> list[str]:
         )
     if usage := server_usage(run):
         told.append(
-            f"The server's process kept {usage.busy_cores:.2f} cores busy, and had "
+            f"The server's process kept {usage.busy_cores:.2f} cores busy on average"
+            f"{' (with the pauses between rates)' if run.trials else ''}, and had "
             f"{usage.peak_mb:,.0f} MB of memory at most."
         )
     if run.slo and summary.slo_share is not None and summary.goodput is not None:

@@ -192,7 +192,10 @@ def _load(options: LoadtestOptions, target: Target) -> LoadResult:
     found = read_records(records) if is_whole or records.exists() else []
     if is_whole and not options.num_workers:  # whose parts end at different numbers
         check_all_recorded(found, log)
-    return LoadResult(found, watcher.samples, process.samples, [], is_whole)
+    # Before the load the server only waits for Locust to start.
+    start_s = min((record.intended_at_s for record in found), default=0.0)
+    busy = [sample for sample in process.samples if sample.at_s >= start_s]
+    return LoadResult(found, watcher.samples, busy, [], is_whole)
 
 
 def check_all_recorded(records: list[RequestRecord], log: Path) -> None:

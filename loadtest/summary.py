@@ -87,10 +87,10 @@ def by_scenario(records: Sequence[RequestRecord], slo: Slo | None = None) -> dic
 
 
 def scenario_table(scenarios: Mapping[str, Summary]) -> list[list[str]]:
-    """Header first. Percentiles are milliseconds."""
-    columns = [("time to first token", 50), ("time to first token", 95)]
-    columns += [("gap between tokens", 50), ("gap between tokens", 95), ("whole answer", 95)]
-    heads = [f"{name} p{percent}" for name, percent in columns]
+    """Header first. Percentiles are milliseconds: of first tokens, gaps and whole answers."""
+    short = {"time to first token": "first", "gap between tokens": "gap", "whole answer": "whole"}
+    columns = [(name, percent) for name in short for percent in (50, 95)]
+    heads = [f"{short[name]} p{percent}" for name, percent in columns]
     rows = [["scenario", "requests", "errors", "tokens", *heads]]
     for name, summary in scenarios.items():
         counts = (summary.num_requests, sum(summary.errors.values()), summary.num_tokens)

@@ -61,7 +61,7 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
     # Wilson's interval of 60 successes in 60.
     assert "Of 60 requests, 100.0% means 94.0% to 100.0% in the long run" in page
     assert "a longer --duration narrows it" in page
-    assert "kept 1.50 cores busy, and had 111 MB of memory at most" in page
+    assert "kept 1.50 cores busy on average (with the pauses between rates), and had 111 MB" in page
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert len(pictures) == 8
 
@@ -100,7 +100,7 @@ def test_page_has_numbers_of_each_scenario(tmp_path: Path) -> None:
     other = [made(40 + i, first_ms=900.0, scenario="long-prompt", ok=i > 0) for i in range(3)]
     write_report(tmp_path, Run([*RECORDED, *other], FACTS))
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
-    row = ["long-prompt", "3", "1", "15", "900.0", "900.0", "10.0", "10.0", "941.0"]
+    row = ["long-prompt", "3", "1", "15", "900.0", "900.0", "10.0", "10.0", "941.0", "941.0"]
     assert "".join(f"<td>{cell}</td>" for cell in row) in page
     write_report(tmp_path, Run(RECORDED, FACTS))
     assert "By scenario" not in (tmp_path / PAGE).read_text(encoding="utf-8")
