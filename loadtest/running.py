@@ -5,6 +5,7 @@ Knows: the order of things. Does not know: how each is done.
 
 import argparse
 import importlib.util
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> None:
     if options.recorded:
         _run_recorded(options, slo, read_access(args))
         return
+    # What we start is out of the terminal's reach, so we must end it when the terminal is closed.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     if importlib.util.find_spec("locust") is None:  # looked for, not imported
         raise ModuleNotFoundError("locust", name="locust")
     with _target(options, read_access(args)) as target:

@@ -47,9 +47,10 @@ class Loadtest:
 
 @pytest.fixture
 def loadtest(capfd: pytest.CaptureFixture[str]) -> Iterator[Loadtest]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield Loadtest(capfd)
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
@@ -234,6 +235,21 @@ def test_ctrl_c_leaves_a_report_of_what_has_ended(
     assert "Ctrl-C cut the run short" in (tmp_path / "report.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert 0 < numbers["num_requests"] == numbers["statuses"]["OK"]
+
+
+def test_closed_terminal_ends_the_server_and_locust_too(bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quill", "loadtest", "--bundle", str(bundle)]
+    command += ["--out", str(tmp_path), "--duration", "10m", "--serve", "--threads 1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " users " in line:
+            break
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert '"stopped"' in (tmp_path / "server.log").read_text()
+    assert "Got SIGTERM" in (tmp_path / "locust.log").read_text()
 
 
 def test_request_that_was_begun_and_has_no_record_is_an_error(tmp_path: Path) -> None:
