@@ -220,9 +220,12 @@ def test_ctrl_c_leaves_a_report_of_what_has_ended(
 ) -> None:
     command = [sys.executable, "-m", "quill", "loadtest", "--address", server.address]
     command += ["--out", str(tmp_path), "--duration", "10m", "--users", "2", "--workers", workers]
+    # Whoever runs in a script's background ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     for line in process.stdout:  # a line about progress, with requests that have ended
         if re.search(r"[1-9][\d,]* requests ", line):
