@@ -1,53 +1,57 @@
-"""Writes a bundle: a directory that is whole or absent.
+"""Writes a bundle, or adds to one: a directory that is whole or absent.
 
-Knows: the files of a bundle and the order in which they come about.
-Does not know: how graphs are traced, verified or shown to anybody.
+Knows: the files of a bundle, the order in which they come about, which precisions are kept.
+Does not know: how graphs are made, verified or shown to anybody.
 """
 
+import contextlib
 import errno
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, Protocol
 
-import onnx
-import onnx_ir as ir
 import onnxruntime
 import torch
 
-from export.cuda_kernels import check_cuda_kernels
+from export.adding import check_addable, fingerprint, link_files
 from export.errors import BundleError, VerificationError
+from export.held_out import held_out
 from export.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     TOKENIZER_FILE,
     Graphs,
     Manifest,
-    Precision,
     Sizes,
     SpecialTokens,
     describe_file,
+    read_manifest,
     write_manifest,
 )
-from export.precision import (
-    Prepared,
-    check_exportable,
-    prepare,
-    prepare_own,
-    prepare_packed,
-    prepare_rounded,
-)
-from export.proof import Proof
-from export.quantisation import Quantisation, in_halves, quantise
-from export.tracing import trace
-from export.weights_file import WeightsFile, weights_file
+from export.precision import Networks, check_exportable
+from export.precisions import MAX_PERPLEXITY_RATIO, Precision
+from export.proof import Proof, Tick
+from export.writing import remove_graphs, write_graphs
 from model.atomic import atomic_directory
 from model.checkpoint import Checkpoint
 from model.transformer import Transformer
 
-Stage = Callable[[str], AbstractContextManager[None]]  # shows what is going on while it lasts
 Say = Callable[[str], None]
+Keep = Literal["all", "proven", "best"]
+
+
+class Stage(Protocol):
+    """Shows what is going on while it lasts. Of `total` things, each tick says that one is done."""
+
+    def __call__(self, title: str, total: int | None = None) -> AbstractContextManager[Tick]: ...
+
+
+@contextlib.contextmanager
+def quietly(title: str, total: int | None = None) -> Iterator[Tick]:
+    """A stage that shows nothing."""
+    yield lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +59,41 @@ class Wishes:
     """What the bundle should hold."""
 
     precisions: tuple[Precision, ...]
-    quantiser: str
-    optional: tuple[Precision, ...] = ()  # of those: left out, in words, if they fail their proof
+    # all: each must be proven. proven: those that are. best: the first that a server would take.
+    keep: Keep = "all"
     verify: bool = True
     text: Path | None = None  # to verify on; None: export/held_out.py decides
+    add: bool = False  # to the bundle that stands there, whose graphs are kept as they are
 
 
 def write_bundle(
-    out: Path, checkpoint: Checkpoint, wishes: Wishes, stage: Stage, say: Say = print
+    out: Path,
+    checkpoint: Checkpoint,
+    wishes: Wishes,
+    stage: Stage = quietly,
+    say: Say = print,
 ) -> Manifest:
     """Exports, verifies, writes. When anything fails, what stood at `out` is still there."""
     check_exportable(checkpoint.config)
     check_replaceable(out)
+    standing = read_manifest(out) if wishes.add else None
     try:
+        empty = describe(out.resolve().name, checkpoint)
+        if standing is not None:
+            check_addable(out, standing, empty)
         with atomic_directory(out) as directory:
-            return _fill(directory, out.resolve().name, checkpoint, wishes, stage, say)
+            if standing is None:
+                manifest = _save_tokenizer(directory, checkpoint, empty)
+            else:
+                manifest = link_files(out, directory, standing)
+            manifest = _add_graphs(directory, manifest, checkpoint, wishes, stage, say)
+            write_manifest(directory, manifest)
+            return manifest
     except VerificationError as error:
-        raise VerificationError(f"{error}. Nothing was written") from error
+        raise VerificationError(
+            f"{error}. Nothing was written. Export another precision, or use --no-verify to look "
+            "into it. If PyTorch's answers are sound, please report it with the model's config"
+        ) from error
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise BundleError(f"can't write the bundle {out}: {reason}") from error
@@ -87,106 +109,67 @@ def check_replaceable(out: Path) -> None:
         )
 
 
-def _fill(
-    directory: Path, name: str, checkpoint: Checkpoint, wishes: Wishes, stage: Stage, say: Say
+def _add_graphs(
+    directory: Path,
+    manifest: Manifest,
+    checkpoint: Checkpoint,
+    wishes: Wishes,
+    stage: Stage,
+    say: Say,
 ) -> Manifest:
-    sizes = describe_sizes(checkpoint)
-    proof = None
-    if wishes.verify:
-        with stage("asking PyTorch what it computes"):
-            proof = Proof(checkpoint, wishes.text)
-    if checkpoint.tokenizer is not None:
-        checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
-    all_graphs = []
-    find_integers = functools.cache(lambda: quantise(checkpoint, wishes.quantiser))
+    """The manifest with the graphs that were made, proven and kept."""
+    networks = Networks(checkpoint)
+    proof = _ask_pytorch(checkpoint, wishes.text, stage) if wishes.verify else None
     for precision in wishes.precisions:
         with stage(f"{precision}: tracing and writing"):
-            quantisation = _quantisation(precision, find_integers)
-            graphs = write_graphs(directory, checkpoint, precision, quantisation)
+            prepared = networks.prepare(precision)
+            graphs = write_graphs(directory, precision, prepared)
         try:
             if proof is not None:
-                with stage(f"{precision}: verifying"):
-                    graphs = proof.prove(directory, graphs, sizes, quantisation)
+                with stage(f"{precision}: verifying", proof.num_checks(precision)) as tick:
+                    graphs = proof.prove(
+                        directory, manifest.sizes, graphs, prepared.quantisation, tick
+                    )
+                if wishes.keep == "best":
+                    check_good(graphs)
         except VerificationError as error:
-            if precision not in wishes.optional:
+            if wishes.keep == "all" or precision == "fp32":
                 raise
             say(f"Leaving {precision} out: {error}")
-            _remove(directory, graphs)
-        else:
-            all_graphs.append(graphs)
-    manifest = describe(directory, name, checkpoint, sizes, tuple(all_graphs))
-    write_manifest(directory, manifest)
+            remove_graphs(directory, graphs)
+            manifest = replace(manifest, left_out=(*manifest.left_out, precision))
+            continue
+        files = tuple(describe_file(directory, name) for name in graphs.own_files)
+        manifest = replace(
+            manifest, graphs=(*manifest.graphs, graphs), files=(*manifest.files, *files)
+        )
+        if wishes.keep == "best":
+            break
     return manifest
 
 
-def _remove(directory: Path, graphs: Graphs) -> None:
-    for name in (graphs.decoder, graphs.encoder, graphs.weights):
-        if name is not None:
-            (directory / name).unlink()
+def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof:
+    found = held_out(checkpoint, text)
+    with stage("asking PyTorch what it computes", Proof.num_questions(found)) as tick:
+        return Proof(checkpoint, found, tick)
 
 
-def _quantisation(
-    precision: Precision, find_integers: Callable[[], Quantisation]
-) -> Quantisation | None:
-    if precision == "quill4":
-        return in_halves(find_integers())
-    return find_integers() if precision == "int4" else None
+def check_good(graphs: Graphs) -> None:
+    """Refuses what no server would take by itself."""
+    found = graphs.verification
+    if found is not None and not graphs.is_good:
+        rise = found.perplexity / found.reference_perplexity - 1
+        raise VerificationError(
+            f"its perplexity is {rise:.1%} above PyTorch's, and a server takes "
+            f"{MAX_PERPLEXITY_RATIO - 1:.0%} at the most by itself"
+        )
 
 
-def write_graphs(
-    directory: Path, checkpoint: Checkpoint, precision: Precision, quantisation: Quantisation | None
-) -> Graphs:
-    """Traces the network in one precision and writes its graphs and their weights."""
-    prepared = _prepare(checkpoint, precision, quantisation)
-    is_seq2seq = checkpoint.config.family == "seq2seq"
-    graphs = Graphs(
-        precision=precision,
-        device="cuda" if precision == "fp16" else "cpu",
-        decoder=f"decoder.{precision}.onnx",
-        encoder=f"encoder.{precision}.onnx" if is_seq2seq else None,
-        weights=f"weights.{precision}.bin",
-        cache_type="float16" if prepared.cache_dtype == torch.float16 else "float32",
-        quantisation=_describe_quantisation(precision, quantisation),
-        verification=None,
-        invariance=None,
-    )
-    _write_models(directory, graphs, prepared)
-    return graphs
-
-
-def _prepare(
-    checkpoint: Checkpoint, precision: Precision, quantisation: Quantisation | None
-) -> Prepared:
-    if quantisation is not None:
-        prepare_quantised = prepare_own if precision == "quill4" else prepare_packed
-        return prepare_quantised(checkpoint, quantisation)
-    if precision == "int8":
-        return prepare_rounded(checkpoint)
-    return prepare(checkpoint, torch.float16 if precision == "fp16" else torch.float32)
-
-
-def _describe_quantisation(precision: Precision, quantisation: Quantisation | None) -> str | None:
-    if precision == "int8":
-        return "weights rounded by output, activations by row"
-    return None if quantisation is None else quantisation.description
-
-
-def _write_models(directory: Path, graphs: Graphs, prepared: Prepared) -> None:
-    with weights_file(directory / graphs.weights) as weights:
-        _write_model(directory / graphs.decoder, trace(prepared.decoder()), weights, graphs)
-        encoder = prepared.encoder()
-        if encoder is not None and graphs.encoder is not None:
-            _write_model(directory / graphs.encoder, trace(encoder), weights, graphs)
-    for name in (graphs.decoder, graphs.encoder):
-        if name is not None:
-            onnx.checker.check_model(directory / name, full_check=True)
-
-
-def _write_model(path: Path, model: ir.Model, weights: WeightsFile, graphs: Graphs) -> None:
-    if graphs.device == "cuda":
-        check_cuda_kernels(model)
-    weights.take(model)
-    ir.save(model, path)
+def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest) -> Manifest:
+    if checkpoint.tokenizer is None:
+        return manifest
+    checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
+    return replace(manifest, files=(describe_file(directory, TOKENIZER_FILE),))
 
 
 def describe_sizes(checkpoint: Checkpoint) -> Sizes:
@@ -207,17 +190,15 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
     )
 
 
-def describe(
-    directory: Path, name: str, checkpoint: Checkpoint, sizes: Sizes, graphs: tuple[Graphs, ...]
-) -> Manifest:
+def describe(name: str, checkpoint: Checkpoint) -> Manifest:
+    """The manifest of a bundle that holds nothing yet."""
     special = checkpoint.special_tokens
-    files = sorted(path.name for path in directory.iterdir())
     return Manifest(
         format_version=FORMAT_VERSION,
         name=str(checkpoint.provenance.get("name", name)),
         family=checkpoint.config.family,
         onnxruntime=onnxruntime.__version__,
-        sizes=sizes,
+        sizes=describe_sizes(checkpoint),
         special_tokens=SpecialTokens(
             bos=special.bos, eos=special.eos, pad=special.pad, unk=special.unk
         ),
@@ -226,7 +207,8 @@ def describe(
         chat_template=checkpoint.chat_template,
         generation=checkpoint.generation,
         provenance=checkpoint.provenance,
+        weights_sha256=fingerprint(checkpoint.weights),
         tokenizer=None if checkpoint.tokenizer is None else TOKENIZER_FILE,
-        graphs=graphs,
-        files=tuple(describe_file(directory, file) for file in files),
+        graphs=(),
+        files=(),
     )

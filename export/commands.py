@@ -25,15 +25,24 @@ def _add_export(subparsers: "Subparsers") -> None:
         description="Turns a checkpoint into a bundle of ONNX graphs with a key/value cache, and "
         "proves that they compute what PyTorch computes.",
     )
-    parser.add_argument("checkpoint", type=Path, help="a directory made by train or import")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a directory made by train or import, or a name that import knows (smollm2-135m)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the bundle's directory")
     parser.add_argument(
         "--precision",
         default=None,
         metavar="LIST",
-        help="which graphs to write, from fp32, int4, int8, quill4 (for the CPU; the last with "
-        "operators of Quill's own) and fp16 (for CUDA), separated by commas (default: all; int4, "
-        "int8 and quill4 only if the model's shape allows it)",
+        help="which graphs to write, from fp32, int4, quill4, quill8 (for the CPU; the last two "
+        "with operators of Quill's own) and fp16 (for CUDA), separated by commas, or all (default: "
+        "the one that a server on this machine would take)",
+    )
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep what the bundle at --out holds and add to it; it must be of the same checkpoint",
     )
     parser.add_argument(
         "--verify",
@@ -47,13 +56,6 @@ def _add_export(subparsers: "Subparsers") -> None:
         default=None,
         help="held-out text for perplexity: a text file, or for seq2seq a TSV of pairs (default: "
         "what the model's own run held out; for imported weights a corpus of Quill's)",
-    )
-    parser.add_argument(
-        "--quantiser",
-        choices=("rtn", "hqq", "k-quant"),
-        default="k-quant",
-        help="how int4 finds its integers for weights that come in full precision (default: "
-        "k-quant)",
     )
     parser.set_defaults(run="export.exporting:run", extra="export")
 

@@ -20,9 +20,10 @@ Format version 1. R rows, T new tokens, L logits, C capacity, S source:
               source_positions (S) int64: 0, 1, 2 … for the real tokens
               -> present_cross_key_i, present_cross_value_i (1, kv_heads, S capacity, head_size)
 
-A row's logits don't depend on its company, and prefill not on where it is cut, as long as no chunk
-leaves a token alone in a kernel's tile: no chunk's length is 1 more than a multiple of the
-manifest's `tile`. Where its `min_rows` is 2, the same goes for the numbers of rows and of logits.
+Batch invariance: a row's logits don't depend on what else is in the batch, and prefill not on where
+it is cut, as long as no chunk leaves a token alone in a kernel's tile: no chunk's length is 1 more
+than a multiple of the manifest's `tile`. Where its `min_rows` is 2, the same goes for the
+numbers of rows and of logits.
 """
 
 from typing import Literal

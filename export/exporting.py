@@ -1,13 +1,10 @@
-"""`quill export`: from a checkpoint's directory to a bundle's, with progress and a closing table.
+"""`quill export`: from a checkpoint to a bundle's directory, with progress and a closing table.
 
 Knows: the command's arguments, what a person sees. Does not know: how any of it is done.
 """
 
 import argparse
-import contextlib
-import time
-from collections.abc import Iterator
-from typing import get_args
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -15,87 +12,92 @@ from rich.table import Table
 
 from export.bundle import Wishes, write_bundle
 from export.errors import ExportError, UnsupportedModelError
-from export.manifest import Graphs, Manifest, Precision
-from export.operator_library import operators_problem
+from export.manifest import Graphs, Manifest, read_manifest
+from export.operator_library import kernels, library_path, operators_are_fast, operators_problem
+from export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from export.quantisation import check_quantisable
-from model.checkpoint import load_checkpoint
+from export.stages import Stages
 from model.config import ModelConfig
-from model.training_state import resolve_checkpoint
-
-ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-QUANTISED = ("int4", "int8", "quill4")
+from model.importing import open_checkpoint
 
 
 def run(args: argparse.Namespace) -> None:
-    console = Console(stderr=True)
-    checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
-    wishes = Wishes(
-        precisions=_precisions(args.precision, args.verify, checkpoint.config, console),
-        quantiser=args.quantiser,
-        optional=("int8", "quill4") if args.precision is None else (),
-        verify=args.verify,
-        text=args.text,
-    )
-    stages = Stages(console, num_stages(wishes))
-    manifest = write_bundle(args.out, checkpoint, wishes, stages, console.print)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    standing = read_manifest(args.out).precisions if args.add else ()
+    checkpoint = open_checkpoint(args.checkpoint)
+    wishes = Wishes(precisions=(), verify=args.verify, text=args.text, add=args.add)
+    wishes = with_precisions(wishes, args.precision, checkpoint.config, standing, console)
+    if not wishes.precisions:
+        console.print(f"Nothing to add: {args.out} has {', '.join(standing)}")
+        return
+    manifest = write_bundle(args.out, checkpoint, wishes, Stages(console), console.print)
     _warn(console, manifest)
     console = Console(highlight=False)
     console.print(summary(manifest))
     console.print(f"{manifest.name} is in {args.out}")
 
 
-def _precisions(
-    wanted: str | None, verify: bool, config: ModelConfig, console: Console
-) -> tuple[Precision, ...]:
-    problem = operators_problem() if verify else None
-    if wanted is not None:
+def with_precisions(
+    wishes: Wishes,
+    wanted: str | None,
+    config: ModelConfig,
+    standing: tuple[str, ...],
+    console: Console,
+) -> Wishes:
+    """What was asked for and isn't there yet. If nothing was: what a server here would take."""
+    problems = _problems(config, wishes.verify)
+    if wanted is not None and wanted.strip() != "all":
         precisions = parse_precisions(wanted)
-        if problem is not None and "quill4" in precisions:
-            raise ExportError(f"quill4 can't be verified: {problem}")
-        return precisions
+        for name in precisions:
+            if name in problems:
+                raise ExportError(f"{name} can't be exported here: {problems[name]}")
+        return replace(wishes, precisions=tuple(p for p in precisions if p not in standing))
+    if wanted is not None:
+        for name, problem in problems.items():
+            console.print(f"Leaving {name} out: {problem}")
+        possible = [name for name in ALL_PRECISIONS if name not in problems]
+        missing = tuple(name for name in possible if name not in standing)
+        return replace(wishes, precisions=missing, keep="proven")
+    ideal = preferred(config.family, fast_operators=True)[0]
+    order = preferred(config.family, fast_operators=operators_are_fast())
+    possible = [name for name in order if name not in problems]
+    better = tuple(possible[: next((i for i, p in enumerate(possible) if p in standing), None)])
+    if better:
+        why = f"{ideal} can't be had: {problems[ideal]}" if ideal in problems else _why_fastest()
+        console.print(f"Exporting {better[0]}, which a server takes here ({why})")
+    return replace(wishes, precisions=better, keep="best")
+
+
+def _why_fastest() -> str:
+    if operators_are_fast():
+        return f"the fastest that is good enough, with Quill's {kernels(library_path())} kernels"
+    return "Quill's own operators have no fast kernels for this processor"
+
+
+def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
+    """Why precisions can't be had here, for this model."""
+    problems: dict[Precision, str] = {}
+    operators = operators_problem() if verify else None
     try:
         check_quantisable(config)
+        shape = None
     except UnsupportedModelError as error:
-        console.print(f"Leaving {', '.join(QUANTISED)} out: {error}")
-        return tuple(name for name in ALL_PRECISIONS if name not in QUANTISED)
-    if problem is not None:
-        console.print(f"Leaving quill4 out: {problem}")
-        return tuple(name for name in ALL_PRECISIONS if name != "quill4")
-    return ALL_PRECISIONS
+        shape = str(error)
+    for name, facts in PRECISIONS.items():
+        if shape is not None and facts.is_quantised:
+            problems[name] = shape
+        elif operators is not None and facts.needs_operators:
+            problems[name] = operators
+    return problems
 
 
 def parse_precisions(wanted: str) -> tuple[Precision, ...]:
     names = [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in ALL_PRECISIONS:
-            raise ExportError(f"unknown precision {name!r}; there are {', '.join(ALL_PRECISIONS)}")
+            known = ", ".join((*ALL_PRECISIONS, "all"))
+            raise ExportError(f"unknown precision {name!r}; there are {known}")
     return tuple(precision for precision in ALL_PRECISIONS if precision in names)
-
-
-def num_stages(wishes: Wishes) -> int:
-    """As write_bundle goes through them: PyTorch's answers first, if they are needed."""
-    num = len(wishes.precisions)
-    return 1 + 2 * num if wishes.verify else num
-
-
-class Stages:
-    """Says which stage begins, shows that it goes on, and leaves a line with its time behind."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
-        self._total = total
-        self._num_begun = 0
-
-    @contextlib.contextmanager
-    def __call__(self, title: str) -> Iterator[None]:
-        self._num_begun += 1
-        title = f"({self._num_begun}/{self._total}) {title}"
-        start = time.monotonic()
-        if not self._console.is_terminal:  # which would show a spinner
-            self._console.print(f"{title} …", highlight=False)
-        with self._console.status(f"{title} …"):
-            yield
-        self._console.print(f"{title}: {time.monotonic() - start:.0f} s", highlight=False)
 
 
 def _warn(console: Console, manifest: Manifest) -> None:
@@ -103,9 +105,8 @@ def _warn(console: Console, manifest: Manifest) -> None:
         if graphs.invariance is not None and not graphs.invariance.holds:
             console.print(
                 f"[bold]Warning:[/] with ONNX Runtime {manifest.onnxruntime} the {graphs.precision}"
-                " graph's answers to a request depend on what else runs beside it. The server "
-                "can't promise the same tokens for the same seed with it.",
-                highlight=False,
+                " graph's answers to a request depend on what else is in the batch. The server "
+                "can't promise the same tokens for the same seed with it."
             )
 
 
@@ -117,7 +118,7 @@ def summary(manifest: Manifest) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     sizes = {file.name: file.size for file in manifest.files}
     for graphs in manifest.graphs:
-        names = [name for name in (graphs.decoder, graphs.encoder, graphs.weights) if name]
+        names = graphs.own_files
         megabytes = "\n".join(f"{sizes[name] / 1e6:.2f}" for name in names)
         table.add_row("\n".join(names), graphs.precision, megabytes, *_measured(graphs))
     return table

@@ -141,7 +141,7 @@ def _invariance(found: Invariance | None) -> str:
     if found is None:
         return "not measured: it needs the device"
     if not found.holds:
-        return "broken: a row's logits depend on its company"
+        return "broken: a row's logits depend on what else is in the batch"
     rows = ", ".join(str(n) for n in found.rows if n >= found.min_rows)
     return (
         f"bit-identical for {rows} rows, and for chunks of at least {found.min_chunk} tokens that "

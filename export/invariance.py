@@ -1,4 +1,4 @@
-"""Measures whether a row's logits depend on its company, to the last bit.
+"""Measures batch invariance: do a row's logits depend on what else is in the batch, to the bit?
 
 Knows: the two promises (any number of rows; prefill cut anywhere). Does not know: PyTorch.
 

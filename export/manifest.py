@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from export.errors import BundleError
+from export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Device, Family, Precision
 from export.records import RecordError, from_json
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-Family = Literal["causal", "seq2seq"]
-Precision = Literal["fp32", "int4", "int8", "quill4", "fp16"]
-Device = Literal["cpu", "cuda"]
 CacheType = Literal["float32", "float16"]
 
 # Kernels cut tokens into tiles: MatMulNBits of 128, attention of twice the head size. All are
@@ -69,7 +67,8 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Invariance:
-    """When a row's logits don't depend on its company, to the last bit; measured at export."""
+    """Batch invariance: when a row's logits don't depend on what else is in the batch, to the last
+    bit; measured at export."""
 
     holds: bool  # under the conditions below
     min_rows: int  # every step needs so many rows, and gathers so many logits
@@ -110,7 +109,22 @@ class Graphs:
     @property
     def needs_operators(self) -> bool:
         """Whether only Quill's own operators (export/operator_library.py) can run them."""
-        return self.precision == "quill4"
+        return PRECISIONS[self.precision].needs_operators
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a server takes them by itself."""
+        if self.precision == "fp32":
+            return True
+        proof = self.verification
+        return (
+            proof is not None
+            and proof.perplexity <= MAX_PERPLEXITY_RATIO * proof.reference_perplexity
+        )
+
+    @property
+    def own_files(self) -> list[str]:
+        return [name for name in (self.decoder, self.encoder, self.weights) if name is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +151,11 @@ class Manifest:
     chat_template: str | None
     generation: dict[str, int | float]  # the author's sampling defaults
     provenance: dict[str, Any]
+    weights_sha256: str | None = None  # the checkpoint's; None: it wasn't recorded yet
     tokenizer: str | None  # None: the model speaks token ids only
     graphs: tuple[Graphs, ...]
     files: tuple[File, ...]  # all but manifest.json itself
+    left_out: tuple[str, ...] = ()  # precisions that were tried here and weren't good enough
 
     def graphs_in(self, precision: str) -> Graphs:
         for graphs in self.graphs:
@@ -155,8 +171,7 @@ class Manifest:
 
     def files_for(self, graphs: Graphs) -> list[str]:
         """The names of the files that serving these graphs needs."""
-        names = (graphs.decoder, graphs.encoder, graphs.weights, self.tokenizer)
-        return [name for name in names if name is not None]
+        return [*graphs.own_files, *([] if self.tokenizer is None else [self.tokenizer])]
 
     def cache_bytes_per_token(self, cache_type: CacheType) -> int:
         """Memory for one more token in a slot; a seq2seq source takes the same for each token."""
@@ -186,6 +201,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"can't read {path}: {error}. Export the bundle again") from error
     _check_version(path, value)
+    _check_precisions(directory, value)
     try:
         manifest = from_json(Manifest, value)
     except RecordError as error:
@@ -201,6 +217,17 @@ def _check_version(path: Path, value: object) -> None:
         raise BundleError(
             f"{path} has the format version {version!r}; this version of Quill reads "
             f"{FORMAT_VERSION}. Export the bundle again with this version, or use a newer Quill"
+        )
+
+
+def _check_precisions(directory: Path, value: dict[str, Any]) -> None:
+    """int8 was by the runtime's operators, and wrong on processors without VNNI."""
+    graphs = value.get("graphs")
+    entries = graphs if isinstance(graphs, list) else []
+    if any(isinstance(each, dict) and each.get("precision") == "int8" for each in entries):
+        raise BundleError(
+            f"{directory} was made by an older version of Quill: it holds int8 graphs, and quill8 "
+            f"has taken their place. Export it again: quill export CHECKPOINT --out {directory}"
         )
 
 

@@ -4,7 +4,7 @@ Knows: the network in float32, how surprised it is by a text.
 Does not know: ONNX, tolerances.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,15 @@ class Surprise:
 
 def surprise(logits_TV: Array, ids: Sequence[int]) -> Surprise:
     """`logits_TV` are those after each token; the last one's have nothing to foretell."""
-    foretold_TV = logits_TV[: len(ids) - 1].astype(np.float64)
-    top_T = foretold_TV.max(axis=1)
-    log_sum_T = top_T + np.log(np.exp(foretold_TV - top_T[:, None]).sum(axis=1))
-    said_T = foretold_TV[np.arange(len(ids) - 1), list(ids[1:])]
-    return Surprise(nll=log_sum_T - said_T, favourites=foretold_TV.argmax(axis=1))
+    foretold_TV = logits_TV[: len(ids) - 1]
+    favourites_T = foretold_TV.argmax(axis=1)
+    places_T = np.arange(len(ids) - 1)
+    top_T = foretold_TV[places_T, favourites_T].astype(np.float64)
+    said_T = foretold_TV[places_T, list(ids[1:])].astype(np.float64)
+    # In single precision, summed in double: five times as fast, and off by 1e-7 of the sum.
+    shares_TV = np.exp(foretold_TV - foretold_TV[places_T, favourites_T, None])
+    log_sum_T = top_T + np.log(shares_TV.sum(axis=1, dtype=np.float64))
+    return Surprise(nll=log_sum_T - said_T, favourites=favourites_T)
 
 
 def joined(parts: Sequence[Surprise]) -> Surprise:
@@ -80,14 +84,10 @@ class Oracle:
             cross_caches=[side[0].numpy() for pair in parked for side in pair],
         )
 
-    def surprise(self, passages: Sequence[Passage]) -> Surprise:
-        return joined(list(self._surprises(passages)))
-
     @torch.no_grad()
-    def _surprises(self, passages: Sequence[Passage]) -> Iterator[Surprise]:
-        for passage in passages:
-            logits_1TV = self._model(_row(passage.ids), self._encode(passage))
-            yield surprise(logits_1TV[0].numpy(), passage.ids)
+    def surprise(self, passage: Passage) -> Surprise:
+        logits_1TV = self._model(_row(passage.ids), self._encode(passage))
+        return surprise(logits_1TV[0].numpy(), passage.ids)
 
     @torch.no_grad()
     def greedy(self, passage: Passage, num_steps: int) -> Passage:

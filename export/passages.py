@@ -10,15 +10,14 @@ import json
 from pathlib import Path
 
 from export.held_out import held_out
-from model.checkpoint import load_checkpoint
-from model.training_state import resolve_checkpoint
+from model.importing import open_checkpoint
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints held-out passages as JSON.")
     parser.add_argument("checkpoint", type=Path)
     args = parser.parse_args()
-    found = held_out(load_checkpoint(resolve_checkpoint(args.checkpoint)), None)
+    found = held_out(open_checkpoint(args.checkpoint), None)
     print(json.dumps({"name": found.name, "passages": [each.ids for each in found.passages]}))
 
 

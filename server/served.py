@@ -7,7 +7,8 @@ Does not know: who is being served, protobuf.
 from dataclasses import dataclass
 from typing import Any
 
-from export.manifest import Device, Graphs, Manifest
+from export.manifest import Graphs, Manifest
+from export.precisions import Device
 from server.chat import ChatTemplate
 from server.errors import InvalidFieldError, StartError
 from server.request import Sampling

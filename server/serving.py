@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from export.manifest import Family
+from export.precisions import Family
 from server.addresses import write_address
 from server.administration import Administration
 from server.admission import Admission
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     set_up_logging(settings.log_format)
     check_exposure(settings)
     allow_connections()
-    directory = args.bundle or default_bundle()
+    directory = args.bundle or default_bundle(settings.device, settings.precision)
     load = prepare(directory, settings)
     asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import Family, read_manifest
+from export.manifest import read_manifest
+from export.precisions import Family
 from server.chat import ChatTemplate
 from server.device import Choice, choose_graphs
 from server.engine import Engine
@@ -63,8 +64,6 @@ def prepare(directory: Path, settings: Settings) -> Load:
 def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
     graphs = choice.graphs
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
-    if choice.warning is not None:
-        logger.warning("%s", choice.warning)
     logger.info(
         "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
         sizing.max_rows,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from export.manifest import Precision
 from export.operator_library import operators_problem
+from export.precisions import Precision
 
 PROBLEM = operators_problem()
 needs_operators = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-OWN: tuple[Precision, ...] = () if PROBLEM else ("quill4",)
+OWN: tuple[Precision, ...] = () if PROBLEM else ("quill4", "quill8")
 # What a bundle of a test is served in: the plainest, the runtime's integers, our own.
 SERVED: tuple[Precision, ...] = ("fp32", "int4", *OWN)

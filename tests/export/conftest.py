@@ -47,7 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Exported:
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """The GPT shape with weights in full precision, and no tokenizer."""
     out = tmp_path_factory.mktemp("bundles") / "gpt"
-    return export(out, make_checkpoint(GPT), "fp32", "int4", "int8", *OWN, "fp16")
+    return export(out, make_checkpoint(GPT), "fp32", "int4", *OWN, "fp16")
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,10 @@ import dataclasses
 
 import onnx_ir as ir
 import pytest
-import torch
 
 from export.cuda_kernels import KERNELS, check_cuda_kernels
 from export.errors import UnsupportedModelError
-from export.precision import prepare
+from export.precision import Networks
 from export.tracing import trace
 from model.config import ModelConfig
 from tests.export.tiny import GPT, LLAMA, SEQ2SEQ, Exported, make_checkpoint
@@ -34,7 +33,7 @@ def test_every_node_of_a_half_precision_graph_has_a_kernel(exported: Exported) -
     ids=["gelu", "silu", "sinusoidal", "rotary encoder", "grouped encoder"],
 )
 def test_other_settings_have_kernels_too(config: ModelConfig) -> None:
-    prepared = prepare(make_checkpoint(config), torch.float16)
+    prepared = Networks(make_checkpoint(config)).prepare("fp16")
     check_cuda_kernels(trace(prepared.decoder()))
     encoder = prepared.encoder()
     if encoder is not None:

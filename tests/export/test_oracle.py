@@ -52,6 +52,6 @@ def test_greedy_takes_the_most_likely_token_each_time() -> None:
     checkpoint = make_checkpoint(LLAMA)
     oracle = Oracle(checkpoint)
     found = oracle.greedy(Passage((5, 6)), 4)
-    favourites = oracle.surprise([Passage((*found.ids, 0))]).favourites
+    favourites = oracle.surprise(Passage((*found.ids, 0))).favourites
     assert found.ids[:2] == (5, 6)
     assert found.ids[2:] == tuple(favourites[1:5].tolist())

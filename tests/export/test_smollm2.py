@@ -16,7 +16,7 @@ from model.fetch import extract_member
 from model.gguf_file import GgufFile
 from model.gguf_llama import read_gguf
 from model.wheels import SMOLLM2_GGUF
-from tests.export.tiny import Exported, silently
+from tests.export.tiny import Exported
 
 NUM_PASSAGES = 2
 
@@ -31,8 +31,8 @@ def smollm2(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Not verified by export itself: what follows is the verification."""
     checkpoint = read_gguf(GgufFile(gguf))
     out = tmp_path_factory.mktemp("smollm2") / "bundle"
-    wishes = Wishes(precisions=("fp32", "int4"), quantiser="rtn", verify=False)
-    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes, silently))
+    wishes = Wishes(precisions=("fp32", "int4"), verify=False)
+    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes))
 
 
 @pytest.fixture(scope="module")

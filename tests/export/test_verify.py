@@ -67,7 +67,7 @@ def test_seq2seq_compares_the_parked_source_too(
 
 def test_probes_have_different_lengths(llama_answers: list[Answer]) -> None:
     lengths = [len(answer.passage.ids) for answer in llama_answers]
-    assert lengths[0] == 24 + 64  # a quarter of the context, and the steps
+    assert lengths[0] == 96  # the whole context
     assert len(set(lengths)) == 3
 
 

@@ -1,7 +1,5 @@
 """Tiny networks with random weights, and how a test exports one."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +7,8 @@ import torch
 from torch import nn
 
 from export.bundle import Wishes, write_bundle
-from export.manifest import Manifest, Precision
+from export.manifest import Manifest
+from export.precisions import Precision
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.quantised import QuantisedWeight
@@ -114,11 +113,6 @@ def _in_gguf(weight_NI: torch.Tensor, eight_bits: bool) -> QuantisedWeight:
     return QuantisedWeight("q4_1", q_NI[:, 0::2] | (q_NI[:, 1::2] << 4), scale_NG, minimum_NG)
 
 
-@contextlib.contextmanager
-def silently(_: str) -> Iterator[None]:
-    yield
-
-
 class Exported(NamedTuple):
     """A bundle, and the checkpoint that it was made from."""
 
@@ -130,5 +124,5 @@ class Exported(NamedTuple):
 def export(
     out: Path, checkpoint: Checkpoint, *precisions: Precision, text: Path | None = None
 ) -> Exported:
-    wishes = Wishes(precisions=precisions, quantiser="rtn", text=text)
-    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes, silently))
+    wishes = Wishes(precisions=precisions, text=text)
+    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes))

@@ -2,7 +2,6 @@
 
 import importlib
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,8 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     theirs = make()
     theirs.save_pretrained(tmp_path / "hf")
     checkpoint = read_huggingface(tmp_path / "hf")
-    wishes = Wishes(precisions=("fp32",), quantiser="rtn", verify=False)
-    write_bundle(tmp_path / "bundle", checkpoint, wishes, lambda _: nullcontext())
+    wishes = Wishes(precisions=("fp32",), verify=False)
+    write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
     engine = open_engine(bundle, EngineSettings(max_rows=9, context=CONTEXT, num_threads=1))
     requests = [

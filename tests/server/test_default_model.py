@@ -5,18 +5,22 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 
+import server.default_model
+from export.manifest import write_manifest
 from server.default_model import default_bundle
 from server.errors import StartError
 from tests.export.test_manifest import make_bundle
 
 
 class Commands:
-    """Stands for the importer and the exporter, which take minutes."""
+    """Stands for the exporter, which takes a minute."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -33,52 +37,115 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_bundle_in_the_cache_is_used_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = cached_bundle(cache)
+@pytest.fixture(autouse=True)
+def fast_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(server.default_model, "operators_problem", lambda: None)
+    monkeypatch.setattr(server.default_model, "operators_are_fast", lambda: True)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     commands = Commands(0)
     monkeypatch.setattr(subprocess, "run", commands.run)
+    return commands
+
+
+def cached_bundle(cache: Path, precision: str = "quill4", **changes: Any) -> Path:
+    bundle = cache / "bundles" / "smollm2-135m"
+    bundle.parent.mkdir()
+    manifest = make_bundle(bundle)
+    graphs = replace(manifest.graphs[0], precision=precision)  # type: ignore[arg-type]
+    changes = {"onnxruntime": onnxruntime.__version__, "graphs": (graphs,)} | changes
+    write_manifest(bundle, replace(manifest, **changes))
+    return bundle
+
+
+def export_of(bundle: Path, *options: str) -> list[str]:
+    quill = [sys.executable, "-m", "quill"]
+    return [*quill, "export", "smollm2-135m", "--out", str(bundle), *options]
+
+
+def test_bundle_in_the_cache_is_used_as_it_is(cache: Path, commands: Commands) -> None:
+    bundle = cached_bundle(cache)
     assert default_bundle() == bundle
     assert not commands.ran
 
 
-@pytest.mark.parametrize("outdated", ['"format_version": 0', '"onnxruntime": "1.0"'])
+@pytest.mark.parametrize(
+    "outdated", ['"format_version": 0', '"onnxruntime": "1.0"', '"precision": "int8"']
+)
 def test_bundle_of_another_version_is_made_anew(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, outdated: str
+    cache: Path, commands: Commands, outdated: str
 ) -> None:
-    path = cached_bundle(cache) / "manifest.json"
+    bundle = cached_bundle(cache)
+    path = bundle / "manifest.json"
     entry = outdated.partition(":")[0]
     text = re.sub(f"{entry}: [^,]+", outdated, path.read_text("utf-8"))
     path.write_text(text, "utf-8")
-    commands = Commands(0)
-    monkeypatch.setattr(subprocess, "run", commands.run)
     default_bundle()
-    assert [command[3] for command in commands.ran] == ["import", "export"]
+    assert commands.ran == [export_of(bundle)]
 
 
-def cached_bundle(cache: Path) -> Path:
-    bundle = cache / "bundles" / "smollm2-135m"
-    bundle.parent.mkdir()
-    make_bundle(bundle)
-    return bundle
+def test_first_start_exports_in_a_process_of_its_own(cache: Path, commands: Commands) -> None:
+    assert default_bundle() == cache / "bundles" / "smollm2-135m"
+    assert commands.ran == [export_of(default_bundle())] * 2
 
 
-def test_first_start_imports_and_exports_in_processes_of_their_own(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "precision", "options"),
+    [
+        ("cpu", "fp32", ["--precision", "fp32"]),
+        ("cuda", None, ["--precision", "fp16"]),
+        ("cpu", None, []),
+    ],
+)
+def test_what_was_asked_for_is_what_is_made(
+    cache: Path, commands: Commands, device: str, precision: str | None, options: list[str]
 ) -> None:
-    commands = Commands(0)
-    monkeypatch.setattr(subprocess, "run", commands.run)
-    bundle, checkpoint = default_bundle(), cache / "checkpoints" / "smollm2-135m"
-    quill = [sys.executable, "-m", "quill"]
-    assert commands.ran == [
-        [*quill, "import", "smollm2-135m"],
-        [*quill, "export", str(checkpoint), "--out", str(bundle)],
-    ]
+    bundle = default_bundle(device, precision)
+    assert commands.ran == [export_of(bundle, *options)]
 
 
-def test_import_that_fails_ends_the_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = Commands(1)
-    monkeypatch.setattr(subprocess, "run", commands.run)
-    with pytest.raises(StartError, match="import smollm2-135m` failed with code 1"):
+def test_bundle_that_lacks_what_is_asked_for_gets_it_added(cache: Path, commands: Commands) -> None:
+    bundle = cached_bundle(cache)
+    default_bundle("cpu", "fp32")
+    assert commands.ran == [export_of(bundle, "--precision", "fp32", "--add")]
+
+
+def test_bundle_that_lacks_what_this_machine_would_serve_gets_it_added(
+    cache: Path, commands: Commands
+) -> None:
+    bundle = cached_bundle(cache, "fp32")
+    default_bundle("cpu")
+    assert commands.ran == [export_of(bundle, "--add")]
+
+
+def test_what_was_tried_and_was_not_good_enough_is_not_tried_again(
+    cache: Path, commands: Commands
+) -> None:
+    cached_bundle(cache, "quill8", left_out=("quill4",))
+    default_bundle("cpu")
+    assert not commands.ran
+
+
+@pytest.mark.parametrize("precision", [None, "quill8"])
+def test_bundle_that_cannot_be_added_to_is_served_as_it_is_unless_more_was_asked(
+    cache: Path, commands: Commands, precision: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = cached_bundle(cache, "fp32")
+    commands.exit_code = 1
+    if precision is None:
+        assert default_bundle("cpu", precision) == bundle
+        assert "So it is served as it is" in capsys.readouterr().out
+    else:
+        with pytest.raises(StartError, match="--precision quill8 --add` failed with code 1"):
+            default_bundle("cpu", precision)
+
+
+def test_export_that_fails_ends_the_start(cache: Path, commands: Commands) -> None:
+    commands.exit_code = 1
+    with pytest.raises(StartError, match=r"export smollm2-135m .*` failed with code 1"):
         default_bundle()
     assert len(commands.ran) == 1
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import server.device
-from export.manifest import MANIFEST_FILE, Graphs, Manifest
-from server.device import MAY_OVERFLOW, Choice, choose_graphs
+from export.manifest import Graphs, Manifest
+from server.device import Choice, choose_graphs
 from server.errors import StartError
 from server.loading import EngineSettings, open_bundle, open_engine
 from server.opening import cuda_free_bytes, cuda_problem
@@ -82,23 +82,6 @@ def test_what_was_asked_for_and_cannot_be_had_is_an_error(
 ) -> None:
     with pytest.raises(StartError, match=words):
         chosen(FOR_BOTH, device, precision, problem)
-
-
-@pytest.mark.parametrize("has_vnni", [False, True])
-def test_int8_is_warned_of_where_its_sums_may_overflow(
-    tiny_bundle: TinyBundle,
-    tmp_path: Path,
-    has_vnni: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    text = (tiny_bundle.directory / MANIFEST_FILE).read_text()
-    (tmp_path / MANIFEST_FILE).write_text(text.replace('"int4"', '"int8"'))
-    monkeypatch.setattr(server.device, "multiplies_integers", lambda: has_vnni)
-    for precision in ("fp32", "int8"):
-        prepare(tmp_path, Settings(max_rows=2, threads=1, precision=precision))
-    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert warnings == ([] if has_vnni else [MAY_OVERFLOW])
 
 
 @without_cuda

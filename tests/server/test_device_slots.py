@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.manifest import Device
+from export.precisions import Device
 from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError

@@ -31,6 +31,7 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
         "export.errors",
         "export.manifest",
         "export.operator_library",
+        "export.precisions",
         "export.records",
     }
     assert set(done.stdout.split()) <= standard_library_only

@@ -109,15 +109,26 @@ def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
             choose_graphs(manifest, "cpu", "quill4")
 
 
-def test_translators_lose_less_with_the_runtimes_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "best"), [("causal", "quill4"), ("seq2seq", "quill8")])
+def test_each_family_has_its_best(family: Any, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.device, "operators_problem", lambda: None)
     monkeypatch.setattr(server.device, "operators_are_fast", lambda: True)
-    graphs = [graphs_in(name, verification=proof(20.1)) for name in ("int4", "quill4")]
-    causal = manifest_with(*graphs)
-    translator = dataclasses.replace(causal, family="seq2seq")
-    assert choose_graphs(causal, "cpu", None).graphs.precision == "quill4"
-    choice = choose_graphs(translator, "cpu", None)
-    assert (choice.graphs.precision, choice.why) == ("int4", "as asked")
+    names = ("fp32", "int4", "quill4", "quill8")
+    manifest = manifest_with(*(graphs_in(name, verification=proof(20.1)) for name in names))
+    choice = choose_graphs(dataclasses.replace(manifest, family=family), "cpu", None)
+    assert (choice.graphs.precision, choice.why) == (best, "as asked")
+
+
+def test_what_loses_too_much_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.device, "operators_problem", lambda: None)
+    monkeypatch.setattr(server.device, "operators_are_fast", lambda: True)
+    four, eight = (proof(each) for each in (25.0, 20.01))
+    manifest = manifest_with(
+        graphs_in("quill4", verification=four), graphs_in("quill8", verification=eight)
+    )
+    choice = choose_graphs(manifest, "cpu", None)
+    assert choice.graphs.precision == "quill8"
+    assert choice.why == "as asked; not quill4: its perplexity is too high"
 
 
 @pytest.mark.parametrize("problem", [None, "not built"])
@@ -125,17 +136,29 @@ def test_what_would_be_faster_is_said(problem: str | None, monkeypatch: pytest.M
     monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
     monkeypatch.setattr(server.device, "operators_are_fast", lambda: problem is None)
     without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
-    hint = "; not quill4: the bundle has none; export it again"
+    hint = (
+        "; not quill4: the bundle has none; add it to the bundle: "
+        "quill export CHECKPOINT --out BUNDLE --add --precision quill4"
+    )
     assert without == "as asked" + ("" if problem else hint)
     unproven = choose_graphs(manifest_with(graphs_in("fp32"), graphs_in("quill4")), "cpu", None)
     assert unproven.why.endswith(problem or "it was never verified")
 
 
+def test_a_bundle_whose_graphs_all_need_operators_is_refused_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server.device, "operators_problem", lambda: "not built")
+    manifest = manifest_with(graphs_in("quill4"), graphs_in("quill8"))
+    with pytest.raises(StartError, match=r"\(quill4, quill8\) can't be run: not built\. Or add"):
+        choose_graphs(manifest, "cpu", None)
+
+
 def test_what_cannot_be_had_is_an_error() -> None:
     with pytest.raises(StartError, match="--device cpu"):
         choose_graphs(MANIFEST, "cuda", None)
-    with pytest.raises(StartError, match=r"int8 isn't among .* \(fp32\)"):
-        choose_graphs(MANIFEST, "cpu", "int8")
+    with pytest.raises(StartError, match=r"quill8 isn't among .* \(fp32\)\. .*--add"):
+        choose_graphs(MANIFEST, "cpu", "quill8")
     with pytest.raises(StartError, match="no graphs for the CPU"):
         choose_graphs(manifest_with(graphs_in("fp16", device="cuda")), "auto", None)
 

@@ -1,6 +1,5 @@
 """A small network with a bundle made of it: what the tests of the engine run on."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import torch
 
 from export.bundle import Wishes, write_bundle
-from export.manifest import Manifest, Precision
+from export.manifest import Manifest
+from export.precisions import Precision
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.tokenizer import SpecialTokens, byte_tokenizer
@@ -124,6 +124,6 @@ def _make_bundle(
         if weight.ndim == 2:
             weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
     checkpoint = Checkpoint(config, weights, **rest)
-    wishes = Wishes(precisions=precisions, quantiser="rtn", verify=False)
-    manifest = write_bundle(directory, checkpoint, wishes, lambda _: nullcontext())
+    wishes = Wishes(precisions=precisions, verify=False)
+    manifest = write_bundle(directory, checkpoint, wishes)
     return TinyBundle(directory, manifest, checkpoint.build())

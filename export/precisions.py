@@ -1,0 +1,74 @@
+"""What each precision is: the one table that the exporter and the server read.
+
+Knows: names, what runs them, how far from PyTorch they may be, which goes before which.
+Does not know: torch, how graphs are made (export/precision.py has a function for each name here).
+The server reads it too, so it imports only the standard library.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Family = Literal["causal", "seq2seq"]
+Precision = Literal["fp32", "int4", "quill4", "quill8", "fp16"]
+Device = Literal["cpu", "cuda"]
+
+ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+# What a server takes by itself may have so much of PyTorch's perplexity; fp32 is beyond doubt.
+MAX_PERPLEXITY_RATIO = 1.02
+# The weights are the source's own integers: only the rounding of activations can raise perplexity.
+MAX_RISE_FROM_SOURCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest difference from PyTorch's logits, in standard deviations of a position's logits:
+    at any position, and on average over positions."""
+
+    worst: float
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is true of a precision, whatever the model."""
+
+    tolerance: Tolerance
+    max_rise: float | None  # of perplexity over PyTorch's; None: it is reported
+    max_tokens: int | None = None  # that perplexity is measured on; None: all there are
+    device: Device = "cpu"
+    needs_operators: bool = False  # those of Quill's own (export/operator_library.py)
+    is_quantised: bool = False  # in blocks, which a model's shape must allow
+
+
+# Quantised graphs are compared with PyTorch on the very same (dequantised) weights: what remains is
+# the rounding of activations to 8 bits, about 0.15 on average and now and then much more.
+_ROUNDED = Tolerance(worst=math.inf, mean=0.5)
+
+PRECISIONS: Mapping[Precision, Facts] = {
+    "fp32": Facts(tolerance=Tolerance(worst=1e-3, mean=1e-3), max_rise=1e-4),
+    # 4 bits that were found here have no limit: the server looks at what was measured.
+    "int4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True),
+    "quill4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True, needs_operators=True),
+    "quill8": Facts(tolerance=_ROUNDED, max_rise=5e-3, is_quantised=True, needs_operators=True),
+    # Half precision has no fast kernel on a CPU: a few hundred tokens must do.
+    "fp16": Facts(
+        tolerance=Tolerance(worst=0.2, mean=0.02), max_rise=5e-3, max_tokens=400, device="cuda"
+    ),
+}
+
+# For the CPU, the best first: the faster, where both are good enough (loadtest/RESULTS.md).
+_FASTEST: Mapping[Family, tuple[Precision, ...]] = {
+    "causal": ("quill4", "quill8", "int4", "fp32"),
+    "seq2seq": ("quill8", "quill4", "int4", "fp32"),
+}
+
+
+def preferred(family: Family, *, fast_operators: bool) -> tuple[Precision, ...]:
+    """All precisions for the CPU, the best first. Without fast kernels of Quill's own, those that
+    need them come last."""
+    order = _FASTEST[family]
+    if fast_operators:
+        return order
+    return tuple(sorted(order, key=lambda name: PRECISIONS[name].needs_operators))
