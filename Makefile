@@ -36,7 +36,7 @@ $(VENV)/dev: $(VENV)/base
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@
 
-# Without a compiler this says so, and everything works but precision quill4.
+# Without a compiler this says so, and everything works but precisions quill4 and quill8.
 compiled: $(VENV)/base
 	@$(BIN)/python -m export.build_operators --optional
 

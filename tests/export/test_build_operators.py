@@ -34,7 +34,7 @@ def test_every_source_is_compiled_where_its_instructions_are() -> None:
     names = {path.stem for path in operator_library.SOURCES.glob("*.cpp")}
     assert set(units("x86_64")) == names
     assert set(units("aarch64")) == names - {"avx2", "avx512"}
-    assert not units("aarch64")["plain"]
+    assert not any(flag.startswith("-m") for flag in units("aarch64")["plain"])
 
 
 def test_a_library_is_named_by_its_sources(sources: Path) -> None:
