@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from export.held_out import Passage
-from export.manifest import TILE, Invariance, leaves_one_alone
+from export.manifest import TILE, Invariance, is_lone_tail
 from export.oracle import Array
 from export.runner import Runner
 
@@ -100,7 +100,7 @@ def _chunks_agree(runner: Runner, passages: Sequence[Passage]) -> bool:
 
 def _prompt(passages: Sequence[Passage], max_length: int) -> list[int]:
     ids = [token for passage in passages for token in passage.ids][:max_length]
-    return ids[:-MIN_CHUNK] if leaves_one_alone(len(ids)) else ids
+    return ids[:-MIN_CHUNK] if is_lone_tail(len(ids)) else ids
 
 
 def _cut(ids: list[int], chance: random.Random) -> list[list[int]]:
@@ -116,4 +116,4 @@ def _cut(ids: list[int], chance: random.Random) -> list[list[int]]:
 
 
 def _may_cut(size: int, remaining: int) -> bool:
-    return not leaves_one_alone(size) and remaining - size != 1
+    return not is_lone_tail(size) and remaining - size != 1

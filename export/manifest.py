@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 NOT_BUNDLES = ("run.json", "config.json")
 
 
-def leaves_one_alone(num: int) -> bool:
+def is_lone_tail(num: int) -> bool:
     """Whether so many tokens or rows leave one alone in its tile."""
     return num % TILE == 1
 

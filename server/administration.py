@@ -10,12 +10,12 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.calls import Calls, Context, caller_of
 from server.errors import ForbiddenError, UnimplementedError
-from server.served import Served
+from server.served import ServedModel
 from server.wire import model_message
 
 
 class Administration(pb_grpc.AdministrationServicer):
-    def __init__(self, calls: Calls, reload: Callable[[], Awaitable[Served]] | None) -> None:
+    def __init__(self, calls: Calls, reload: Callable[[], Awaitable[ServedModel]] | None) -> None:
         """Without `reload` nobody can be told from anybody else, so nobody may."""
         self._calls = calls
         self._reload = reload

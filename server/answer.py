@@ -18,7 +18,7 @@ from server.events import (
     TokenEvent,
 )
 from server.text import Text
-from server.validation import Asked
+from server.validation import ParsedRequest
 
 
 @dataclass
@@ -36,10 +36,12 @@ class Chunk:
 class Answer:
     """All sequences of one request. `end` is called with each whose stop string has appeared."""
 
-    def __init__(self, asked: Asked, text: Text | None, end: Callable[[int], None]) -> None:
-        self._asked = asked
+    def __init__(
+        self, parsed: ParsedRequest, text: Text | None, end: Callable[[int], None]
+    ) -> None:
+        self._parsed = parsed
         self._end = end
-        self._sequences = [_Sequence(asked, text) for _ in range(asked.request.num_sequences)]
+        self._sequences = [_Sequence(parsed, text) for _ in range(parsed.request.num_sequences)]
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._num_open = len(self._sequences)
         self._has_begun = False
@@ -85,27 +87,27 @@ class Answer:
         if self._has_begun:
             return
         self._has_begun = True
-        asked = self._asked
-        if asked.prompt_logprobs is not None:
-            logprobs = _shortened(self._prompt_logprobs, asked.prompt_logprobs)
+        parsed = self._parsed
+        if parsed.prompt_logprobs is not None:
+            logprobs = _shortened(self._prompt_logprobs, parsed.prompt_logprobs)
             chunks.setdefault(0, Chunk(0)).prompt_logprobs = logprobs
-        if asked.echo:
+        if parsed.echo:
             for index in range(len(self._sequences)):
                 self._echo(chunks.setdefault(index, Chunk(index)))
 
     def _echo(self, chunk: Chunk) -> None:
-        prompt_ids = self._asked.request.prompt_ids
+        prompt_ids = self._parsed.request.prompt_ids
         chunk.token_ids += prompt_ids
         chunk.text += self._sequences[chunk.sequence].read(prompt_ids)
-        if self._asked.logprobs is not None:
-            chunk.logprobs += _shortened(self._prompt_logprobs, self._asked.logprobs)
+        if self._parsed.logprobs is not None:
+            chunk.logprobs += _shortened(self._prompt_logprobs, self._parsed.logprobs)
 
 
 class _Sequence:
-    def __init__(self, asked: Asked, text: Text | None) -> None:
-        self._ends = asked.request.stop_ids | asked.request.eos_ids
+    def __init__(self, parsed: ParsedRequest, text: Text | None) -> None:
+        self._ends = parsed.request.stop_ids | parsed.request.eos_ids
         self._decoder = None if text is None else text.decoder()
-        self._stops = StopStrings(asked.stop)
+        self._stops = StopStrings(parsed.stop)
         self.num_tokens = 0
         self._is_stopped = False
 

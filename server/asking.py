@@ -167,7 +167,7 @@ class Retries:
             delay_s = min(self.first_s * 2**num_tried, self.max_s) * random.uniform(0.5, 1)
         return None if left_s is not None and delay_s >= left_s else delay_s
 
-    def tell(self, error: CallError, delay_s: float) -> None:
+    def warn(self, error: CallError, delay_s: float) -> None:
         """Lest somebody wait and not know what for. Where logging isn't set up, on stderr."""
         busy = "the server is busy: " if error.code is _OVERLOADED else ""
         logger.warning(
@@ -192,7 +192,7 @@ class Attempts:
         """After one has failed: how long to wait before the next. None: give up."""
         delay_s = self._retries.delay_s(error, self._num_failed, self.left_s)
         if warn and delay_s is not None and not self._num_failed:
-            self._retries.tell(error, delay_s)
+            self._retries.warn(error, delay_s)
         self._num_failed += 1
         return delay_s
 

@@ -25,7 +25,7 @@ from server.asking import (
     score_request,
     seeded,
 )
-from server.resuming import Given
+from server.resuming import ResumeFilter
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -84,7 +84,7 @@ class AsyncClient:
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        attempts, given = Attempts(self._retries, timeout_s), Given()
+        attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
         while True:
             began = False
             try:

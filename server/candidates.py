@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from server.arrays import Counts, Flags, Ids, Logits, Scores
-from server.leaders import leaders
+from server.leaders import find_top_k
 
 # R rows · V vocabulary · C candidates, best first · A adjusted tokens · N candidates of all rows
 
@@ -60,7 +60,7 @@ def best_candidates(logits_RV: Logits, k: int, adjusted: Sequence[Adjusted]) -> 
 
 def _find(logits_RV: Logits, k: int, adjusted: Sequence[Adjusted]) -> tuple[_Found, Logits]:
     """Everything that reaches its row's threshold, by row, then by id."""
-    rows_N, ids_N, thresholds_R = leaders(logits_RV, k)
+    rows_N, ids_N, thresholds_R = find_top_k(logits_RV, k)
     found = _Found(rows_N, ids_N, logits_RV[rows_N, ids_N].astype(np.float64))
     parts = [found]
     for row, (ids_A, scores_A) in enumerate(adjusted):

@@ -28,7 +28,7 @@ from server.asking import (
     score_request,
     seeded,
 )
-from server.resuming import Given
+from server.resuming import ResumeFilter
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -87,7 +87,7 @@ class Client:
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> Generator[pb.GenerateChunk, None, None]:
-        attempts, given = Attempts(self._retries, timeout_s), Given()
+        attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
         while True:
             began = False
             try:

@@ -21,7 +21,7 @@ MAX_HELD_EVENTS = 16_384  # tokens, mostly: far more than a reader that still re
 
 
 class Engine(Protocol):
-    """What the desk needs of the engine's thread."""
+    """What the dispatcher needs of the engine's thread."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -72,7 +72,7 @@ class Inbox:
         self._engine.end(self._request_id)
 
 
-class Desk:
+class Dispatcher:
     """All requests that are being answered. Everything but `publish` runs on the event loop."""
 
     def __init__(

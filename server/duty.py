@@ -1,6 +1,6 @@
 """Which bundle is on duty, and how another one takes over without anybody noticing.
 
-Knows: stations, loading, the watchdog. Does not know: gRPC, ports, signals.
+Knows: instances, loading, the watchdog. Does not know: gRPC, ports, signals.
 
 The new bundle is loaded beside the old one and tried out. If anything is wrong with it, it is
 refused and the old one goes on. Otherwise new calls go to the new one; the old one finishes its
@@ -18,7 +18,7 @@ from server.errors import ReloadError
 from server.events import Batch
 from server.memory import trim_heap
 from server.starting import Load
-from server.station import Station
+from server.station import ModelInstance
 from server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ UNWIND_S = 5.0
 OnHealth = Callable[[str, bool], None]
 
 
-class Duty:
+class Reloader:
     """Belongs to the event loop. `on_health(problem, is_there)` may be called from any thread."""
 
     def __init__(
@@ -37,41 +37,41 @@ class Duty:
         self._publish = publish
         self._on_health = on_health
         self._watchdog = Watchdog(max_step_s)
-        self.station: Station | None = None  # None: nothing is loaded yet
+        self.instance: ModelInstance | None = None  # None: nothing is loaded yet
         self._retiring: set[asyncio.Task[None]] = set()
         self._is_reloading = False
         self._is_closed = False
 
-    async def take_over(self, load: Load) -> Station:
+    async def take_over(self, load: Load) -> ModelInstance:
         """Loads a bundle and puts it on duty. The one before it retires."""
-        station, before = await _in_thread(load), self.station
+        instance, before = await _in_thread(load), self.instance
         if self._is_closed:
             raise ReloadError("the server is stopping")
-        station.start(self._publish, self._note_health)
-        self.station = station
+        instance.start(self._publish, self._note_health)
+        self.instance = instance
         self._on_health("failing", False)
         if before is not None:
             task = asyncio.ensure_future(self._retire(before))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
-        return station
+        return instance
 
-    async def reload(self, load: Load) -> Station:
+    async def reload(self, load: Load) -> ModelInstance:
         """The same, for a server that serves already: whatever goes wrong leaves it serving."""
-        if self._is_reloading or self.station is None or self._is_closed:
+        if self._is_reloading or self.instance is None or self._is_closed:
             state = "stopping" if self._is_closed else "loading a bundle already"
             raise ReloadError(f"the server is {state}. Try again later")
         self._is_reloading = True
         try:
-            station = await self.take_over(load)
+            instance = await self.take_over(load)
         except Exception as error:  # whatever a bundle can do to us: it was never on duty
             raise ReloadError(
                 f"the new bundle is refused, and the old one goes on: {error}"
             ) from error
         finally:
             self._is_reloading = False
-        logger.info("the bundle %s is on duty now", station.served.manifest.name)
-        return station
+        logger.info("the bundle %s is on duty now", instance.served.manifest.name)
+        return instance
 
     async def watch(self) -> None:
         """Until it is cancelled: looks whether a step hangs."""
@@ -81,30 +81,30 @@ class Duty:
 
     def _look(self) -> None:
         """By itself, so that no bundle stays in a variable until the next look."""
-        if self.station is not None:
-            engine = self.station.engine
+        if self.instance is not None:
+            engine = self.instance.engine
             hangs = self._watchdog.look(engine.busy_since_s, engine.describe)
             self._on_health("hanging", hangs)
 
     async def close(self) -> None:
         """What is still running ends with UNAVAILABLE."""
         self._is_closed = True
-        if self.station is not None:
-            await self.station.stop()
+        if self.instance is not None:
+            await self.instance.stop()
         for task in list(self._retiring):
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
 
-    async def _retire(self, station: Station) -> None:
-        name, num_calls = station.served.manifest.name, station.num_calls
+    async def _retire(self, instance: ModelInstance) -> None:
+        name, num_calls = instance.served.manifest.name, instance.num_calls
         logger.info("the old bundle %s retires; %d calls are still on it", name, num_calls)
         try:
-            await station.wait_until_idle()
+            await instance.wait_until_idle()
         finally:
-            ended = await station.stop()
+            ended = await instance.stop()
         gone = asyncio.Event()
-        weakref.finalize(station, gone.set).atexit = False
-        del station
+        weakref.finalize(instance, gone.set).atexit = False
+        del instance
         with contextlib.suppress(TimeoutError):
             # The last call has ended, but for its last few lines.
             await asyncio.wait_for(gone.wait(), UNWIND_S)
@@ -114,18 +114,18 @@ class Duty:
         else:
             logger.error("the old bundle %s hangs in a step: its memory isn't freed", name)
 
-    def _note_health(self, station: Station, healthy: bool) -> None:
-        """Called from a station's own thread."""
-        if station is self.station:
+    def _note_health(self, instance: ModelInstance, healthy: bool) -> None:
+        """Called from a instance's own thread."""
+        if instance is self.instance:
             self._on_health("failing", not healthy)
 
 
-async def _in_thread(load: Load) -> Station:
+async def _in_thread(load: Load) -> ModelInstance:
     """In a thread that nobody waits for at the end: loading may take long, and stopping mustn't."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Station] = loop.create_future()
+    future: asyncio.Future[ModelInstance] = loop.create_future()
 
-    def settle(loaded: Station | None, error: BaseException | None) -> None:
+    def settle(loaded: ModelInstance | None, error: BaseException | None) -> None:
         if future.cancelled():
             return
         if error is not None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from server.beams import Search
 from server.errors import CancelledError, DeadlineError, RequestError, StepError
 from server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
-from server.ledger import Ledger
-from server.pace import Pace
+from server.ledger import RequestStates
+from server.pace import PrefillBudget
 from server.plan import Plan
 from server.prefix_cache import PrefixCache
 from server.request import Request
@@ -38,8 +38,8 @@ class Engine:
     ) -> None:
         self._executor = Executor(session, prefix_cache)
         self._scheduler = Scheduler(limits, prefix_cache)
-        self._ledger = Ledger()
-        self._pace = Pace()
+        self._states = RequestStates()
+        self._prefill_budget = PrefillBudget()
         self._clock = clock
         self._events: list[Event] = []
         self._num_failures = 0
@@ -48,7 +48,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nobody is served, and nobody has still to be told something."""
-        return not len(self._ledger) and not self._events
+        return not len(self._states) and not self._events
 
     @property
     def is_broken(self) -> bool:
@@ -64,22 +64,22 @@ class Engine:
         return f"a {plan.kind} of {plan.num_tokens} tokens for the requests {requests}"
 
     def submit(self, request: Request, arrived_s: float) -> None:
-        self._ledger.arrive(request, arrived_s)
+        self._states.arrive(request, arrived_s)
         self._scheduler.add(request)
 
     def end(self, request_id: str, sequence: int | None, reason: FinishReason) -> None:
         """Ends a request, or one of its sequences, before its time. Once ended, it stays so."""
-        gone = self._ledger.open_sequences(request_id)
+        gone = self._states.open_sequences(request_id)
         if sequence is not None:
             gone = [each for each in gone if each == sequence]
         if not gone:
             return
         self._executor.copy(self._scheduler.remove(request_id, sequence))
-        if self._ledger.has_token(request_id):
+        if self._states.has_token(request_id):
             for each in gone:
                 self._finish(request_id, each, reason)
             return
-        moment = "the search was over" if self._ledger.searches(request_id) else "the first token"
+        moment = "the search was over" if self._states.searches(request_id) else "the first token"
         if reason == "deadline":
             self._fail(request_id, DeadlineError(f"the deadline passed before {moment}"))
         else:
@@ -87,22 +87,22 @@ class Engine:
 
     def abandon(self, error: RequestError) -> Batch:
         """Ends everything. There are no steps afterwards."""
-        for request_id in self._ledger.request_ids():
+        for request_id in self._states.request_ids():
             self._fail(request_id, error)
         return self._batch(None)
 
     def step(self) -> Batch:
         """A step for whoever is next, and all events since the step before."""
-        for request_id in self._ledger.expired(self._clock()):
+        for request_id in self._states.expired(self._clock()):
             self.end(request_id, None, "deadline")
-        max_chunk = self._pace.max_chunk(self._scheduler.num_rows)
-        plan = self._scheduler.plan(max_chunk, self._pace.may_go_on)
+        max_chunk = self._prefill_budget.max_chunk(self._scheduler.num_rows)
+        plan = self._scheduler.plan(max_chunk, self._prefill_budget.may_go_on)
         return self._batch(None if plan is None else self._run(plan))
 
     def _run(self, plan: Plan) -> StepReport:
         started_s = self._clock()
         for request, cached in plan.starts:
-            self._events.append(self._ledger.start(request, cached, started_s))
+            self._events.append(self._states.start(request, cached, started_s))
         self._under_way = plan
         try:
             result = self._executor.run(plan)
@@ -129,28 +129,28 @@ class Engine:
         now_s = self._clock()
         # No tokens if the chunk wasn't its prompt's last.
         for row, token, logprobs in zip(plan.rows, result.tokens, result.logprobs, strict=False):
-            if row.search is None and row.request.request_id in self._ledger:
-                self._events.append(self._ledger.token(row, token, logprobs, now_s))
+            if row.search is None and row.request.request_id in self._states:
+                self._events.append(self._states.token(row, token, logprobs, now_s))
         for row, reason in outcome.finished:
-            if row.request.request_id in self._ledger:
+            if row.request.request_id in self._states:
                 self._finish(row.request.request_id, row.sequence, reason)
         for search in outcome.found:
-            if search.request.request_id in self._ledger:
+            if search.request.request_id in self._states:
                 self._answer(search, now_s)
 
     def _answer(self, search: Search, now_s: float) -> None:
         """A beam search is over: all that its client is told comes now."""
         request = search.request
         for sequence, (beam, score, reason) in enumerate(search.answers[: request.num_sequences]):
-            told = self._ledger.hypothesis(request.request_id, sequence, beam, now_s)
-            ended = self._ledger.finish(request.request_id, sequence, reason, now_s, score)
+            told = self._states.hypothesis(request.request_id, sequence, beam, now_s)
+            ended = self._states.finish(request.request_id, sequence, reason, now_s, score)
             self._events += (told, ended)
 
     def _finish(self, request_id: str, sequence: int, reason: FinishReason) -> None:
-        self._events.append(self._ledger.finish(request_id, sequence, reason, self._clock()))
+        self._events.append(self._states.finish(request_id, sequence, reason, self._clock()))
 
     def _fail(self, request_id: str, error: RequestError) -> None:
-        self._events.append(self._ledger.fail(request_id, error))
+        self._events.append(self._states.fail(request_id, error))
 
     def _fail_all(self, request_ids: Iterable[str]) -> None:
         for request_id in sorted(request_ids):
@@ -160,9 +160,11 @@ class Engine:
 
     def _report(self, plan: Plan, duration_s: float) -> StepReport:
         if plan.kind == "decode":
-            self._pace.note_decode(duration_s)
+            self._prefill_budget.note_decode(duration_s)
         else:
-            self._pace.note_prefill(plan.num_tokens, duration_s, self._scheduler.num_waiting)
+            self._prefill_budget.note_prefill(
+                plan.num_tokens, duration_s, self._scheduler.num_waiting
+            )
         return StepReport(plan.kind, duration_s, plan.num_tokens)
 
     def _batch(self, report: StepReport | None) -> Batch:

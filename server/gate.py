@@ -25,7 +25,7 @@ _METHODS = {
 }
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Health is open to all: whoever restarts or balances servers has no key."""
 
     def __init__(self, keyring: Keyring, open_reflection: bool, calls: Calls) -> None:

@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from server.addresses import reachable, write_address
 from export.precisions import Family
+from server.addresses import reachable, write_address
 from server.settings import Settings
 
 

@@ -27,7 +27,7 @@ class Health:
         self._problems = {"loading"}
 
     async def begin(self) -> None:
-        await self._tell()
+        await self._publish()
 
     async def note(self, problem: str, is_there: bool) -> None:
         if is_there == (problem in self._problems):
@@ -39,13 +39,13 @@ class Health:
         said = (_NOW if is_there else _OVER).get(problem)
         if said is not None:
             logger.log(logging.ERROR if problem == "failing" and is_there else logging.INFO, said)
-        await self._tell()
+        await self._publish()
 
     def note_soon(self, problem: str, is_there: bool) -> None:
         """From any thread."""
         asyncio.run_coroutine_threadsafe(self.note(problem, is_there), self._loop)
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         states = health_pb2.HealthCheckResponse
         state = states.NOT_SERVING if self._problems else states.SERVING
         for service in self._services:

@@ -19,7 +19,7 @@ from server.arrays import Ids, Logits
 _GROUPS_PER_LEADER = 8  # fewer: more than k reach the threshold; more: more maxima to look through
 
 
-class Leaders(NamedTuple):
+class TopK(NamedTuple):
     """Every logit that reaches its row's threshold, by row, then by id."""
 
     rows_N: Ids
@@ -27,7 +27,7 @@ class Leaders(NamedTuple):
     thresholds_R: Logits
 
 
-def leaders(logits_RV: Logits, k: int) -> Leaders:
+def find_top_k(logits_RV: Logits, k: int) -> TopK:
     """At least the k greatest of each row, with all that equal the least of them.
 
     -inf never leads. With no more than k tokens in the vocabulary, everything else does.
@@ -37,7 +37,7 @@ def leaders(logits_RV: Logits, k: int) -> Leaders:
     lowest = np.finfo(np.float32).min
     reached = np.flatnonzero(logits_RV >= np.maximum(thresholds_R, lowest)[:, None])
     rows_N, ids_N = np.divmod(reached, vocab_size)
-    return Leaders(rows_N, ids_N, thresholds_R)
+    return TopK(rows_N, ids_N, thresholds_R)
 
 
 def _thresholds(logits_RV: Logits, k: int) -> Logits:

@@ -33,7 +33,7 @@ class _Entry:
     cached: int = 0
 
 
-class Ledger:
+class RequestStates:
     """One entry for each request, from its arrival to its end."""
 
     def __init__(self) -> None:

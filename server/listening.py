@@ -16,13 +16,13 @@ from server.addresses import write_address
 from server.administration import Administration
 from server.calls import Calls
 from server.errors import StartError
-from server.gate import Gate
+from server.gate import AuthInterceptor
 from server.keyring import Keyring
 from server.servicer import TextGeneration
 from server.settings import Settings
-from server.strangers import make_stranger_proof
+from server.strangers import make_unknown_methods_server
 from server.tls import server_credentials
-from server.unreadable import RefuseUnreadable
+from server.unreadable import DecodeInterceptor
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 # Of one connection at once. Who never reads its answers keeps 30 KB of memory for each; an honest
@@ -47,10 +47,10 @@ def make_server(
     health_servicer: health.aio.HealthServicer,
 ) -> grpc.aio.Server:
     """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
-    guards: list[grpc.aio.ServerInterceptor] = [RefuseUnreadable((SERVICE, ADMINISTRATION), calls)]
+    guards: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor((SERVICE, ADMINISTRATION), calls)]
     names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        guards = [Gate(keyring, settings.open_reflection, calls), *guards]
+        guards = [AuthInterceptor(keyring, settings.open_reflection, calls), *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -60,7 +60,7 @@ def make_server(
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
-    server = make_stranger_proof(guards, options)
+    server = make_unknown_methods_server(guards, options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     pb_grpc.add_AdministrationServicer_to_server(administration, server)

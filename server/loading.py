@@ -15,7 +15,7 @@ from server.device_slots import DeviceSlots
 from server.engine import Engine
 from server.errors import StartError
 from server.huge_pages import huge_pages
-from server.opening import SessionSettings, open_graph, says
+from server.opening import SessionSettings, first_line, open_graph
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
 from server.session import OrtSession
@@ -116,7 +116,7 @@ def _try_last_position(bundle: Bundle, session: OrtSession, context: int) -> Non
         raise StartError(
             f"{bundle.directory} says that its context is {bundle.manifest.sizes.context} tokens, "
             f"and its graphs can't run with {context}. Try a smaller --context, or export the "
-            f"bundle again. {says(error)}"
+            f"bundle again. {first_line(error)}"
         ) from error
 
 

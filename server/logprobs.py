@@ -9,7 +9,7 @@ import numpy as np
 
 from server.arrays import Logits, Scores
 from server.events import Alternative, PositionLogprobs
-from server.leaders import leaders
+from server.leaders import find_top_k
 
 # R rows · V vocabulary
 
@@ -38,7 +38,7 @@ def _tops(
     most = max(num_tops)
     if most == 0:
         return [()] * len(num_tops)
-    rows_N, ids_N, _ = leaders(logits_RV, most)
+    rows_N, ids_N, _ = find_top_k(logits_RV, most)
     ends = np.searchsorted(rows_N, np.arange(len(num_tops)), side="right").tolist()
     tops, start = [], 0
     for row, end in enumerate(ends):

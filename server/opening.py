@@ -66,10 +66,10 @@ def open_graph(
             graph, options, providers=[PROVIDERS["cpu"]], enable_fallback=False
         )
     except Exception as error:  # a damaged graph, no memory; the runtime has no class for these
-        raise StartError(f"{name} can't be opened. {says(error)}") from error
+        raise StartError(f"{name} can't be opened. {first_line(error)}") from error
 
 
-def says(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What the runtime has to say, in one line."""
     return f"ONNX Runtime says: {(str(error).splitlines() or [type(error).__name__])[0]}"
 

@@ -16,7 +16,7 @@ QUEUE_STALL_S = 0.1  # still faster than people read
 MIN_CHUNK = 8
 
 
-class Pace:
+class PrefillBudget:
     """Learns the length of chunk that takes the time it may take."""
 
     def __init__(self, max_chunk: int = 256) -> None:

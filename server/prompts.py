@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError, UnsupportedError
-from server.served import Served
+from server.served import ServedModel
 from server.text import Text
 
 MAX_MESSAGES = 1024
@@ -26,7 +26,7 @@ class PromptIds(NamedTuple):
 class PromptReader:
     """Reads what clients send to one model, or says which field is wrong and why."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._served = served
 
     def read(self, message: pb.GenerateRequest) -> PromptIds:

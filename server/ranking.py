@@ -11,7 +11,7 @@ import numpy as np
 from server.arrays import Ids, Logits, Scores
 from server.beams import Continuation, Search
 from server.events import PositionLogprobs
-from server.leaders import leaders
+from server.leaders import find_top_k
 from server.logprobs import log_totals, position_logprobs
 
 # R rows: the beams of all searches, one after another · V vocabulary
@@ -45,7 +45,7 @@ def rank(logits_RV: Logits, searches: Sequence[Search]) -> list[list[Continuatio
 
 def _candidates(logits_RV: Logits, searches: Sequence[Search]) -> _Candidates:
     most = max(search.num_ranked for search in searches)
-    rows_N, ids_N, _ = leaders(logits_RV, most)
+    rows_N, ids_N, _ = find_top_k(logits_RV, most)
     so_far_R = np.array([beam.logprob for search in searches for beam in search.running])
     offsets_R = so_far_R - log_totals(logits_RV)
     return _Candidates(rows_N, ids_N, logits_RV[rows_N, ids_N] + offsets_R[rows_N])

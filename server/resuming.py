@@ -13,7 +13,7 @@ from protos import generation_pb2 as pb
 from server.asking import CallError
 
 
-class Given:
+class ResumeFilter:
     """What the caller has of each sequence. `replay` when the answer begins again."""
 
     def __init__(self) -> None:

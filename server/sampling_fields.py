@@ -6,7 +6,7 @@ Knows: protobuf, the model's defaults, which fields go together. Does not know: 
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError
 from server.request import Beams, EarlyStopping, Sampling
-from server.served import SAMPLING_DEFAULTS, Served
+from server.served import SAMPLING_DEFAULTS, ServedModel
 
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     pb.EARLY_STOPPING_UNSPECIFIED: "guess",
@@ -18,7 +18,7 @@ _EARLY_STOPPING: dict[int, EarlyStopping] = {
 class SamplingReader:
     """Reads how clients want one model's answers."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._served = served
 
     def read_sampling(self, message: pb.GenerateRequest) -> Sampling:

@@ -27,7 +27,7 @@ from server.plan import (
 from server.request import Request
 from server.row import Row, rows_of
 from server.tiles import MIN_CHUNK, chunk_length
-from server.waiting import WaitingLine
+from server.waiting import RequestQueue
 
 # Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
 MAX_LOGPROBS_CHUNK = 64
@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(self, limits: Limits, prefixes: PrefixIndex) -> None:
         self._limits = limits
         self._prefixes = prefixes
-        self._waiting = WaitingLine()
+        self._waiting = RequestQueue()
         self._prefill: _Prefill | None = None
         self._rows: list[Row] = []
         self._decode_is_next = False

@@ -20,7 +20,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedModel:
     """One bundle, as it is served."""
 
     manifest: Manifest

@@ -15,8 +15,8 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as pb_grpc
 from server.answer import Answer, Chunk, merge
 from server.calls import Calls, Context, raising_context
-from server.desk import Desk
-from server.duty import Duty
+from server.desk import Dispatcher
+from server.duty import Reloader
 from server.errors import (
     InvalidFieldError,
     SlowReaderError,
@@ -25,10 +25,10 @@ from server.errors import (
 )
 from server.prompts import PromptReader
 from server.record import Record
-from server.served import Served
-from server.station import Station
+from server.served import ServedModel
+from server.station import ModelInstance
 from server.text import Text
-from server.validation import Arrival, Asked, RequestReader
+from server.validation import Arrival, ParsedRequest, RequestReader
 from server.wire import (
     chunk_message,
     logprobs_messages,
@@ -52,21 +52,26 @@ MAX_MARGIN_S = 0.1
 
 class _Call(NamedTuple):
     record: Record
-    station: Station
+    instance: ModelInstance
 
     @property
-    def served(self) -> Served:
-        return self.station.served
+    def served(self) -> ServedModel:
+        return self.instance.served
 
 
 class TextGeneration(pb_grpc.TextGenerationServicer):
-    """A call keeps to the station that was on duty when it began."""
+    """A call keeps to the instance that was on duty when it began."""
 
     def __init__(
-        self, desk: Desk, duty: Duty, calls: Calls, write_timeout_s: float, share_cache: bool
+        self,
+        dispatcher: Dispatcher,
+        reloader: Reloader,
+        calls: Calls,
+        write_timeout_s: float,
+        share_cache: bool,
     ) -> None:
-        self._desk = desk
-        self._duty = duty
+        self._dispatcher = dispatcher
+        self._reloader = reloader
         self._calls = calls
         self._write_timeout_s = write_timeout_s
         self._share_cache = share_cache
@@ -75,9 +80,9 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         async with self._call("Generate", context) as call:
             served = call.served
             arrival = self._arrival(call.record, context)
-            asked = await _read(RequestReader(served).read_generate, request, arrival)
-            chunks = await self._collect(asked, call)
-            return response_message(merge(chunks, asked.request.num_sequences), served.text)
+            parsed = await _read(RequestReader(served).read_generate, request, arrival)
+            chunks = await self._collect(parsed, call)
+            return response_message(merge(chunks, parsed.request.num_sequences), served.text)
 
     async def GenerateStream(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
@@ -86,19 +91,19 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         async with self._call("GenerateStream", context) as call:
             served = call.served
             arrival = self._arrival(call.record, context)
-            asked = await _read(RequestReader(served).read_generate, request, arrival)
+            parsed = await _read(RequestReader(served).read_generate, request, arrival)
 
             async def send(chunk: Chunk) -> None:
                 await self._write(chunk_message(chunk, served.text), context)
 
-            await self._answer(asked, call, send)
+            await self._answer(parsed, call, send)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as call:
             served = call.served
             arrival = self._arrival(call.record, context)
-            asked = await _read(RequestReader(served).read_score, request, arrival)
-            chunks = await self._collect(asked, call)
+            parsed = await _read(RequestReader(served).read_score, request, arrival)
+            chunks = await self._collect(parsed, call)
             (whole,) = merge(chunks, 1)
             assert whole.finish is not None
             return pb.ScoreResponse(
@@ -125,12 +130,12 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     @raising_context
     async def _call(self, method: str, context: Context) -> AsyncIterator[_Call]:
         async with self._calls.call(method, context) as record:
-            if self._duty.station is None:
+            if self._reloader.instance is None:
                 raise UnavailableError(
                     "the server is loading its model. Try again in a few seconds"
                 )
-            with self._duty.station.call() as station:
-                yield _Call(record, station)
+            with self._reloader.instance.call() as instance:
+                yield _Call(record, instance)
 
     def _arrival(self, record: Record, context: Context) -> Arrival:
         return Arrival(
@@ -140,11 +145,11 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             cache_scope="" if self._share_cache else record.caller,
         )
 
-    async def _answer(self, asked: Asked, call: _Call, send: Send) -> None:
-        record, request = call.record, asked.request
+    async def _answer(self, parsed: ParsedRequest, call: _Call, send: Send) -> None:
+        record, request = call.record, parsed.request
         record.submitted_s = time.monotonic()
-        with self._desk.serve(request, call.station.engine) as inbox:
-            answer = Answer(asked, call.served.text, inbox.end)
+        with self._dispatcher.serve(request, call.instance.engine) as inbox:
+            answer = Answer(parsed, call.served.text, inbox.end)
             try:
                 while not answer.is_over:
                     for chunk in answer.take(await inbox.take()):
@@ -157,13 +162,13 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                     record.num_cached = answer.num_cached
                     record.num_generated = answer.num_generated
 
-    async def _collect(self, asked: Asked, call: _Call) -> list[Chunk]:
+    async def _collect(self, parsed: ParsedRequest, call: _Call) -> list[Chunk]:
         chunks: list[Chunk] = []
 
         async def send(chunk: Chunk) -> None:
             chunks.append(chunk)
 
-        await self._answer(asked, call, send)
+        await self._answer(parsed, call, send)
         return chunks
 
     async def _write(self, message: pb.GenerateChunk, context: Context) -> None:
@@ -194,20 +199,20 @@ def _deadline_s(context: Context) -> float | None:
     return time.monotonic() + left_s - min(MAX_MARGIN_S, MARGIN * left_s)
 
 
-def _text(served: Served) -> Text:
+def _text(served: ServedModel) -> Text:
     if served.text is None:
         raise UnsupportedError("this model has no tokenizer: it takes and gives token ids only")
     return served.text
 
 
-def _tokenize(message: pb.TokenizeRequest, served: Served) -> pb.TokenizeResponse:
+def _tokenize(message: pb.TokenizeRequest, served: ServedModel) -> pb.TokenizeResponse:
     text = _text(served)
     whole = message.add_special_tokens if message.HasField("add_special_tokens") else True
     ids = PromptReader(served).encode(message.text, "text", whole)
     return pb.TokenizeResponse(token_ids=ids, tokens=[text.piece(id) for id in ids])
 
 
-def _detokenize(message: pb.DetokenizeRequest, served: Served) -> pb.DetokenizeResponse:
+def _detokenize(message: pb.DetokenizeRequest, served: ServedModel) -> pb.DetokenizeResponse:
     if len(message.token_ids) > MAX_DETOKENIZED:
         rule = f"at most {MAX_DETOKENIZED} are taken at once"
         raise InvalidFieldError("token_ids", f"has {len(message.token_ids)} tokens; {rule}")

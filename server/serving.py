@@ -18,8 +18,8 @@ from server.administration import Administration
 from server.admission import Admission
 from server.calls import Calls
 from server.default_model import default_bundle
-from server.desk import Desk
-from server.duty import Duty
+from server.desk import Dispatcher
+from server.duty import Reloader
 from server.errors import ReloadError, StartError
 from server.greeting import line_to_type, metrics_url
 from server.hanging_up import hang_up, stop_listening
@@ -29,7 +29,7 @@ from server.listening import SERVICE, allow_connections, bind, make_server
 from server.metrics import Metrics
 from server.metrics_http import serve_metrics
 from server.record import Record, set_up_logging
-from server.served import Served
+from server.served import ServedModel
 from server.servicer import TextGeneration
 from server.settings import Settings, check_exposure, read_settings
 from server.starting import Load, prepare
@@ -83,8 +83,10 @@ class Server:
         self._tracing = open_tracing() if settings.tracing else None
         self.calls = Calls(self._report, settings.tracing)
         loop = asyncio.get_running_loop()
-        self.desk = Desk(loop, Admission(settings.max_waiting), self.metrics.observe)
-        self.duty = Duty(self.desk.publish, self.health.note_soon, settings.max_step_s)
+        self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
+        self.reloader = Reloader(
+            self.dispatcher.publish, self.health.note_soon, settings.max_step_s
+        )
         self.port = 0
         self.metrics_port: int | None = None
         self.listening = asyncio.Event()
@@ -94,7 +96,7 @@ class Server:
         self._stopping_at_once = asyncio.Event()
         self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
         self._stop_metrics: Callable[[], None] = lambda: None
-        self._reloads: set[asyncio.Task[Served]] = set()
+        self._reloads: set[asyncio.Task[ServedModel]] = set()
 
     def stop(self) -> None:
         """The first time in good order, the second time at once."""
@@ -102,15 +104,15 @@ class Server:
             self._stopping_at_once.set()
         self._stopping.set()
 
-    async def reload(self) -> Served:
+    async def reload(self) -> ServedModel:
         """Puts the bundle as it is on disk now on duty. A bad one is refused."""
         try:
-            station = await self.duty.reload(self._load_again)
+            instance = await self.reloader.reload(self._load_again)
         except ReloadError as error:
             logger.error("%s", error)
             raise
-        self.metrics.set_slots(station.served.max_rows)
-        return station.served
+        self.metrics.set_slots(instance.served.max_rows)
+        return instance.served
 
     def reload_soon(self) -> None:
         """The same, for a signal: the log says how it went."""
@@ -118,14 +120,14 @@ class Server:
         self._reloads.add(task)
         task.add_done_callback(self._end_reload)
 
-    def _end_reload(self, task: "asyncio.Task[Served]") -> None:
+    def _end_reload(self, task: "asyncio.Task[ServedModel]") -> None:
         self._reloads.discard(task)
         if not task.cancelled() and not isinstance(task.exception(), ReloadError | None):
             logger.error("a bug in reloading", exc_info=task.exception())
 
     async def run(self) -> None:
         server = await self._listen()
-        watching = asyncio.ensure_future(self.duty.watch())
+        watching = asyncio.ensure_future(self.reloader.watch())
         try:
             if await self._open():
                 await self._stopping.wait()
@@ -140,7 +142,7 @@ class Server:
             self._settings,
             self._keyring,
             self.calls,
-            TextGeneration(self.desk, self.duty, self.calls, timeout_s, share_cache),
+            TextGeneration(self.dispatcher, self.reloader, self.calls, timeout_s, share_cache),
             Administration(self.calls, None if self._keyring is None else self.reload),
             self.health.servicer,
         )
@@ -152,7 +154,7 @@ class Server:
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
-        loading = asyncio.ensure_future(self.duty.take_over(self._load))
+        loading = asyncio.ensure_future(self.reloader.take_over(self._load))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -161,7 +163,7 @@ class Server:
             return False
         served = loading.result().served
         self.metrics.set_slots(served.max_rows)
-        self.desk.open()
+        self.dispatcher.open()
         self._open_metrics()
         await self.health.note("loading", False)
         self._say_ready(served.manifest.family)
@@ -202,10 +204,10 @@ class Server:
 
     async def _drain(self) -> None:
         await self.health.note("stopping", True)
-        self.desk.close()
-        logger.info("stopping: %d requests are running or waiting", len(self.desk))
+        self.dispatcher.close()
+        logger.info("stopping: %d requests are running or waiting", len(self.dispatcher))
         waits = {
-            asyncio.ensure_future(self.desk.wait_until_empty()),
+            asyncio.ensure_future(self.dispatcher.wait_until_empty()),
             asyncio.ensure_future(self._stopping_at_once.wait()),
         }
         await asyncio.wait(
@@ -217,7 +219,7 @@ class Server:
     async def _close(self, server: grpc.aio.Server) -> None:
         """What is still running, or on its way to us, ends with UNAVAILABLE."""
         self.closing.set()
-        await self.duty.close()
+        await self.reloader.close()
         self._stop_metrics()
         stop_listening(self.port)
         await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)

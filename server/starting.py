@@ -21,16 +21,16 @@ from server.memory import drop_startup_pages
 from server.opening import cuda_free_bytes
 from server.request import Request
 from server.resources import available_bytes
-from server.served import Served
+from server.served import ServedModel
 from server.settings import Settings
 from server.sizing import Sizing, choose_sizes, choose_threads, gigabytes
-from server.station import Station
+from server.station import ModelInstance
 from server.text import Text
 
 logger = logging.getLogger(__name__)
 
 
-Load = Callable[[], Station]
+Load = Callable[[], ModelInstance]
 
 
 def prepare(directory: Path, settings: Settings) -> Load:
@@ -77,19 +77,19 @@ def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None
 
 def _load(
     directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
-) -> Station:
+) -> ModelInstance:
     bundle = open_bundle(directory, choice.graphs.precision)
     try:
         engine = open_engine(bundle, engine_settings)
         warm_up(engine, bundle.manifest.family)
-        station = Station(describe(bundle, engine_settings, settings), engine)
+        instance = ModelInstance(describe(bundle, engine_settings, settings), engine)
     except MemoryError as error:
         raise StartError(
             f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
             "the process more, or try a smaller --max-slots, --context or --prefix-cache"
         ) from error
     drop_startup_pages()
-    return station
+    return instance
 
 
 def warm_up(engine: Engine, family: Family) -> None:
@@ -102,9 +102,9 @@ def warm_up(engine: Engine, family: Family) -> None:
                 raise StartError(f"the model was loaded and can't run: {event.error}")
 
 
-def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> Served:
+def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> ServedModel:
     text = _open_text(bundle)
-    return Served(
+    return ServedModel(
         manifest=bundle.manifest,
         graphs=bundle.graphs,
         device=bundle.graphs.device,

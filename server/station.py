@@ -2,7 +2,7 @@
 
 Knows: calls that use it, how it is retired. Does not know: what else is on duty, gRPC.
 
-A call keeps to the station that it began with, so another one may take over at any moment: this
+A call keeps to the instance that it began with, so another one may take over at any moment: this
 one goes on until the last of its calls has ended.
 """
 
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from server.engine import Engine
 from server.engine_thread import EngineThread
 from server.events import Batch
-from server.served import Served
+from server.served import ServedModel
 
 STOP_S = 30.0  # how long a step under way may take to end
 
 
-class Station:
+class ModelInstance:
     """Belongs to the event loop once it has started, but for the engine's own thread."""
 
     engine: EngineThread  # from the start on
 
-    def __init__(self, served: Served, engine: Engine) -> None:
+    def __init__(self, served: ServedModel, engine: Engine) -> None:
         self.served = served
         self._idle_engine = engine
         self._num_calls = 0
@@ -32,13 +32,13 @@ class Station:
         self._idle.set()
 
     def start(
-        self, publish: Callable[[Batch], None], on_health: Callable[["Station", bool], None]
+        self, publish: Callable[[Batch], None], on_health: Callable[["ModelInstance", bool], None]
     ) -> None:
         """Puts it on duty."""
-        station = weakref.ref(self)  # no ring: what nobody uses any more is freed at once
+        instance = weakref.ref(self)  # no ring: what nobody uses any more is freed at once
 
         def note_health(healthy: bool) -> None:
-            here = station()
+            here = instance()
             if here is not None:
                 on_health(here, healthy)
 
@@ -46,7 +46,7 @@ class Station:
         self.engine.start()
 
     @contextmanager
-    def call(self) -> Iterator["Station"]:
+    def call(self) -> Iterator["ModelInstance"]:
         """For as long as a call relies on it."""
         self._num_calls += 1
         self._idle.clear()

@@ -48,7 +48,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
             task.add_done_callback(self._strangers.discard)
 
 
-class StrangerProofServer(_aio_server.Server):  # type: ignore[misc]
+class UnknownMethodsServer(_aio_server.Server):  # type: ignore[misc]
     """As grpc.aio.server() makes one."""
 
     def __init__(
@@ -59,8 +59,8 @@ class StrangerProofServer(_aio_server.Server):  # type: ignore[misc]
         self._server = _Core(self._loop, guards, arguments)
 
 
-def make_stranger_proof(
+def make_unknown_methods_server(
     guards: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    server: grpc.aio.Server = StrangerProofServer(guards, options)
+    server: grpc.aio.Server = UnknownMethodsServer(guards, options)
     return server

@@ -119,7 +119,7 @@ def chat(args: argparse.Namespace) -> None:
         model = client.model()
         if not model.chat_template:
             raise ServerError(f"{model.name} has no chat template. Use `quill generate`")
-        options = spoken(_options(args), args.chat_sampling, model)
+        options = with_chat_defaults(_options(args), args.chat_sampling, model)
         print(f"Talking with {model.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
         while (words := _listen()) is not None:
             if words:
@@ -129,7 +129,7 @@ def chat(args: argparse.Namespace) -> None:
                     history += [asked, {"role": "assistant", "content": answer}]
 
 
-def spoken(options: Options, chat_sampling: Options, model: pb.Model) -> Options:
+def with_chat_defaults(options: Options, chat_sampling: Options, model: pb.Model) -> Options:
     """With saner sampling than the wire's, which draws from all tokens: small models babble then.
 
     The author's own wishes go before, and the person's before those.

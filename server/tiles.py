@@ -12,14 +12,14 @@ leaves no token alone.
 
 import itertools
 
-from export.manifest import leaves_one_alone
+from export.manifest import is_lone_tail
 
 MIN_CHUNK = 2
 
 
 def padded(num: int) -> int:
     """So many rows at least; one more if one of them would be alone."""
-    return num + 1 if leaves_one_alone(num) else num
+    return num + 1 if is_lone_tail(num) else num
 
 
 def chunk_length(remaining: int, max_chunk: int) -> int:
@@ -32,6 +32,6 @@ def chunk_length(remaining: int, max_chunk: int) -> int:
     longest = min(remaining, max(max_chunk, MIN_CHUNK))
     shorter, longer = range(longest, MIN_CHUNK - 1, -1), range(longest + 1, remaining + 1)
     for length in itertools.chain(shorter, longer):
-        if remaining - length != 1 and not leaves_one_alone(length):
+        if remaining - length != 1 and not is_lone_tail(length):
             return length
     raise AssertionError("any number but 1 can be cut so")

@@ -23,7 +23,7 @@ class _Unreadable:
     reason: str
 
 
-class RefuseUnreadable(grpc.aio.ServerInterceptor):
+class DecodeInterceptor(grpc.aio.ServerInterceptor):
     """Answers INVALID_ARGUMENT for some services; the others are left as they are."""
 
     def __init__(self, services: Collection[str], calls: Calls) -> None:

@@ -13,7 +13,7 @@ from server.errors import InvalidFieldError, UnimplementedError
 from server.prompts import PromptReader
 from server.request import MAX_SEED, Request
 from server.sampling_fields import SamplingReader
-from server.served import Served
+from server.served import ServedModel
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
@@ -31,7 +31,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A request, and what is done with its answer on the way to the client."""
 
     request: Request
@@ -44,12 +44,12 @@ class Asked:
 class RequestReader:
     """Reads requests for one model. May take long for long texts: not for the event loop."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._served = served
         self._prompts = PromptReader(served)
         self._sampling = SamplingReader(served)
 
-    def read_generate(self, message: pb.GenerateRequest, arrival: Arrival) -> Asked:
+    def read_generate(self, message: pb.GenerateRequest, arrival: Arrival) -> ParsedRequest:
         self._check_lists(message)
         has = message.HasField
         logprobs = message.logprobs if has("logprobs") else None
@@ -82,7 +82,7 @@ class RequestReader:
             owner=arrival.owner,
             cache_scope=arrival.cache_scope,
         )
-        return Asked(
+        return ParsedRequest(
             request=request,
             stop=tuple(message.stop),
             echo=message.echo,
@@ -90,7 +90,7 @@ class RequestReader:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def read_score(self, message: pb.ScoreRequest, arrival: Arrival) -> Asked:
+    def read_score(self, message: pb.ScoreRequest, arrival: Arrival) -> ParsedRequest:
         if self._served.is_translator:
             raise UnimplementedError("a translation model can't score a text by itself")
         kind = message.WhichOneof("input")
@@ -114,7 +114,7 @@ class RequestReader:
             owner=arrival.owner,
             cache_scope=arrival.cache_scope,
         )
-        return Asked(request=request, prompt_logprobs=0)
+        return ParsedRequest(request=request, prompt_logprobs=0)
 
     def _check_lists(self, message: pb.GenerateRequest) -> None:
         _check_stops(message.stop)

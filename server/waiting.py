@@ -33,7 +33,7 @@ class _Ticket(NamedTuple):
         return turn - PLACES_PER_LEVEL * self.request.priority, arrival
 
 
-class WaitingLine:
+class RequestQueue:
     """Who is next."""
 
     def __init__(self) -> None:

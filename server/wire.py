@@ -9,7 +9,7 @@ from importlib import metadata
 from protos import generation_pb2 as pb
 from server.answer import Chunk
 from server.events import FinishReason, PositionLogprobs, Timings, Usage
-from server.served import Served
+from server.served import ServedModel
 from server.text import Text
 
 _REASONS: dict[FinishReason, pb.FinishReason] = {
@@ -103,7 +103,7 @@ def timings_message(timings: Timings) -> pb.Timings:
     )
 
 
-def model_message(served: Served) -> pb.Model:
+def model_message(served: ServedModel) -> pb.Model:
     manifest = served.manifest
     return pb.Model(
         name=manifest.name,

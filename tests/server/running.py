@@ -20,10 +20,10 @@ from server.engine import Engine
 from server.prefix_cache import PrefixCache
 from server.record import Record
 from server.scheduler import Limits
-from server.served import Served
+from server.served import ServedModel
 from server.serving import Server
 from server.settings import Settings
-from server.station import Station
+from server.station import ModelInstance
 from server.text import Text
 from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
@@ -84,10 +84,10 @@ def make_text() -> Text:
     return Text(byte_tokenizer()._json)
 
 
-def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Served:
+def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> ServedModel:
     manifest = make_manifest()
     return dataclasses.replace(
-        Served(
+        ServedModel(
             manifest=manifest,
             graphs=manifest.graphs[0],
             device="cpu",
@@ -107,7 +107,7 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
 class Running:
     """A server on a loop of its own, in a thread of its own."""
 
-    def __init__(self, session: Reciter, settings: Settings, served: Served) -> None:
+    def __init__(self, session: Reciter, settings: Settings, served: ServedModel) -> None:
         self.session = session
         self._settings = settings
         self._served = served
@@ -116,12 +116,12 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
-        self.load_again: Callable[[], Station] = self._load
+        self.load_again: Callable[[], ModelInstance] = self._load
 
-    def _load(self) -> Station:
+    def _load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         limits = Limits(max_rows=self._served.max_rows, context=self._served.context)
-        return Station(self._served, Engine(self.session, limits, PrefixCache(10**6)))
+        return ModelInstance(self._served, Engine(self.session, limits, PrefixCache(10**6)))
 
     def _run(self) -> None:
         asyncio.run(self._main())
@@ -163,10 +163,10 @@ class Running:
         return record
 
     def wait_for_waiting(self, number: int) -> None:
-        self.wait_for(lambda: self.server.desk.admission.num_waiting == number)
+        self.wait_for(lambda: self.server.dispatcher.admission.num_waiting == number)
 
     def wait_for_requests(self, number: int) -> None:
-        self.wait_for(lambda: len(self.server.desk) == number)
+        self.wait_for(lambda: len(self.server.dispatcher) == number)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Lets the server's loop turn until it is so."""
@@ -202,7 +202,7 @@ def running_server(
     max_rows: int = 4,
     max_waiting: int = 4,
     wait: bool = True,
-    served: Served | None = None,
+    served: ServedModel | None = None,
     **changes: Any,
 ) -> Iterator[Running]:
     """`changes`: of the settings."""

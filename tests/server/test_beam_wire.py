@@ -11,13 +11,13 @@ from protos import generation_pb2 as pb
 from server.client import Client
 from server.errors import InvalidFieldError
 from server.request import Beams
-from server.validation import Arrival, Asked, RequestReader
+from server.validation import Arrival, ParsedRequest, RequestReader
 from tests.server.running import Running, make_served, running_server
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
 
 
-def read(**fields: Any) -> Asked:
+def read(**fields: Any) -> ParsedRequest:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
     return RequestReader(make_served(max_rows=8)).read_generate(message, ARRIVAL)
 

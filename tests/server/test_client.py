@@ -131,7 +131,7 @@ def test_whoever_waits_is_told_once_what_for_and_how_long(
 
 
 def test_overload_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
-    Retries().tell(error(OVERLOADED, 2.0), 2.0)
+    Retries().warn(error(OVERLOADED, 2.0), 2.0)
     assert caplog.messages == ["the server is busy: no (trying again in 2.0 s, 5 times at most)"]
 
 

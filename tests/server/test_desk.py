@@ -7,11 +7,11 @@ import pytest
 
 from server.admission import Admission
 from server.answer import Answer
-from server.desk import Desk
+from server.desk import Dispatcher
 from server.errors import SlowReaderError, UnavailableError
 from server.events import Batch, Event, FinishEvent, FinishReason, Timings, TokenEvent, Usage
 from server.request import Request
-from server.validation import Asked
+from server.validation import ParsedRequest
 from tests.server.reciter import token_of
 from tests.server.running import make_text
 
@@ -34,10 +34,10 @@ class Engine:
         self.ended.append((request_id, sequence, reason))
 
 
-def open_desk(**settings: Any) -> Desk:
-    desk = Desk(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
-    desk.open()
-    return desk
+def open_dispatcher(**settings: Any) -> Dispatcher:
+    dispatcher = Dispatcher(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
+    dispatcher.open()
+    return dispatcher
 
 
 def token(letter: str) -> TokenEvent:
@@ -49,25 +49,25 @@ FINISH = FinishEvent("r", 0, "length", 7, Usage(1, 0, 3), Timings(1.0, 2.0, 3.0)
 
 def test_reader_that_was_away_gets_one_larger_chunk() -> None:
     async def main() -> list[Event]:
-        desk = open_desk()
-        with desk.serve(REQUEST, Engine()) as inbox:
+        dispatcher = open_dispatcher()
+        with dispatcher.serve(REQUEST, Engine()) as inbox:
             for letter in "abc":
-                desk.publish(Batch((token(letter),), None))
-            desk.publish(Batch((FINISH,), None))
+                dispatcher.publish(Batch((token(letter),), None))
+            dispatcher.publish(Batch((FINISH,), None))
             await asyncio.sleep(0)  # the loop delivers
             return await inbox.take()
 
     events = asyncio.run(main())
-    (chunk,) = Answer(Asked(request=REQUEST), make_text(), lambda _: None).take(events)
+    (chunk,) = Answer(ParsedRequest(request=REQUEST), make_text(), lambda _: None).take(events)
     assert (chunk.text, len(chunk.token_ids)) == ("abc", 3)
     assert chunk.finish is not None
 
 
 def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
     async def main(engine: Engine) -> list[Event]:
-        desk = open_desk(max_held=2)
-        with desk.serve(REQUEST, engine) as inbox:
-            desk.publish(Batch(tuple(token(letter) for letter in "abcd"), None))
+        dispatcher = open_dispatcher(max_held=2)
+        with dispatcher.serve(REQUEST, engine) as inbox:
+            dispatcher.publish(Batch(tuple(token(letter) for letter in "abcd"), None))
             await asyncio.sleep(0)
             return await inbox.take()
 
@@ -75,12 +75,12 @@ def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
     events = asyncio.run(main(engine))
     assert engine.ended == [("r", None, "cancelled")]
     with pytest.raises(SlowReaderError):
-        Answer(Asked(request=REQUEST), make_text(), lambda _: None).take(events)
+        Answer(ParsedRequest(request=REQUEST), make_text(), lambda _: None).take(events)
 
 
 def test_reader_that_leaves_early_ends_its_request() -> None:
     async def main(engine: Engine) -> None:
-        with open_desk().serve(REQUEST, engine):
+        with open_dispatcher().serve(REQUEST, engine):
             pass
 
     engine = Engine()
@@ -91,9 +91,9 @@ def test_reader_that_leaves_early_ends_its_request() -> None:
 
 def test_request_that_ended_is_not_ended_again() -> None:
     async def main(engine: Engine) -> None:
-        desk = open_desk()
-        with desk.serve(REQUEST, engine) as inbox:
-            desk.publish(Batch((token("a"), FINISH), None))
+        dispatcher = open_dispatcher()
+        with dispatcher.serve(REQUEST, engine) as inbox:
+            dispatcher.publish(Batch((token("a"), FINISH), None))
             await inbox.take()
 
     engine = Engine()
@@ -101,15 +101,15 @@ def test_request_that_ended_is_not_ended_again() -> None:
     assert not engine.ended
 
 
-def test_closed_desk_refuses_and_waits_for_the_last_one() -> None:
+def test_closed_dispatcher_refuses_and_waits_for_the_last_one() -> None:
     async def main() -> None:
-        desk = open_desk()
-        with desk.serve(REQUEST, Engine()):
-            desk.close()
-            empty = asyncio.ensure_future(desk.wait_until_empty())
+        dispatcher = open_dispatcher()
+        with dispatcher.serve(REQUEST, Engine()):
+            dispatcher.close()
+            empty = asyncio.ensure_future(dispatcher.wait_until_empty())
             await asyncio.sleep(0)
             assert not empty.done()
-            with pytest.raises(UnavailableError), desk.serve(REQUEST, Engine()):
+            with pytest.raises(UnavailableError), dispatcher.serve(REQUEST, Engine()):
                 pass
         await asyncio.wait_for(empty, 10)
 
@@ -117,9 +117,9 @@ def test_closed_desk_refuses_and_waits_for_the_last_one() -> None:
 
 
 def test_tokens_made_after_a_stop_string_are_dropped() -> None:
-    asked = Asked(request=REQUEST, stop=("bc",))
+    parsed = ParsedRequest(request=REQUEST, stop=("bc",))
     stopped: list[int] = []
-    answer = Answer(asked, make_text(), stopped.append)
+    answer = Answer(parsed, make_text(), stopped.append)
     (chunk,) = answer.take([token(letter) for letter in "abcde"])
     assert (chunk.text, len(chunk.token_ids), stopped) == ("a", 3, [0])
     (last,) = answer.take([token("f"), FINISH])

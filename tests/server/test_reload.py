@@ -24,7 +24,7 @@ from server.errors import ReloadError, StartError
 from server.keys import add_key
 from server.prefix_cache import PrefixCache
 from server.scheduler import Limits
-from server.station import Station
+from server.station import ModelInstance
 from tests.server.reciter import TIMEOUT_S, Reciter
 from tests.server.running import (
     NOT_SERVING,
@@ -40,11 +40,11 @@ from tests.server.test_process import serving
 from tests.server.tiny_bundle import TinyBundle
 
 
-def second(max_rows: int = 2) -> Station:
+def second(max_rows: int = 2) -> ModelInstance:
     """Another bundle, by its name and its slots."""
     served = make_served(max_rows, manifest=make_manifest(name="second"))
     limits = Limits(max_rows=max_rows, context=served.context)
-    return Station(served, Engine(Reciter(), limits, PrefixCache(0)))
+    return ModelInstance(served, Engine(Reciter(), limits, PrefixCache(0)))
 
 
 def name_of(running: Running) -> str:
@@ -55,7 +55,7 @@ def name_of(running: Running) -> str:
 def test_new_calls_go_to_the_new_bundle_and_old_ones_are_finished_on_the_old() -> None:
     with running_server() as running:
         running.load_again = second
-        old = weakref.ref(running.server.duty.station.engine)  # type: ignore[union-attr]
+        old = weakref.ref(running.server.reloader.instance.engine)  # type: ignore[union-attr]
         caller = start_one(running, max_new_tokens=20)
         running.call(running.server.reload())
         assert name_of(running) == "second"
@@ -87,12 +87,12 @@ def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
 
     with running_server(max_step_s=2.0) as running:
         running.load_again = second
-        duty = running.server.duty
-        old = weakref.ref(duty.station.engine)  # type: ignore[union-attr]
-        duty._watchdog.look = look  # type: ignore[method-assign]
+        reloader = running.server.reloader
+        old = weakref.ref(reloader.instance.engine)  # type: ignore[union-attr]
+        reloader._watchdog.look = look  # type: ignore[method-assign]
         assert looked.wait(TIMEOUT_S), "the watchdog must not hold on to what it has seen"
         running.call(running.server.reload())
-        running.wait_for(lambda: not duty._retiring)
+        running.wait_for(lambda: not reloader._retiring)
         assert old() is None
 
 
@@ -113,7 +113,7 @@ def test_waiting_calls_are_finished_too() -> None:
 def test_bad_bundle_is_refused_and_the_old_one_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load() -> Station:
+    def load() -> ModelInstance:
         raise error
 
     with running_server() as running:
@@ -130,7 +130,7 @@ def test_bad_bundle_is_refused_and_the_old_one_goes_on(
 def test_one_at_a_time() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def load() -> Station:
+    def load() -> ModelInstance:
         begun.set()
         assert go_on.wait(TIMEOUT_S)
         return second()
@@ -143,13 +143,13 @@ def test_one_at_a_time() -> None:
             running.call(running.server.reload())
         assert ask(running) == "de"
         go_on.set()
-        running.wait_for(lambda: name_of_station(running) == "second")
+        running.wait_for(lambda: name_of_instance(running) == "second")
 
 
-def name_of_station(running: Running) -> str:
-    station = running.server.duty.station
-    assert station is not None
-    return station.served.manifest.name
+def name_of_instance(running: Running) -> str:
+    instance = running.server.reloader.instance
+    assert instance is not None
+    return instance.served.manifest.name
 
 
 def test_new_bundle_cures_a_server_whose_steps_hang() -> None:
@@ -203,7 +203,7 @@ def test_only_an_administrator_may_reload(tmp_path: Path) -> None:
         running.load_again = second
         assert reload_refusal(running, None) is grpc.StatusCode.UNAUTHENTICATED
         assert reload_refusal(running, user) is grpc.StatusCode.PERMISSION_DENIED
-        assert name_of_station(running) == "reciter"
+        assert name_of_instance(running) == "reciter"
         assert reload_call(running, boss).model.name == "second"
         running.load_again = lambda: pytest.fail("damaged")
         assert running.next_record("OK").method == "Reload"
@@ -216,7 +216,7 @@ def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
         running.load_again = second
         assert reload_refusal(running, None) is grpc.StatusCode.UNIMPLEMENTED
         assert quill.main(["reload", "--address", running.address]) == 1
-        assert name_of_station(running) == "reciter"
+        assert name_of_instance(running) == "reciter"
         assert running.next_record("UNIMPLEMENTED").method == "Reload"
     errors = capsys.readouterr().err
     for advice in ("started without --api-keys", "quill keys add FILE NAME --admin", "SIGHUP"):

@@ -5,7 +5,7 @@ import pytest
 
 from protos import generation_pb2 as pb
 from server.asking import CallError, make_request, seeded
-from server.resuming import Given
+from server.resuming import ResumeFilter
 
 
 def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:
@@ -18,7 +18,7 @@ def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:
     return said
 
 
-def take(given: Given, *chunks: pb.GenerateChunk) -> list[str]:
+def take(given: ResumeFilter, *chunks: pb.GenerateChunk) -> list[str]:
     new = [given.take(each) for each in chunks]
     for each in new:
         if each is not None:
@@ -28,14 +28,14 @@ def take(given: Given, *chunks: pb.GenerateChunk) -> list[str]:
 
 
 def test_what_was_given_is_left_out_however_it_is_cut() -> None:
-    given = Given()
+    given = ResumeFilter()
     assert take(given, chunk("ab"), chunk("c")) == ["ab", "c"]
     given.replay()
     assert take(given, chunk("a"), chunk("bcd"), chunk("e", last=True)) == ["d", "e"]
 
 
 def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
-    given = Given()
+    given = ResumeFilter()
     take(given, chunk("ab"))
     given.replay()
     last = given.take(chunk("ab", last=True))
@@ -44,7 +44,7 @@ def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
 
 
 def test_sequences_are_kept_apart() -> None:
-    given = Given()
+    given = ResumeFilter()
     take(given, chunk("ab", 0), chunk("x", 1))
     given.replay()
     assert take(given, chunk("xy", 1), chunk("abc", 0)) == ["y", "c"]
@@ -53,7 +53,7 @@ def test_sequences_are_kept_apart() -> None:
 def test_prompts_logprobs_are_given_once() -> None:
     first = chunk("a")
     first.prompt_logprobs.add(token_id=1)
-    given = Given()
+    given = ResumeFilter()
     told = given.take(first)
     assert told is not None
     assert len(told.prompt_logprobs) == 1
@@ -62,7 +62,7 @@ def test_prompts_logprobs_are_given_once() -> None:
 
 
 def test_another_answer_is_an_error_and_not_a_mixture() -> None:
-    given = Given()
+    given = ResumeFilter()
     take(given, chunk("ab"))
     given.replay()
     with pytest.raises(CallError, match="another one") as caught:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from export.manifest import leaves_one_alone
+from export.manifest import is_lone_tail
 from model.randomness import sequence_seed, uniform
 from model.reference import generate
 from model.sampling import SamplingParameters, choose
@@ -34,7 +34,7 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         parameters = SamplingParameters(**vars(request.sampling))
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        start = max(0, last - 1) if leaves_one_alone(len(prompt)) else 0
+        start = max(0, last - 1) if is_lone_tail(len(prompt)) else 0
         if start:
             session.prefill(0, 0, prompt[:start], [])
         logits_1V = session.prefill(0, start, prompt[start:], [last - start])

@@ -158,9 +158,12 @@ def test_chat_remembers_what_was_said(
 def test_chat_draws_with_care_where_nobody_says_how() -> None:
     careful: Options = {"temperature": 0.4, "top_p": 0.9}
     plain, willed = pb.Model(), pb.Model(defaults={"temperature": 0.7})
-    assert terminal.spoken({"top_p": 0.5}, careful, plain) == {"temperature": 0.4, "top_p": 0.5}
-    assert terminal.spoken({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
-    assert terminal.spoken({"num_beams": 4}, careful, plain) == {"num_beams": 4}
+    assert terminal.with_chat_defaults({"top_p": 0.5}, careful, plain) == {
+        "temperature": 0.4,
+        "top_p": 0.5,
+    }
+    assert terminal.with_chat_defaults({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
+    assert terminal.with_chat_defaults({"num_beams": 4}, careful, plain) == {"num_beams": 4}
 
 
 @pytest.mark.parametrize("option", [("--logprobs", "0"), ("--num-sequences", "2"), ("--echo",)])

@@ -17,7 +17,7 @@ from server.loading import EngineSettings, open_bundle, open_engine
 from server.prompts import PromptReader
 from server.settings import Settings
 from server.starting import prepare
-from server.station import Station
+from server.station import ModelInstance
 from tests.server.reciter import Reciter
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.tiny_bundle import EOS, TinyBundle
@@ -31,7 +31,7 @@ class RunningBundle(Running):
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 
-    def _load(self) -> Station:
+    def _load(self) -> ModelInstance:
         return self._prepared()
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from protos import generation_pb2 as pb
 from server.errors import InvalidFieldError, StartError, UnsupportedError
-from server.validation import Arrival, Asked, RequestReader
+from server.validation import Arrival, ParsedRequest, RequestReader
 from tests.server.running import CONTEXT, make_manifest, make_served, make_text
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
 SERVED = make_served()
 
 
-def read(**fields: Any) -> Asked:
+def read(**fields: Any) -> ParsedRequest:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
     return RequestReader(SERVED).read_generate(message, ARRIVAL)
 

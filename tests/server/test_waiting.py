@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.request import MAX_PRIORITY, Request
-from server.waiting import PLACES_PER_LEVEL, WaitingLine
+from server.waiting import PLACES_PER_LEVEL, RequestQueue
 
 
 def _request(name: str, priority: int = 0, owner: str = "", num_sequences: int = 1) -> Request:
@@ -19,7 +19,7 @@ def _request(name: str, priority: int = 0, owner: str = "", num_sequences: int =
     )
 
 
-def _empty(line: WaitingLine) -> list[str]:
+def _empty(line: RequestQueue) -> list[str]:
     order = []
     while (request := line.first()) is not None:
         line.remove(request.request_id)
@@ -28,21 +28,21 @@ def _empty(line: WaitingLine) -> list[str]:
 
 
 def test_first_come_is_first_served() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for name in "abc":
         line.add(_request(name))
     assert _empty(line) == ["a", "b", "c"]
 
 
 def test_higher_priority_goes_first() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for name, priority in (("low", -1), ("normal", 0), ("high", 1), ("normal too", 0)):
         line.add(_request(name, priority))
     assert _empty(line) == ["high", "normal", "normal too", "low"]
 
 
 def test_removed_request_is_never_next() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for name in "abc":
         line.add(_request(name))
     assert line.remove("a") is not None
@@ -53,7 +53,7 @@ def test_removed_request_is_never_next() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(-MAX_PRIORITY, MAX_PRIORITY), max_size=60))
 def test_nobody_is_overtaken_by_more_than_the_lead_of_priority(priorities: list[int]) -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for index, priority in enumerate(priorities):
         line.add(_request(str(index), priority))
     order = [int(name) for name in _empty(line)]
@@ -64,7 +64,7 @@ def test_nobody_is_overtaken_by_more_than_the_lead_of_priority(priorities: list[
 
 
 def test_low_priority_gets_through_an_endless_stream_of_high_priority() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     line.add(_request("patient", -MAX_PRIORITY))
     for index in range(10_000):
         line.add(_request(str(index), MAX_PRIORITY))
@@ -76,7 +76,7 @@ def test_low_priority_gets_through_an_endless_stream_of_high_priority() -> None:
     assert index <= PLACES_PER_LEVEL * 2 * MAX_PRIORITY
 
 
-def _take(line: WaitingLine) -> Request:
+def _take(line: RequestQueue) -> Request:
     request = line.first()
     assert request is not None
     line.remove(request.request_id)
@@ -84,7 +84,7 @@ def _take(line: WaitingLine) -> Request:
 
 
 def test_owners_take_turns_whoever_sent_more() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for number in range(5):
         line.add(_request(f"a{number}", owner="a"))
     assert _take(line).request_id == "a0"
@@ -94,7 +94,7 @@ def test_owners_take_turns_whoever_sent_more() -> None:
 
 
 def test_several_sequences_cost_as_many_turns() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for number in range(2):
         line.add(_request(f"a{number}", owner="a", num_sequences=3))
     for number in range(4):
@@ -103,7 +103,7 @@ def test_several_sequences_cost_as_many_turns() -> None:
 
 
 def test_backlog_that_was_served_is_not_held_against_its_owner() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for number in range(9):
         line.add(_request(f"old{number}", owner="a"))
     _empty(line)
@@ -120,7 +120,7 @@ _Days = st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=120)
 @given(_Days)
 def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> None:
     """From the moment that two wait until one doesn't, neither gets two more than the other."""
-    line, waiting, num_served = WaitingLine(), Counter[int](), Counter[int]()
+    line, waiting, num_served = RequestQueue(), Counter[int](), Counter[int]()
     since: dict[tuple[int, int], int] = {}  # the lead when both began to wait
     for index, owner in enumerate([*day, *[None] * len(day)]):
         if owner is not None:
@@ -146,7 +146,7 @@ def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> Non
 )
 def test_nobody_starves_whatever_others_send(others: list[tuple[int, int]]) -> None:
     """All others go on for ever with the highest priority; everybody who waited gets through."""
-    line = WaitingLine()
+    line = RequestQueue()
     for index, (owner, priority) in enumerate(others):
         line.add(_request(f"early-{index}", priority, str(owner)))
     num_left = len(others)
@@ -162,7 +162,7 @@ def test_nobody_starves_whatever_others_send(others: list[tuple[int, int]]) -> N
 
 
 def test_whoever_calls_everything_urgent_makes_nobody_else_wait() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for index in range(100):
         line.add(_request(f"a{index}", MAX_PRIORITY, "a"))
     line.add(_request("b", 0, "b"))
@@ -175,7 +175,7 @@ def test_whoever_calls_everything_urgent_makes_nobody_else_wait() -> None:
 
 
 def test_urgent_request_goes_before_its_owners_others() -> None:
-    line = WaitingLine()
+    line = RequestQueue()
     for name, priority, owner in (("a1", 0, "a"), ("b1", 0, "b"), ("a2", 0, "a"), ("a3", 5, "a")):
         line.add(_request(name, priority, owner))
     assert _empty(line) == ["a3", "b1", "a1", "a2"]
