@@ -19,5 +19,5 @@ class Caller:
 
 ANYBODY = Caller()
 
-# Set by the gate, in the task that answers the call.
+# Set by server/gate.py, in the task that answers the call.
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)

@@ -1,4 +1,4 @@
-"""Which bundle is on duty, and how another one takes over without anybody noticing.
+"""Which bundle serves, and how another one takes over without anybody noticing.
 
 Knows: instances, loading, the watchdog. Does not know: gRPC, ports, signals.
 
@@ -43,7 +43,7 @@ class Reloader:
         self._is_closed = False
 
     async def take_over(self, load: Load) -> ModelInstance:
-        """Loads a bundle and puts it on duty. The one before it retires."""
+        """Loads a bundle and lets it serve. The one before it retires."""
         instance, before = await _in_thread(load), self.instance
         if self._is_closed:
             raise ReloadError("the server is stopping")
@@ -64,7 +64,7 @@ class Reloader:
         self._is_reloading = True
         try:
             instance = await self.take_over(load)
-        except Exception as error:  # whatever a bundle can do to us: it was never on duty
+        except Exception as error:  # whatever a bundle can do to us: it has served nobody
             raise ReloadError(
                 f"the new bundle is refused, and the old one goes on: {error}"
             ) from error
@@ -115,7 +115,7 @@ class Reloader:
             logger.error("the old bundle %s hangs in a step: its memory isn't freed", name)
 
     def _note_health(self, instance: ModelInstance, healthy: bool) -> None:
-        """Called from a instance's own thread."""
+        """Called from an instance's own thread."""
         if instance is self.instance:
             self._on_health("failing", not healthy)
 

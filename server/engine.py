@@ -1,6 +1,6 @@
 """Serves requests, one step at a time.
 
-Knows: the scheduler, the executor, the ledger, and the order in which they are asked.
+Knows: the scheduler, the executor, the requests' states, and the order in which they are asked.
 Does not know: threads, gRPC, text, the model. All of it runs in one thread, see
 server/engine_thread.py.
 """

@@ -63,7 +63,7 @@ class ForbiddenError(RequestError):
 
 
 class ReloadError(RequestError):
-    """A new bundle that can't be put on duty. The old one goes on."""
+    """A new bundle that can't serve. The old one goes on."""
 
 
 class DeadlineError(RequestError):

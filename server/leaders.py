@@ -13,10 +13,10 @@ import numpy as np
 
 from server.arrays import Ids, Logits
 
-# R rows · V vocabulary · G groups · N leaders of all rows together
+# R rows · V vocabulary · G groups · N greatest of all rows together
 
 
-_GROUPS_PER_LEADER = 8  # fewer: more than k reach the threshold; more: more maxima to look through
+_GROUPS_PER_TOKEN = 8  # fewer: more than k reach the threshold; more: more maxima to look through
 
 
 class TopK(NamedTuple):
@@ -30,7 +30,7 @@ class TopK(NamedTuple):
 def find_top_k(logits_RV: Logits, k: int) -> TopK:
     """At least the k greatest of each row, with all that equal the least of them.
 
-    -inf never leads. With no more than k tokens in the vocabulary, everything else does.
+    -inf is never among them. With no more than k tokens in the vocabulary, everything else is.
     """
     vocab_size = logits_RV.shape[1]
     thresholds_R = _thresholds(logits_RV, k)
@@ -44,7 +44,7 @@ def _thresholds(logits_RV: Logits, k: int) -> Logits:
     num_rows, vocab_size = logits_RV.shape
     if k >= vocab_size:
         return np.full(num_rows, -np.inf, np.float32)
-    num_groups = k * _GROUPS_PER_LEADER
+    num_groups = k * _GROUPS_PER_TOKEN
     size = vocab_size // num_groups
     if size < 2:
         return _kth_greatest(logits_RV, k)

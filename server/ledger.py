@@ -1,4 +1,4 @@
-"""Keeps account of every request in the house: times, tokens, and that it ends once.
+"""The state of every request that hasn't ended: its times, its tokens, and that it ends once.
 
 Knows: requests, rows, times that it is told. Does not know: slots, steps, clocks.
 """
@@ -24,7 +24,7 @@ from server.row import Row
 
 
 @dataclass
-class _Entry:
+class _State:
     request: Request
     arrived_s: float
     generated: dict[int, int]  # tokens of each sequence that hasn't ended
@@ -34,64 +34,64 @@ class _Entry:
 
 
 class RequestStates:
-    """One entry for each request, from its arrival to its end."""
+    """One state for each request, from its arrival to its end."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._states: dict[str, _State] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self._states
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._states)
 
     def request_ids(self) -> list[str]:
-        return list(self._entries)
+        return list(self._states)
 
     def expired(self, now_s: float) -> list[str]:
         """Those whose deadline has passed."""
         return [
             request_id
-            for request_id, entry in self._entries.items()
-            if entry.request.deadline_s is not None and entry.request.deadline_s <= now_s
+            for request_id, state in self._states.items()
+            if state.request.deadline_s is not None and state.request.deadline_s <= now_s
         ]
 
     def has_token(self, request_id: str) -> bool:
-        return self._entries[request_id].first_token_s is not None
+        return self._states[request_id].first_token_s is not None
 
     def searches(self, request_id: str) -> bool:
         """Whether its answers come all at once, in the end."""
-        return self._entries[request_id].request.beams is not None
+        return self._states[request_id].request.beams is not None
 
     def open_sequences(self, request_id: str) -> list[int]:
-        entry = self._entries.get(request_id)
-        return [] if entry is None else list(entry.generated)
+        state = self._states.get(request_id)
+        return [] if state is None else list(state.generated)
 
     def arrive(self, request: Request, now_s: float) -> None:
-        assert request.request_id not in self._entries, "request ids are unique"
+        assert request.request_id not in self._states, "request ids are unique"
         generated = dict.fromkeys(range(request.num_sequences), 0)
-        self._entries[request.request_id] = _Entry(request, now_s, generated)
+        self._states[request.request_id] = _State(request, now_s, generated)
 
     def start(self, request: Request, cached: int, now_s: float) -> StartEvent:
-        entry = self._entries[request.request_id]
-        entry.started_s, entry.cached = now_s, cached
+        state = self._states[request.request_id]
+        state.started_s, state.cached = now_s, cached
         return StartEvent(request.request_id, cached, was_looked_up=request.source_ids is None)
 
     def token(
         self, row: Row, token: int, logprobs: PositionLogprobs | None, now_s: float
     ) -> TokenEvent:
-        entry = self._entries[row.request.request_id]
-        entry.generated[row.sequence] += 1
-        if entry.first_token_s is None:
-            entry.first_token_s = now_s
+        state = self._states[row.request.request_id]
+        state.generated[row.sequence] += 1
+        if state.first_token_s is None:
+            state.first_token_s = now_s
         return TokenEvent(row.request.request_id, row.sequence, token, logprobs)
 
     def hypothesis(
         self, request_id: str, sequence: int, beam: Beam, now_s: float
     ) -> HypothesisEvent:
-        entry = self._entries[request_id]
-        entry.generated[sequence] = len(beam.token_ids)
-        entry.first_token_s = now_s
+        state = self._states[request_id]
+        state.generated[sequence] = len(beam.token_ids)
+        state.first_token_s = now_s
         return HypothesisEvent(request_id, sequence, beam.token_ids, beam.reports)
 
     def finish(
@@ -103,32 +103,32 @@ class RequestStates:
         score: float | None = None,
     ) -> FinishEvent:
         """Ends a sequence, and with the last one the request."""
-        entry = self._entries[request_id]
-        generated = entry.generated.pop(sequence)
-        if not entry.generated:
-            del self._entries[request_id]
+        state = self._states[request_id]
+        generated = state.generated.pop(sequence)
+        if not state.generated:
+            del self._states[request_id]
         return FinishEvent(
             request_id,
             sequence,
             reason,
-            seed=sequence_seed(entry.request.seed, sequence),
-            usage=Usage(entry.request.num_prompt, entry.cached, generated),
-            timings=_timings(entry, now_s),
+            seed=sequence_seed(state.request.seed, sequence),
+            usage=Usage(state.request.num_prompt, state.cached, generated),
+            timings=_timings(state, now_s),
             score=score,
         )
 
     def fail(self, request_id: str, error: RequestError) -> FailEvent:
         """Ends the request and all its sequences."""
-        del self._entries[request_id]
+        del self._states[request_id]
         return FailEvent(request_id, error)
 
 
-def _timings(entry: _Entry, now_s: float) -> Timings:
+def _timings(state: _State, now_s: float) -> Timings:
     def since_arrival_ms(moment_s: float | None) -> float:
-        return 0.0 if moment_s is None else 1000 * (moment_s - entry.arrived_s)
+        return 0.0 if moment_s is None else 1000 * (moment_s - state.arrived_s)
 
     return Timings(
-        queue_ms=since_arrival_ms(entry.started_s),
-        first_token_ms=since_arrival_ms(entry.first_token_s),
+        queue_ms=since_arrival_ms(state.started_s),
+        first_token_ms=since_arrival_ms(state.first_token_s),
         total_ms=since_arrival_ms(now_s),
     )

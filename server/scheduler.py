@@ -59,19 +59,19 @@ class _Prefill:
 
 
 class Scheduler:
-    """The waiting line, the prompt being read, and the running rows."""
+    """The queue, the prompt being read, and the running rows."""
 
     def __init__(self, limits: Limits, prefixes: PrefixIndex) -> None:
         self._limits = limits
         self._prefixes = prefixes
-        self._waiting = RequestQueue()
+        self._queue = RequestQueue()
         self._prefill: _Prefill | None = None
         self._rows: list[Row] = []
         self._decode_is_next = False
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +81,7 @@ class Scheduler:
         assert request.num_rows <= self._limits.max_rows, "RequestReader refuses these"
         fits = len(request.prompt_ids) < self._limits.context
         assert fits or not request.max_new_tokens, "PromptReader refuses these"
-        self._waiting.add(request)
+        self._queue.add(request)
 
     def plan(self, max_chunk: int, go_on: bool = False) -> Plan | None:
         """The next step, with at most so many tokens of a prompt. None: there is nothing to do.
@@ -103,7 +103,7 @@ class Scheduler:
 
     def _next(self, num_rows: int) -> Request | None:
         """Who starts next, beside so many rows. None: nobody waits, or the first doesn't fit."""
-        request = self._waiting.first()
+        request = self._queue.first()
         if request is None or num_rows + request.num_rows > self._limits.max_rows:
             return None  # nobody overtakes the first, or one who needs many slots would never start
         return request
@@ -116,14 +116,14 @@ class Scheduler:
             num_tokens += request.num_prompt
             if encodings and num_tokens > max_tokens:
                 break
-            self._waiting.remove(request.request_id)
+            self._queue.remove(request.request_id)
             rows = rows_of(request, self._limits.context)
             encodings.append(Encoding(request, tuple(rows), len(self._rows) + len(encodings)))
             num_rows += len(rows)
         return EncodePlan(tuple(encodings))
 
     def _begin(self, request: Request) -> _Prefill:
-        self._waiting.remove(request.request_id)
+        self._queue.remove(request.request_id)
         cached = self._num_reusable(request)
         rows = rows_of(request, self._limits.context)
         return _Prefill(request, rows, len(self._rows), cached, cached)
@@ -203,7 +203,7 @@ class Scheduler:
 
     def remove(self, request_id: str, sequence: int | None = None) -> list[Copy]:
         """Forgets a request, or one of its answers, wherever it is."""
-        self._waiting.remove(request_id)
+        self._queue.remove(request_id)
         gone = {row for row in self._rows if _is(row, request_id, sequence)}
         if self._prefill is not None:
             left = [row for row in self._prefill.rows if not _is(row, request_id, sequence)]

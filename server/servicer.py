@@ -60,7 +60,7 @@ class _Call(NamedTuple):
 
 
 class TextGeneration(pb_grpc.TextGenerationServicer):
-    """A call keeps to the instance that was on duty when it began."""
+    """A call keeps to the instance that served when it began."""
 
     def __init__(
         self,

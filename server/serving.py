@@ -105,7 +105,7 @@ class Server:
         self._stopping.set()
 
     async def reload(self) -> ServedModel:
-        """Puts the bundle as it is on disk now on duty. A bad one is refused."""
+        """Serves the bundle as it is on disk now. A bad one is refused."""
         try:
             instance = await self.reloader.reload(self._load_again)
         except ReloadError as error:

@@ -1,6 +1,6 @@
-"""One bundle on duty: what is served, and the engine's thread that serves it.
+"""One bundle that serves: what is served, and the engine's thread that serves it.
 
-Knows: calls that use it, how it is retired. Does not know: what else is on duty, gRPC.
+Knows: calls that use it, how it is retired. Does not know: which others there are, gRPC.
 
 A call keeps to the instance that it began with, so another one may take over at any moment: this
 one goes on until the last of its calls has ended.

@@ -19,7 +19,7 @@ import grpc
 _aio_server: Any = importlib.import_module("grpc.aio._server")
 _core: Any = importlib.import_module("grpc._cython.cygrpc")
 
-STRANGER = "/unknown/unknown"  # instead of the name
+UNKNOWN_METHOD = "/unknown/unknown"  # instead of the name
 
 
 class _Core(_core.AioServer):  # type: ignore[misc]
@@ -29,23 +29,23 @@ class _Core(_core.AioServer):  # type: ignore[misc]
         super().__init__(loop, None, (), guards, options, None)
         self._own_loop = loop
         self._guards = tuple(guards)
-        self._strangers: set[asyncio.Task[None]] = set()
+        self._refusals: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
         if method is not None:
             return super()._make_request_call_future(method)
-        return self._own_loop.create_task(self._refuse_strangers())
+        return self._own_loop.create_task(self._refuse_unknown())
 
-    async def _refuse_strangers(self) -> None:
+    async def _refuse_unknown(self) -> None:
         """Until the server stops, which `_request_call` tells by an exception for grpc's loop."""
         nothing, loop = _core._MethodResolver([], {}), self._own_loop
         while True:
             state = await self._request_call()
-            answer = _core._handle_rpc(STRANGER, nothing, self._guards, state, loop, False)
-            call = _core._schedule_rpc_coro(answer, state, loop, STRANGER)
+            answer = _core._handle_rpc(UNKNOWN_METHOD, nothing, self._guards, state, loop, False)
+            call = _core._schedule_rpc_coro(answer, state, loop, UNKNOWN_METHOD)
             task = loop.create_task(call)
-            self._strangers.add(task)
-            task.add_done_callback(self._strangers.discard)
+            self._refusals.add(task)
+            task.add_done_callback(self._refusals.discard)
 
 
 class UnknownMethodsServer(_aio_server.Server):  # type: ignore[misc]
