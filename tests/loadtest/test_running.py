@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -214,24 +215,33 @@ def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_
     assert "the run is flattered" in (again / "report.html").read_text(encoding="utf-8")
 
 
+@contextmanager
+def in_the_middle(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A load of ten minutes of which some requests have ended. Nothing is left of it."""
+    command = [sys.executable, "-m", "quill", "loadtest", "--out", str(out), "--duration", "10m"]
+    # Whoever runs in a script's background ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        signal.signal(signal.SIGINT, before)
+        try:
+            assert process.stdout is not None
+            next(line for line in process.stdout if re.search(r" [1-9][\d,]* requests ", line))
+            yield process
+        finally:
+            process.terminate()
+
+
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_a_report_of_what_has_ended(
     server: OwnServer, tmp_path: Path, workers: str
 ) -> None:
-    command = [sys.executable, "-m", "quill", "loadtest", "--address", server.address]
-    command += ["--out", str(tmp_path), "--duration", "10m", "--users", "2", "--workers", workers]
-    # Whoever runs in a script's background ignores Ctrl-C, and so would its children.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    signal.signal(signal.SIGINT, before)
-    assert process.stdout is not None
-    for line in process.stdout:  # a line about progress, with requests that have ended
-        if re.search(r"[1-9][\d,]* requests ", line):
-            break
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=120)
+    arguments = ("--address", server.address, "--users", "2", "--workers", workers)
+    with in_the_middle(tmp_path, *arguments) as process:
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert errors == "quill: stopped by Ctrl-C; the report tells of what had ended by then\n"
     assert "report: " in out
@@ -241,15 +251,9 @@ def test_ctrl_c_leaves_a_report_of_what_has_ended(
 
 
 def test_closed_terminal_ends_the_server_and_locust_too(bundle: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quill", "loadtest", "--bundle", str(bundle)]
-    command += ["--out", str(tmp_path), "--duration", "10m", "--serve", "--threads 1"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " users " in line:
-            break
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=120)
+    with in_the_middle(tmp_path, "--bundle", str(bundle), "--serve", "--threads 1") as process:
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGHUP
     assert '"stopped"' in (tmp_path / "server.log").read_text()
     assert "Got SIGTERM" in (tmp_path / "locust.log").read_text()
