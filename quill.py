@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for room in ROOMS:
-        importlib.import_module(f"{room}.commands").register(subparsers)
+        importlib.import_module(f"quill.{room}.commands").register(subparsers)
     return parser
 
 

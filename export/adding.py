@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from export.errors import BundleError
-from export.manifest import Manifest, check_files
+from quill.export.errors import BundleError
+from quill.export.manifest import Manifest, check_files
 
 # What may differ: each export has its own of these.
 _OWN = {"graphs", "files", "left_out", "name"}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model.attention import KeyValue
-from model.config import ModelConfig
-from model.positions import RotaryTables
+from quill.model.attention import KeyValue
+from quill.model.config import ModelConfig
+from quill.model.positions import RotaryTables
 
 # R rows · T new tokens · K key/value heads · C capacity · H head size · E heads x head size
 

@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from export.operator_library import SOURCES, library_path, operators_problem, seal
+from quill.export.operator_library import SOURCES, library_path, operators_problem, seal
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = (

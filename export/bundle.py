@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 import onnxruntime
 import torch
 
-from export.adding import check_addable, fingerprint, link_files
-from export.errors import BundleError, VerificationError
-from export.held_out import held_out
-from export.manifest import (
+from quill.export.adding import check_addable, fingerprint, link_files
+from quill.export.errors import BundleError, VerificationError
+from quill.export.held_out import held_out
+from quill.export.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -30,13 +30,13 @@ from export.manifest import (
     read_manifest,
     write_manifest,
 )
-from export.precision import Networks, check_exportable
-from export.precisions import MAX_PERPLEXITY_RATIO, Precision
-from export.proof import Proof, Tick
-from export.writing import remove_graphs, write_graphs
-from model.atomic import atomic_directory
-from model.checkpoint import Checkpoint
-from model.transformer import Transformer
+from quill.export.precision import Networks, check_exportable
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
+from quill.export.proof import Proof, Tick
+from quill.export.writing import remove_graphs, write_graphs
+from quill.model.atomic import atomic_directory
+from quill.model.checkpoint import Checkpoint
+from quill.model.transformer import Transformer
 
 Say = Callable[[str], None]
 Keep = Literal["all", "proven", "best"]

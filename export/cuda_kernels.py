@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from export.errors import UnsupportedModelError
+from quill.export.errors import UnsupportedModelError
 
 MICROSOFT = "com.microsoft"
 _ANY = "float16 float int32 int64 bool"

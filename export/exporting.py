@@ -10,15 +10,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from export.bundle import Wishes, write_bundle
-from export.errors import ExportError, UnsupportedModelError
-from export.manifest import Graphs, Manifest, read_manifest
-from export.operator_library import kernels, library_path, operators_are_fast, operators_problem
-from export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
-from export.quantisation import check_quantisable
-from export.stages import Stages
-from model.config import ModelConfig
-from model.importing import open_checkpoint
+from quill.export.bundle import Wishes, write_bundle
+from quill.export.errors import ExportError, UnsupportedModelError
+from quill.export.manifest import Graphs, Manifest, read_manifest
+from quill.export.operator_library import (
+    kernels,
+    library_path,
+    operators_are_fast,
+    operators_problem,
+)
+from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
+from quill.export.quantisation import check_quantisable
+from quill.export.stages import Stages
+from quill.model.config import ModelConfig
+from quill.model.importing import open_checkpoint
 
 
 def run(args: argparse.Namespace) -> None:

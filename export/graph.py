@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
-from export import contract
-from export.attending import Cache, GroupQueryAttending, OwnAttending
-from model.attention import EncoderAttending, KeyValue
-from model.transformer import Transformer
+from quill.export import contract
+from quill.export.attending import Cache, GroupQueryAttending, OwnAttending
+from quill.model.attention import EncoderAttending, KeyValue
+from quill.model.transformer import Transformer
 
 # R rows · T new tokens · L logits · S source tokens · D model size · V vocabulary
 # K key/value heads · C capacity · H head size

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 
-from export.errors import ExportError
-from model.attention import CrossKeyValue
-from model.checkpoint import Checkpoint
-from model.corpora import load_pairs_file
-from model.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
-from model.errors import CheckpointError, CorpusError
-from model.source import DataSource
-from model.splits import Pair
-from model.tokenizer import Tokenizer
-from model.training_state import source_of
-from model.transformer import Transformer
+from quill.export.errors import ExportError
+from quill.model.attention import CrossKeyValue
+from quill.model.checkpoint import Checkpoint
+from quill.model.corpora import load_pairs_file
+from quill.model.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
+from quill.model.errors import CheckpointError, CorpusError
+from quill.model.source import DataSource
+from quill.model.splits import Pair
+from quill.model.tokenizer import Tokenizer
+from quill.model.training_state import source_of
+from quill.model.transformer import Transformer
 
 NUM_PASSAGES = 16
 NUM_PAIRS = 128

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
 
-from export.errors import BundleError
-from export.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
-from export.operator_library import operators_problem
-from export.speed import ROWS, measure_speed, measure_yardstick
+from quill.export.errors import BundleError
+from quill.export.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
+from quill.export.operator_library import operators_problem
+from quill.export.speed import ROWS, measure_speed, measure_yardstick
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from export.held_out import Passage
-from export.manifest import TILE, Invariance, is_lone_tail
-from export.oracle import Array
-from export.runner import Runner
+from quill.export.held_out import Passage
+from quill.export.manifest import TILE, Invariance, is_lone_tail
+from quill.export.oracle import Array
+from quill.export.runner import Runner
 
 ROWS = (1, 2, 3, 8, 32)
 NUM_SLOTS = ROWS[-1]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from export.errors import BundleError
-from export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Device, Family, Precision
-from export.records import RecordError, from_json
+from quill.export.errors import BundleError
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Device, Family, Precision
+from quill.export.records import RecordError, from_json
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"

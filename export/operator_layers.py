@@ -11,11 +11,11 @@ inputs, the product, the gate or the sum after it. A layer of SmolLM2 becomes fi
 import torch
 from torch import Tensor, nn
 
-from export.operator_layout import lay_out
-from model.attention import Attending
-from model.config import ModelConfig
-from model.layers import EncoderLayer
-from model.quantised import QuantisedWeight
+from quill.export.operator_layout import lay_out
+from quill.model.attention import Attending
+from quill.model.config import ModelConfig
+from quill.model.layers import EncoderLayer
+from quill.model.quantised import QuantisedWeight
 
 # C groups of columns · G blocks of inputs · B bytes of a record · N outputs · I inputs
 # R rows · T new tokens · D model size

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from export.held_out import Passage
-from model.attention import CrossKeyValue
-from model.checkpoint import Checkpoint
+from quill.export.held_out import Passage
+from quill.model.attention import CrossKeyValue
+from quill.model.checkpoint import Checkpoint
 
 # T tokens · V vocabulary
 

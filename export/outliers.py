@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint import Checkpoint
-from model.transformer import Transformer
+from quill.model.checkpoint import Checkpoint
+from quill.model.transformer import Transformer
 
 # I inputs · T tokens
 

@@ -7,8 +7,8 @@ Does not know: how integers are laid out (export/packing.py), which layers there
 import torch
 from torch import Tensor, nn
 
-from export.packing import beside, in_halves, pack, unsigned
-from model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.export.packing import beside, in_halves, pack, unsigned
+from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B bytes of a block
 # O outliers · C columns beside the kernel · V vocabulary

@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from export.held_out import held_out
-from model.importing import open_checkpoint
+from quill.export.held_out import held_out
+from quill.model.importing import open_checkpoint
 
 
 def main() -> None:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from export.attending import OWN_HEAD_SIZES
-from export.errors import UnsupportedModelError
-from export.graph import Graph, Project, decoder_graph, encoder_graph
-from export.operator_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
-from export.outliers import find_outliers
-from export.packed import PackedEmbedding, PackedLinear
-from export.precisions import Precision
-from export.quantisation import Quantisation, in_halves, quantise
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.layers import EncoderLayer
-from model.transformer import Transformer
+from quill.export.attending import OWN_HEAD_SIZES
+from quill.export.errors import UnsupportedModelError
+from quill.export.graph import Graph, Project, decoder_graph, encoder_graph
+from quill.export.operator_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
+from quill.export.outliers import find_outliers
+from quill.export.packed import PackedEmbedding, PackedLinear
+from quill.export.precisions import Precision
+from quill.export.quantisation import Quantisation, in_halves, quantise
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.layers import EncoderLayer
+from quill.model.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from export.errors import VerificationError
-from export.held_out import HeldOut, Passage
-from export.invariance import MAX_PROMPT, NUM_SLOTS, measure_invariance
-from export.manifest import Graphs, Sizes, Verification
-from export.oracle import Answer, Oracle, Surprise, joined
-from export.precisions import MAX_RISE_FROM_SOURCE, PRECISIONS, Precision
-from export.quantisation import Quantisation, dequantised
-from export.replay import replay, step_ms
-from export.runner import Runner
-from export.verify import NUM_PROBES, check_graphs, probes
-from model.checkpoint import Checkpoint
+from quill.export.errors import VerificationError
+from quill.export.held_out import HeldOut, Passage
+from quill.export.invariance import MAX_PROMPT, NUM_SLOTS, measure_invariance
+from quill.export.manifest import Graphs, Sizes, Verification
+from quill.export.oracle import Answer, Oracle, Surprise, joined
+from quill.export.precisions import MAX_RISE_FROM_SOURCE, PRECISIONS, Precision
+from quill.export.quantisation import Quantisation, dequantised
+from quill.export.replay import replay, step_ms
+from quill.export.runner import Runner
+from quill.export.verify import NUM_PROBES, check_graphs, probes
+from quill.model.checkpoint import Checkpoint
 
 Tick = Callable[[], None]  # one more thing is done
 

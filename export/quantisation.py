@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from export.errors import UnsupportedModelError
-from export.operator_layout import with_halves
-from export.quantisers import eight_bits, k_quant
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.export.errors import UnsupportedModelError
+from quill.export.operator_layout import with_halves
+from quill.export.quantisers import eight_bits, k_quant
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
 
 EMBEDDING = "embedding.weight"
 # Rows of a table that are added, not multiplied: there is no operator to gain speed with.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from export.held_out import Passage
-from export.oracle import Surprise, joined, surprise
-from export.runner import Runner
+from quill.export.held_out import Passage
+from quill.export.oracle import Surprise, joined, surprise
+from quill.export.runner import Runner
 
 NUM_TIMED_STEPS = 12
 

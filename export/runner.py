@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from export import contract
-from export.manifest import Graphs, Sizes
-from export.operator_library import library_path
+from quill.export import contract
+from quill.export.manifest import Graphs, Sizes
+from quill.export.operator_library import library_path
 
 # R rows · T new tokens · L logits · V vocabulary
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from export.manifest import Graphs, Manifest, Sizes
-from export.runner import Runner
+from quill.export.manifest import Graphs, Manifest, Sizes
+from quill.export.runner import Runner
 
 ROWS = (1, 8, 32)
 PREFILL_TOKENS = 512

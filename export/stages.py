@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from export.proof import Tick
+from quill.export.proof import Tick
 
 PLAIN_INTERVAL_S = 10.0  # without a terminal, a line at most this often
 

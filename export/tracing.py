@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import torch
 
-from export.graph import Graph
+from quill.export.graph import Graph
 
 OPSET = 23  # the first with RMSNormalization as one node
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from export.errors import VerificationError
-from export.held_out import HeldOut, Passage
-from export.oracle import Answer, Array, Oracle
-from export.precisions import PRECISIONS, Precision, Tolerance
-from export.runner import Runner
+from quill.export.errors import VerificationError
+from quill.export.held_out import HeldOut, Passage
+from quill.export.oracle import Answer, Array, Oracle
+from quill.export.precisions import PRECISIONS, Precision, Tolerance
+from quill.export.runner import Runner
 
 # T tokens · V vocabulary
 

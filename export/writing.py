@@ -10,12 +10,12 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from export.cuda_kernels import check_cuda_kernels
-from export.manifest import Graphs
-from export.precision import Prepared
-from export.precisions import PRECISIONS, Precision
-from export.tracing import trace
-from export.weights_file import WeightsFile, weights_file
+from quill.export.cuda_kernels import check_cuda_kernels
+from quill.export.manifest import Graphs
+from quill.export.precision import Prepared
+from quill.export.precisions import PRECISIONS, Precision
+from quill.export.tracing import trace
+from quill.export.weights_file import WeightsFile, weights_file
 
 
 def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> Graphs:

@@ -6,7 +6,7 @@ Knows: the wire, what a model can take. Does not know: which request comes when,
 import random
 from dataclasses import dataclass, replace
 
-from protos import generation_pb2 as pb
+from quill.protos import generation_pb2 as pb
 
 # Plain words: any tokenizer can read them.
 WORDS = (

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from export.manifest import MANIFEST_FILE, Manifest, read_manifest
-from export.operator_library import operators_problem
-from export.precisions import PRECISIONS
-from loadtest.bench_report import table, write
-from loadtest.bench_tasks import (
+from quill.export.manifest import MANIFEST_FILE, Manifest, read_manifest
+from quill.export.operator_library import operators_problem
+from quill.export.precisions import PRECISIONS
+from quill.loadtest.bench_report import table, write
+from quill.loadtest.bench_tasks import (
     PEER_ROWS,
     decode_tasks,
     engine_tasks,
     prefill_tasks,
     random_ids,
 )
-from loadtest.contest import ROOT, Result, Task, contest
-from loadtest.errors import ContenderError, OptionError
-from loadtest.machine import machine_facts, num_cores
-from server.default_model import NAME as MODEL
-from server.default_model import cache_directory
+from quill.loadtest.contest import ROOT, Result, Task, contest
+from quill.loadtest.errors import ContenderError, OptionError
+from quill.loadtest.machine import machine_facts, num_cores
+from quill.server.default_model import NAME as MODEL
+from quill.server.default_model import cache_directory
 
 OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600
@@ -86,7 +86,7 @@ def _quill_commands(bundle: Path, manifest: Manifest, args: argparse.Namespace) 
         Console(stderr=True).print(f"Without {', '.join(own)}: {problem}", highlight=False)
         on_cpu = [each for each in on_cpu if each not in OWN]
     wanted = args.precision.split(",") if args.precision else on_cpu
-    command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle)]
+    command = [sys.executable, "-m", "quill.loadtest.contender_quill", str(bundle)]
     return [[*command, each, str(args.threads or num_cores())] for each in wanted]
 
 
@@ -104,7 +104,7 @@ def peer_commands(cache: Path, num_threads: int) -> list[list[str]]:
         "peer_transformers": {"float32": peers / "hf"},
     }
     return [
-        [str(PEERS_PYTHON), "-m", f"loadtest.{module}", str(path), kind, str(num_threads)]
+        [str(PEERS_PYTHON), "-m", f"quill.loadtest.{module}", str(path), kind, str(num_threads)]
         for module, kinds in files.items()
         for kind, path in kinds.items()
     ]
@@ -112,7 +112,7 @@ def peer_commands(cache: Path, num_threads: int) -> list[list[str]]:
 
 def prepare_peers(cache: Path) -> None:
     tokenizer = default_bundle() / "tokenizer.json"
-    arguments = ["loadtest.peers_prepare", gguf(cache), tokenizer, cache / "peers"]
+    arguments = ["quill.loadtest.peers_prepare", gguf(cache), tokenizer, cache / "peers"]
     _check(subprocess.run([PEERS_PYTHON, "-m", *map(str, arguments)], cwd=ROOT, check=False))
 
 
@@ -121,7 +121,7 @@ def held_out(cache: Path) -> list[list[int]]:
     path = cache / "peers" / PASSAGES
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "export.passages", MODEL]
+        command = [sys.executable, "-m", "quill.export.passages", MODEL]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
         _check(done)
         path.write_bytes(done.stdout)

@@ -27,7 +27,7 @@ def _add_engine(kinds: "Subparsers") -> None:
     parser = kinds.add_parser("engine", help="prefill and decode steps, with no network")
     _add_common(parser)
     _add_rounds(parser)
-    parser.set_defaults(run="loadtest.bench:run_engine", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench:run_engine", extra="loadtest")
 
 
 def _add_peers(kinds: "Subparsers") -> None:
@@ -45,7 +45,7 @@ def _add_peers(kinds: "Subparsers") -> None:
         metavar="N",
         help="to measure perplexity on, of 255 tokens each; default 16",
     )
-    parser.set_defaults(run="loadtest.bench:run_peers", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench:run_peers", extra="loadtest")
 
 
 def _add_translate(kinds: "Subparsers") -> None:
@@ -69,7 +69,7 @@ def _add_translate(kinds: "Subparsers") -> None:
     parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
     parser.add_argument("--limit", type=_positive, default=200, metavar="N", help="default 200")
     _add_rounds(parser)
-    parser.set_defaults(run="loadtest.bench_translate:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench_translate:run", extra="loadtest")
 
 
 def _add_fidelity(kinds: "Subparsers") -> None:
@@ -84,7 +84,7 @@ def _add_fidelity(kinds: "Subparsers") -> None:
     parser.add_argument("--users", type=_positive, default=16, metavar="N", help="default 16")
     parser.add_argument("--precision", default="fp32", metavar="NAME", help="default fp32")
     parser.add_argument("--limit", type=_positive, metavar="N", help="the first N lines only")
-    parser.set_defaults(run="loadtest.fidelity:run", extra="train")
+    parser.set_defaults(run="quill.loadtest.fidelity:run", extra="train")
 
 
 def _add_server(kinds: "Subparsers") -> None:
@@ -105,7 +105,7 @@ def _add_server(kinds: "Subparsers") -> None:
         action="store_true",
         help="also llama-cpp-python's server and a loop over onnxruntime-genai",
     )
-    parser.set_defaults(run="loadtest.bench_server:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench_server:run", extra="loadtest")
 
 
 def _add_streams(kinds: "Subparsers") -> None:
@@ -117,7 +117,7 @@ def _add_streams(kinds: "Subparsers") -> None:
     parser.add_argument(
         "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
     )
-    parser.set_defaults(run="loadtest.bench_streams:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench_streams:run", extra="loadtest")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from loadtest.contest import Result
+from quill.loadtest.contest import Result
 
 Rows = list[list[str]]
 # Okabe and Ito's: a colour-blind person can tell them apart.

@@ -19,19 +19,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from export.manifest import Manifest, read_manifest
-from loadtest.bench import PEERS_PYTHON, default_bundle, held_out, prepare_peers
-from loadtest.bench_tasks import random_ids
-from loadtest.closed_loop import Ask, LoopResult, closed_loop
-from loadtest.contest import Running, running
-from loadtest.errors import OptionError
-from loadtest.machine import machine_facts, num_cores
-from loadtest.own_server import own_server
-from loadtest.peer_servers import llama_server
-from loadtest.process_watch import peak_bytes_of
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.default_model import cache_directory
+from quill.export.manifest import Manifest, read_manifest
+from quill.loadtest.bench import PEERS_PYTHON, default_bundle, held_out, prepare_peers
+from quill.loadtest.bench_tasks import random_ids
+from quill.loadtest.closed_loop import Ask, LoopResult, closed_loop
+from quill.loadtest.contest import Running, running
+from quill.loadtest.errors import OptionError
+from quill.loadtest.machine import machine_facts, num_cores
+from quill.loadtest.own_server import own_server
+from quill.loadtest.peer_servers import llama_server
+from quill.loadtest.process_watch import peak_bytes_of
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.default_model import cache_directory
 
 PROMPT_LENGTHS = (16, 128)
 NUM_PROMPTS = 64
@@ -158,7 +158,7 @@ def _one_by_one(
 ) -> ServerResult:
     """A loop that answers one request after another."""
     path = str(cache / "peers" / f"genai-{kind}")
-    command = [str(PEERS_PYTHON), "-m", "loadtest.peer_genai", path, kind, str(threads)]
+    command = [str(PEERS_PYTHON), "-m", "quill.loadtest.peer_genai", path, kind, str(threads)]
     with running(command, logs / "genai.log") as genai:
         served = closed_loop(lambda ids: _answer(genai, ids, args.answer), prompts, 1, 0.0)
         served = closed_loop(

@@ -24,14 +24,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from export.manifest import read_manifest
-from loadtest.bench import default_bundle
-from loadtest.bench_tasks import PAST_TOKENS, random_ids
-from loadtest.contest import PAUSE_S, Running, running
-from loadtest.errors import OptionError
-from loadtest.machine import machine_facts, num_cores
-from loadtest.own_server import own_server
-from loadtest.stream_crowd import StreamClients
+from quill.export.manifest import read_manifest
+from quill.loadtest.bench import default_bundle
+from quill.loadtest.bench_tasks import PAST_TOKENS, random_ids
+from quill.loadtest.contest import PAUSE_S, Running, running
+from quill.loadtest.errors import OptionError
+from quill.loadtest.machine import machine_facts, num_cores
+from quill.loadtest.own_server import own_server
+from quill.loadtest.stream_crowd import StreamClients
 
 NUM_STEPS = 32
 WARM_STEPS = 4
@@ -71,7 +71,14 @@ def run(args: argparse.Namespace) -> None:
         str(CONTEXT),
     ]
     options += ["--threads", threads, "--prefix-cache", "0"]
-    command = [sys.executable, "-m", "loadtest.contender_quill", str(bundle), precision, threads]
+    command = [
+        sys.executable,
+        "-m",
+        "quill.loadtest.contender_quill",
+        str(bundle),
+        precision,
+        threads,
+    ]
     ids = random_ids(LONG_PROMPT, manifest.sizes.vocab_size)
     _say("starting the server and the bare engine")
     with (

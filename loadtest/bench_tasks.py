@@ -6,7 +6,7 @@ Knows: lengths and numbers of rows. Does not know: contenders, clocks.
 import random
 from collections.abc import Iterable, Sequence
 
-from loadtest.contest import Task
+from quill.loadtest.contest import Task
 
 PAST_TOKENS = 64  # in every row before the decode steps that are timed
 PREFILLS = (128, 512)

@@ -19,11 +19,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from export.manifest import read_manifest
-from loadtest.bench import PEERS_PYTHON
-from loadtest.contest import PAUSE_S, Running, running
-from loadtest.errors import OptionError
-from loadtest.machine import num_cores
+from quill.export.manifest import read_manifest
+from quill.loadtest.bench import PEERS_PYTHON
+from quill.loadtest.contest import PAUSE_S, Running, running
+from quill.loadtest.errors import OptionError
+from quill.loadtest.machine import num_cores
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     sources = read_sources(args.bundle, args.sources, args.limit)
     threads = str(args.threads or num_cores())
     commands = [
-        [sys.executable, "-m", "loadtest.translator_quill", str(args.bundle), kind, threads]
+        [sys.executable, "-m", "quill.loadtest.translator_quill", str(args.bundle), kind, threads]
         for kind in args.precision.split(",")
     ]
     if args.checkpoint is not None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
                 "the peers aren't installed. Run `make peers` first; it takes minutes"
             )
         python = str(args.peers_python or PEERS_PYTHON)
-        module = [python, "-m", "loadtest.peer_translator", str(args.checkpoint)]
+        module = [python, "-m", "quill.loadtest.peer_translator", str(args.checkpoint)]
         commands += [[*module, kind, threads] for kind in ("float32", "int8")]
     with tempfile.TemporaryDirectory() as logs:
         standings = translate_in_turns(commands, sources, Path(logs), args.rounds)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import grpc
 from google.protobuf import json_format
 
-from loadtest.asking import Ask
-from loadtest.records import RequestRecord
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.loadtest.asking import Ask
+from quill.loadtest.records import RequestRecord
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 Clock = Callable[[], float]
 Metadata = tuple[tuple[str, str], ...]

@@ -14,8 +14,8 @@ import gevent
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.crowd import Schedule
-from loadtest.records import RecordFile, RequestRecord, to_row
+from quill.loadtest.crowd import Schedule
+from quill.loadtest.records import RecordFile, RequestRecord, to_row
 
 DONE = "quill-done"
 PROGRESS = "PROGRESS "

@@ -15,11 +15,11 @@ from typing import Any
 
 import onnxruntime
 
-from loadtest.contender import About, Score, serve
-from server.errors import CancelledError
-from server.events import Batch, Event, FailEvent, PromptEvent
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.request import Request, Sampling
+from quill.loadtest.contender import About, Score, serve
+from quill.server.errors import CancelledError
+from quill.server.events import Batch, Event, FailEvent, PromptEvent
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.request import Request, Sampling
 
 MAX_ROWS = 32
 CONTEXT = 1024

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.contender import About
-from loadtest.errors import ContenderError
-from loadtest.processes import wait_or_kill
+from quill.loadtest.contender import About
+from quill.loadtest.errors import ContenderError
+from quill.loadtest.processes import wait_or_kill
 
 PAUSE_S = 0.3  # OpenMP's threads spin for up to 0.2 s
 ROOT = Path(__file__).resolve().parent.parent

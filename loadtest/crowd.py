@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from loadtest.arrivals import arrivals
-from loadtest.asking import Ask, Facts
-from loadtest.scenarios import make_ask
+from quill.loadtest.arrivals import arrivals
+from quill.loadtest.asking import Ask, Facts
+from quill.loadtest.scenarios import make_ask
 
 
 def _option(default: Any, name: str, text: str) -> Any:

@@ -2,7 +2,7 @@
 
 import re
 
-from loadtest.errors import OptionError
+from quill.loadtest.errors import OptionError
 
 _UNITS = {"ms": 1.0, "s": 1000.0, "m": 60_000.0}
 

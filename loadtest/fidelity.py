@@ -19,13 +19,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from export.manifest import read_manifest
-from loadtest.closed_loop import IsOver, run_users
-from loadtest.errors import LoadtestError, OptionError
-from loadtest.own_server import own_server
-from loadtest.progress import Line
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.export.manifest import read_manifest
+from quill.loadtest.closed_loop import IsOver, run_users
+from quill.loadtest.errors import LoadtestError, OptionError
+from quill.loadtest.own_server import own_server
+from quill.loadtest.progress import Line
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 GREEDY = "greedy"
 

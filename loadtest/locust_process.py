@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from loadtest.asking import Facts
-from loadtest.crowd import Plan
-from loadtest.errors import LoadtestError
-from loadtest.processes import free_port, wait_or_kill
+from quill.loadtest.asking import Facts
+from quill.loadtest.crowd import Plan
+from quill.loadtest.errors import LoadtestError
+from quill.loadtest.processes import free_port, wait_or_kill
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 PROGRESS = "PROGRESS "

@@ -23,15 +23,15 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.asking import Facts
-from loadtest.collecting import Collector
-from loadtest.crowd import Plan, Schedule
-from loadtest.own_server import own_server
-from loadtest.scenarios import SCENARIOS
-from loadtest.user import StreamUser, address_of
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access, read_access
+from quill.loadtest.asking import Facts
+from quill.loadtest.collecting import Collector
+from quill.loadtest.crowd import Plan, Schedule
+from quill.loadtest.own_server import own_server
+from quill.loadtest.scenarios import SCENARIOS
+from quill.loadtest.user import StreamUser, address_of
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access, read_access
 
 _IDLE_S = 0.1
 

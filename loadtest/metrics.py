@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest.watching import Watcher
-from server.access import Access
+from quill.loadtest.watching import Watcher
+from quill.server.access import Access
 
 LOOK_S = 0.25
 _TIMEOUT_S = 2.0

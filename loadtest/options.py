@@ -8,10 +8,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.durations import parse_duration_ms
-from loadtest.errors import OptionError
-from server.access_options import add_proof
-from server.argument_types import address
+from quill.loadtest.durations import parse_duration_ms
+from quill.loadtest.errors import OptionError
+from quill.server.access_options import add_proof
+from quill.server.argument_types import address
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loadtest.errors import NoServerError
-from loadtest.processes import wait_or_kill
-from server.access import Access
-from server.unreachable import Diagnosis, diagnose
+from quill.loadtest.errors import NoServerError
+from quill.loadtest.processes import wait_or_kill
+from quill.server.access import Access
+from quill.server.unreachable import Diagnosis, diagnose
 
 _LOOK_S = 0.05
 _STOP_S = 60.0

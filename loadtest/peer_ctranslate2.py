@@ -12,7 +12,7 @@ from pathlib import Path
 import ctranslate2
 import numpy as np
 
-from loadtest.contender import About, Score, serve, size_of
+from quill.loadtest.contender import About, Score, serve, size_of
 
 
 class CTranslate2:

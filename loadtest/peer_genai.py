@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnxruntime_genai
 
-from loadtest.contender import About, Score, serve, size_of
+from quill.loadtest.contender import About, Score, serve, size_of
 
 
 class GenAI:

@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.contender import About, Score, serve, size_of
+from quill.loadtest.contender import About, Score, serve, size_of
 
 MAX_ROWS = 32
 MAX_PROMPT = 1024  # tokens of a prompt that is read at once

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtest.contest import ROOT
-from loadtest.errors import NoServerError
-from loadtest.processes import free_port, wait_or_kill
+from quill.loadtest.contest import ROOT
+from quill.loadtest.errors import NoServerError
+from quill.loadtest.processes import free_port, wait_or_kill
 
 START_S = 60.0
 ANSWER_S = 600.0

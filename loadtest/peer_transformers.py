@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from loadtest.contender import About, Score, serve, size_of
+from quill.loadtest.contender import About, Score, serve, size_of
 
 
 class Transformers:

@@ -17,8 +17,8 @@ import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 from safetensors.numpy import load_file
 
-from loadtest.contender import About, serve, size_of
-from loadtest.translator import MAX_NEW_TOKENS, Translated
+from quill.loadtest.contender import About, serve, size_of
+from quill.loadtest.translator import MAX_NEW_TOKENS, Translated
 
 Weights = Mapping[str, Any]
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from loadtest.metrics import MetricsSample
-from loadtest.process_watch import ProcessSample, busy_cores
-from loadtest.records import RequestRecord
-from loadtest.slo import SHARE, RateTrial
+from quill.loadtest.metrics import MetricsSample
+from quill.loadtest.process_watch import ProcessSample, busy_cores
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.slo import SHARE, RateTrial
 
 BLUE, ORANGE, GREEN, RED, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#000000"
 _SERIES = ((50, BLUE, "-"), (95, ORANGE, "--"), (99, RED, ":"))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest.watching import Watcher
+from quill.loadtest.watching import Watcher
 
 LOOK_S = 1.0
 

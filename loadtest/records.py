@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from loadtest.errors import RecordError
+from quill.loadtest.errors import RecordError
 
 # A prompt may be longer than csv's own limit of 128 KiB.
 csv.field_size_limit(sys.maxsize)

@@ -11,13 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest import plots
-from loadtest.metrics import MetricsSample, write_samples
-from loadtest.plots import Plot
-from loadtest.process_watch import ProcessSample, busy_cores
-from loadtest.records import RequestRecord, write_records
-from loadtest.slo import SHARE, RateTrial, Slo, best
-from loadtest.summary import Summary, by_scenario, measures, scenario_table, summarise, table
+from quill.loadtest import plots
+from quill.loadtest.metrics import MetricsSample, write_samples
+from quill.loadtest.plots import Plot
+from quill.loadtest.process_watch import ProcessSample, busy_cores
+from quill.loadtest.records import RequestRecord, write_records
+from quill.loadtest.slo import SHARE, RateTrial, Slo, best
+from quill.loadtest.summary import Summary, by_scenario, measures, scenario_table, summarise, table
 
 PAGE = "report.html"
 RECORDS = "requests.csv"

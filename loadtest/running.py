@@ -15,25 +15,25 @@ from typing import NamedTuple
 
 import grpc
 
-from loadtest.asking import Facts
-from loadtest.crowd import Plan, new_seed
-from loadtest.errors import LoadtestError, NoServerError, StoppedError
-from loadtest.locust_process import Load, run_locust
-from loadtest.machine import machine_facts
-from loadtest.metrics import MetricsSample, guess_url, watch_server
-from loadtest.options import LoadtestOptions, read_options
-from loadtest.own_server import own_server, wait_until_healthy
-from loadtest.process_watch import ProcessSample, watch_process
-from loadtest.progress import Line, describe
-from loadtest.records import RequestRecord, read_records
-from loadtest.report import PAGE, Run, search_result, write_report
-from loadtest.scenarios import check_scenario
-from loadtest.slo import RateTrial, Slo, next_rate
-from loadtest.summary import lines
-from loadtest.verify import Verdict, verify
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access, read_access
+from quill.loadtest.asking import Facts
+from quill.loadtest.crowd import Plan, new_seed
+from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
+from quill.loadtest.locust_process import Load, run_locust
+from quill.loadtest.machine import machine_facts
+from quill.loadtest.metrics import MetricsSample, guess_url, watch_server
+from quill.loadtest.options import LoadtestOptions, read_options
+from quill.loadtest.own_server import own_server, wait_until_healthy
+from quill.loadtest.process_watch import ProcessSample, watch_process
+from quill.loadtest.progress import Line, describe
+from quill.loadtest.records import RequestRecord, read_records
+from quill.loadtest.report import PAGE, Run, search_result, write_report
+from quill.loadtest.scenarios import check_scenario
+from quill.loadtest.slo import RateTrial, Slo, next_rate
+from quill.loadtest.summary import lines
+from quill.loadtest.verify import Verdict, verify
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access, read_access
 
 EARLIER = (
     "The seed was given. If this server had answered the same requests before, its prefix cache "

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from loadtest.asking import (
+from quill.loadtest.asking import (
     Ask,
     Facts,
     RequestDraw,
@@ -20,8 +20,8 @@ from loadtest.asking import (
     with_seed,
     words,
 )
-from loadtest.errors import OptionError
-from protos import generation_pb2 as pb
+from quill.loadtest.errors import OptionError
+from quill.protos import generation_pb2 as pb
 
 Scenario = Callable[[RequestDraw, Facts], Ask]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loadtest.durations import parse_duration_ms
-from loadtest.errors import OptionError
-from loadtest.records import RequestRecord
+from quill.loadtest.durations import parse_duration_ms
+from quill.loadtest.errors import OptionError
+from quill.loadtest.records import RequestRecord
 
 SHARE = 0.95
 _FINE_ENOUGH = 1.1  # the search ends when the lowest failing rate is this near to the highest good

@@ -21,19 +21,19 @@ from pathlib import Path
 
 import grpc
 
-from loadtest.arrivals import arrivals
-from loadtest.asking import Ask, Facts
-from loadtest.calling import call
-from loadtest.closed_loop import closed_loop
-from loadtest.errors import LoadtestError
-from loadtest.own_server import OwnServer, own_server, read_log
-from loadtest.process_watch import ProcessSample, look_at, watch_process
-from loadtest.records import RequestRecord
-from loadtest.scenarios import make_ask
-from loadtest.soak_verdict import REFUSED, Judgement, SoakResult, judge, times_ms
-from loadtest.verify import verify
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.loadtest.arrivals import arrivals
+from quill.loadtest.asking import Ask, Facts
+from quill.loadtest.calling import call
+from quill.loadtest.closed_loop import closed_loop
+from quill.loadtest.errors import LoadtestError
+from quill.loadtest.own_server import OwnServer, own_server, read_log
+from quill.loadtest.process_watch import ProcessSample, look_at, watch_process
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.scenarios import make_ask
+from quill.loadtest.soak_verdict import REFUSED, Judgement, SoakResult, judge, times_ms
+from quill.loadtest.verify import verify
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 SLOTS, QUEUE = 8, 16
 SERVE = ("--max-slots", str(SLOTS), "--queue", str(QUEUE), "--prefix-cache", "64")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.process_watch import ProcessSample, slope_mb_per_minute
-from loadtest.records import RequestRecord
-from loadtest.verify import Verdict
+from quill.loadtest.process_watch import ProcessSample, slope_mb_per_minute
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.verify import Verdict
 
 MAX_SLOPE_MB = 1.0  # a minute
 MAX_REFUSAL_MS = 100.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 MAX_WAIT_S = 120.0
 

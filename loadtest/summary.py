@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.records import RequestRecord
-from loadtest.slo import Slo
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.slo import Slo
 
 PERCENTILES = (50, 90, 95, 99)
 

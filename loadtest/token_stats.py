@@ -17,7 +17,7 @@ from flask import Response, request
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from loadtest.records import RequestRecord
+from quill.loadtest.records import RequestRecord
 
 KEY = "quill-tokens"
 ALL = "Aggregated"

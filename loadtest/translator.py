@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from loadtest.contender import About
+from quill.loadtest.contender import About
 
 MAX_NEW_TOKENS = 127
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import onnxruntime
 
-from loadtest.contender import About, serve
-from loadtest.translator import MAX_NEW_TOKENS, Translated
-from server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.request import Beams, Request, Sampling
+from quill.loadtest.contender import About, serve
+from quill.loadtest.translator import MAX_NEW_TOKENS, Translated
+from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.request import Beams, Request, Sampling
 
 MAX_ROWS = 32
 

@@ -21,12 +21,12 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User, events
 from locust.env import Environment
 
-from loadtest.asking import Ask
-from loadtest.calling import TimedCall, call
-from loadtest.records import RequestRecord
-from loadtest.token_stats import TokenStats
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access
+from quill.loadtest.asking import Ask
+from quill.loadtest.calling import TimedCall, call
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.token_stats import TokenStats
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 

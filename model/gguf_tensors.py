@@ -13,8 +13,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from model.errors import UnsupportedError
-from model.quantised import BLOCK_SIZE, Kind, QuantisedWeight
+from quill.model.errors import UnsupportedError
+from quill.model.quantised import BLOCK_SIZE, Kind, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B the 32 values of a block
 

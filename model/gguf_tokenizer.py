@@ -9,9 +9,9 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from model.errors import CheckpointError, UnsupportedError
-from model.tokenizer import SpecialTokens, Tokenizer
-from model.typed_values import TypedValues
+from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.tokenizer import SpecialTokens, Tokenizer
+from quill.model.typed_values import TypedValues
 
 _CONTROL, _USER_DEFINED = 3, 4
 

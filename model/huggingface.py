@@ -12,15 +12,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.errors import CheckpointError
-from model.huggingface_config import read_config
-from model.huggingface_marian import BANNED, banned_tokens, in_our_order, marian_layout
-from model.huggingface_text import read_json, read_text
-from model.huggingface_weights import WeightFiles, open_weights
-from model.layout import Layout, LlamaNames, Part, Track, check_source, llama_layout, untracked
-from model.typed_values import TypedValues
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError
+from quill.model.huggingface_config import read_config
+from quill.model.huggingface_marian import BANNED, banned_tokens, in_our_order, marian_layout
+from quill.model.huggingface_text import read_json, read_text
+from quill.model.huggingface_weights import WeightFiles, open_weights
+from quill.model.layout import (
+    Layout,
+    LlamaNames,
+    Part,
+    Track,
+    check_source,
+    llama_layout,
+    untracked,
+)
+from quill.model.typed_values import TypedValues
 
 LLAMA_NAMES = LlamaNames(
     embedding="model.embed_tokens",

@@ -7,10 +7,10 @@ model/huggingface_marian.py.
 
 from collections.abc import Callable
 
-from model.config import Activation, ModelConfig, RotaryScaling
-from model.errors import UnsupportedError
-from model.huggingface_marian import read_marian_config
-from model.typed_values import TypedValues
+from quill.model.config import Activation, ModelConfig, RotaryScaling
+from quill.model.errors import UnsupportedError
+from quill.model.huggingface_marian import read_marian_config
+from quill.model.typed_values import TypedValues
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",

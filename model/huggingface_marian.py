@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import Activation, ModelConfig
-from model.errors import UnsupportedError
-from model.layout import Layout, Part
-from model.typed_values import TypedValues
+from quill.model.config import Activation, ModelConfig
+from quill.model.errors import UnsupportedError
+from quill.model.layout import Layout, Part
+from quill.model.typed_values import TypedValues
 
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.errors import CheckpointError
-from model.tokenizer import SpecialTokens, Tokenizer
-from model.typed_values import TypedValues
+from quill.model.errors import CheckpointError
+from quill.model.tokenizer import SpecialTokens, Tokenizer
+from quill.model.typed_values import TypedValues
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "max_new_tokens", "num_beams", "length_penalty")

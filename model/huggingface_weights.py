@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.errors import CheckpointError, UnsupportedError
+from quill.model.errors import CheckpointError, UnsupportedError
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

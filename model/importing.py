@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from model import gguf_config, huggingface_config
-from model.checkpoint import (
+from quill.model import gguf_config, huggingface_config
+from quill.model.checkpoint import (
     CONFIG_FILE,
     QUANTISED_FILE,
     TOKENIZER_FILE,
@@ -23,16 +23,16 @@ from model.checkpoint import (
     read_description,
     save_checkpoint,
 )
-from model.display import Display, track
-from model.errors import CheckpointError, ConfigError
-from model.fetch import cache_directory, extract_member
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.huggingface import read_huggingface, read_settings
-from model.huggingface_weights import weight_paths
-from model.layout import Track
-from model.training_state import resolve_checkpoint
-from model.wheels import SMOLLM2_GGUF, Member
+from quill.model.display import Display, track
+from quill.model.errors import CheckpointError, ConfigError
+from quill.model.fetch import cache_directory, extract_member
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.huggingface import read_huggingface, read_settings
+from quill.model.huggingface_weights import weight_paths
+from quill.model.layout import Track
+from quill.model.training_state import resolve_checkpoint
+from quill.model.wheels import SMOLLM2_GGUF, Member
 
 NAMED: dict[str, Member] = {"smollm2-135m": SMOLLM2_GGUF}
 CHUNK_BYTES = 1 << 24

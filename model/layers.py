@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attending, KeyValue, split_heads
-from model.config import ModelConfig
+from quill.model.attention import Attending, KeyValue, split_heads
+from quill.model.config import ModelConfig
 
 # B rows · T new tokens · S source tokens · D model size · F feed-forward size
 # E = heads x head size, flat

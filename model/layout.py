@@ -7,8 +7,8 @@ Does not know: files, number formats.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from model.config import ModelConfig
-from model.errors import CheckpointError, UnsupportedError, first_few
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError, UnsupportedError, first_few
 
 Track = Callable[[Sequence[str]], Iterable[str]]
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from model.batches import Batches, PairBatches, TextBatches
-from model.config import ModelConfig
-from model.dataset import (
+from quill.model.batches import Batches, PairBatches, TextBatches
+from quill.model.config import ModelConfig
+from quill.model.dataset import (
     PairData,
     TextData,
     encode_pairs,
@@ -18,15 +18,15 @@ from model.dataset import (
     fit_pair_tokenizer,
     fit_text_tokenizer,
 )
-from model.dataset import Track as EncodeTrack
-from model.recipes import Recipe
-from model.reference import generate
-from model.sampling import SamplingParameters
-from model.scoring import SCORE_ROWS, Score, Track, pair_batches, score_text, total_loss
-from model.source import DataSource
-from model.splits import PairCorpus, TextCorpus
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from quill.model.dataset import Track as EncodeTrack
+from quill.model.recipes import Recipe
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
+from quill.model.scoring import SCORE_ROWS, Score, Track, pair_batches, score_text, total_loss
+from quill.model.source import DataSource
+from quill.model.splits import PairCorpus, TextCorpus
+from quill.model.tokenizer import Tokenizer
+from quill.model.transformer import Transformer
 
 NUM_PROMPT_TOKENS = 24
 NUM_SAMPLE_TOKENS = 80

@@ -6,9 +6,9 @@ Knows: the network's outputs and targets. Does not know: optimisers, data, devic
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CrossKeyValue
-from model.batches import IGNORED, Batch
-from model.transformer import Transformer
+from quill.model.attention import CrossKeyValue
+from quill.model.batches import IGNORED, Batch
+from quill.model.transformer import Transformer
 
 
 class Objective(nn.Module):

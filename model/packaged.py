@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from model.splits import Pair
+from quill.model.splits import Pair
 
 # An editor's reference to a footnote, in the middle of a sentence.
 _FOOTNOTE = re.compile(r" ?\[see APP note\.?\]", re.IGNORECASE)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RotaryScaling
+from quill.model.config import ModelConfig, RotaryScaling
 
 # P positions · D model size · H head size · F = H / 2 frequencies
 

@@ -5,8 +5,8 @@ Knows: the sizes. Does not know: how each is trained (see model/recipes.py).
 
 from collections.abc import Callable
 
-from model.config import ModelConfig
-from model.errors import ConfigError
+from quill.model.config import ModelConfig
+from quill.model.errors import ConfigError
 
 PAPER_VOCAB_SIZE = 37_000  # "Attention Is All You Need", section 5.1: shared, English-German
 

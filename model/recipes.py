@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model.errors import ConfigError
+from quill.model.errors import ConfigError
 
 Schedule = Literal["cosine", "inverse_sqrt"]
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.attention import CrossKeyValue
-from model.errors import CheckpointError, RequestError
-from model.randomness import MAX_SEED, uniform
-from model.sampling import SamplingParameters, choose, log_probabilities
-from model.transformer import Transformer
+from quill.model.attention import CrossKeyValue
+from quill.model.errors import CheckpointError, RequestError
+from quill.model.randomness import MAX_SEED, uniform
+from quill.model.sampling import SamplingParameters, choose, log_probabilities
+from quill.model.transformer import Transformer
 
 # R rows · T tokens · V vocabulary
 

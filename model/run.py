@@ -12,23 +12,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from model.batches import Batch
-from model.checkpoint import Checkpoint
-from model.display import Display
-from model.distributed import Peers
-from model.material import Task
-from model.recipes import Recipe
-from model.scoring import Score
-from model.training import StepResult, Trainer
-from model.training_log import (
+from quill.model.batches import Batch
+from quill.model.checkpoint import Checkpoint
+from quill.model.display import Display
+from quill.model.distributed import Peers
+from quill.model.material import Task
+from quill.model.recipes import Recipe
+from quill.model.scoring import Score
+from quill.model.training import StepResult, Trainer
+from quill.model.training_log import (
     CURVE_FILE,
     Measurement,
     append_measurement,
     draw_curve,
     read_measurements,
 )
-from model.training_state import LOG_FILE, save_step
-from model.transformer import Transformer
+from quill.model.training_state import LOG_FILE, save_step
+from quill.model.transformer import Transformer
 
 SAMPLES_FILE = "samples.txt"
 LOG_EVERY = 25

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from model.errors import RequestError
+from quill.model.errors import RequestError
 
 # V vocabulary · C candidates, best first
 

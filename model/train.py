@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import Checkpoint, check_weights, load_checkpoint
-from model.config import ModelConfig
-from model.display import track
-from model.distributed import Peers, join_peers
-from model.errors import CheckpointError, ConfigError, InterruptedWorkError
-from model.material import Task, load_task
-from model.memory import keep_freed_memory
-from model.presets import preset
-from model.recipes import RECIPES, Recipe
-from model.run import Outcome, Run
-from model.source import DataSource, choose_source
-from model.tokenizer import Tokenizer
-from model.training import Trainer
-from model.training_state import (
+from quill.model.checkpoint import Checkpoint, check_weights, load_checkpoint
+from quill.model.config import ModelConfig
+from quill.model.display import track
+from quill.model.distributed import Peers, join_peers
+from quill.model.errors import CheckpointError, ConfigError, InterruptedWorkError
+from quill.model.material import Task, load_task
+from quill.model.memory import keep_freed_memory
+from quill.model.presets import preset
+from quill.model.recipes import RECIPES, Recipe
+from quill.model.run import Outcome, Run
+from quill.model.source import DataSource, choose_source
+from quill.model.tokenizer import Tokenizer
+from quill.model.training import Trainer
+from quill.model.training_state import (
     TrainingState,
     check_no_run,
     clean_leftovers,
@@ -37,7 +37,7 @@ from model.training_state import (
     step_directories,
     write_run,
 )
-from model.transformer import Transformer
+from quill.model.transformer import Transformer
 
 RECIPE_ARGUMENTS = {
     "steps": "num_steps",

@@ -15,16 +15,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from model.batches import TextBatches
-from model.config import ModelConfig
-from model.display import Display
-from model.distributed import Peers
-from model.memory import keep_freed_memory
-from model.nanogpt import NanoGPT, NanoLoop
-from model.presets import preset
-from model.recipes import RECIPES
-from model.training import Trainer
-from model.transformer import Transformer
+from quill.model.batches import TextBatches
+from quill.model.config import ModelConfig
+from quill.model.display import Display
+from quill.model.distributed import Peers
+from quill.model.memory import keep_freed_memory
+from quill.model.nanogpt import NanoGPT, NanoLoop
+from quill.model.presets import preset
+from quill.model.recipes import RECIPES
+from quill.model.training import Trainer
+from quill.model.transformer import Transformer
 
 NUM_TOKENS = 200_000
 PLAIN = "nanoGPT loop"

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from model.batches import Batch, Batches, mix
-from model.distributed import Peers
-from model.errors import ConfigError, ModelError
-from model.objective import Objective
-from model.recipes import Recipe
-from model.training_state import TrainingState, pack_optimiser, unpack_optimiser
-from model.transformer import Transformer
+from quill.model.batches import Batch, Batches, mix
+from quill.model.distributed import Peers
+from quill.model.errors import ConfigError, ModelError
+from quill.model.objective import Objective
+from quill.model.recipes import Recipe
+from quill.model.training_state import TrainingState, pack_optimiser, unpack_optimiser
+from quill.model.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model.atomic import atomic_file
-from model.errors import ModelError
+from quill.model.atomic import atomic_file
+from quill.model.errors import ModelError
 
 CURVE_FILE = "loss.png"
 

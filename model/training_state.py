@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.atomic import atomic_directory, atomic_file
-from model.checkpoint import Checkpoint, write_files
-from model.errors import CheckpointError, CorpusError
-from model.source import DataSource
+from quill.model.atomic import atomic_directory, atomic_file
+from quill.model.checkpoint import Checkpoint, write_files
+from quill.model.errors import CheckpointError, CorpusError
+from quill.model.source import DataSource
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"

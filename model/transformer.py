@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import (
+from quill.model.attention import (
     Attending,
     Cached,
     CrossKeyValue,
@@ -19,9 +19,9 @@ from model.attention import (
     KeyValue,
     Uncached,
 )
-from model.config import ModelConfig
-from model.layers import DecoderLayer, EncoderLayer, make_norm
-from model.positions import RotaryTables, rotary_tables, sinusoidal_table
+from quill.model.config import ModelConfig
+from quill.model.layers import DecoderLayer, EncoderLayer, make_norm
+from quill.model.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 # B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
 

@@ -10,14 +10,14 @@ from typing import TextIO
 
 import sacrebleu
 
-from model.beam import BeamParameters, beam_search
-from model.dataset import pair_tokens
-from model.display import track
-from model.reference import generate
-from model.sampling import SamplingParameters
-from model.splits import Pair
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from quill.model.beam import BeamParameters, beam_search
+from quill.model.dataset import pair_tokens
+from quill.model.display import track
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
+from quill.model.splits import Pair
+from quill.model.tokenizer import Tokenizer
+from quill.model.transformer import Transformer
 
 MAX_NEW_TOKENS = 128
 

@@ -6,7 +6,7 @@ Knows: names, types, defaults. Does not know: files, or what any name means.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from model.errors import CheckpointError
+from quill.model.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from server.addresses import is_loopback
-from server.errors import ServerError
+from quill.server.addresses import is_loopback
+from quill.server.errors import ServerError
 
 
 class AccessError(ServerError):

@@ -6,7 +6,7 @@ Imports nothing heavy: `--help` must answer at once.
 import argparse
 from pathlib import Path
 
-from server.argument_types import address
+from quill.server.argument_types import address
 
 ADDRESS = "127.0.0.1:50051"
 

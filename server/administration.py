@@ -6,12 +6,12 @@ Knows: grpc.aio, who may do what. Does not know: how a bundle is loaded.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.calls import Calls, Context, caller_of
-from server.errors import ForbiddenError, UnimplementedError
-from server.served import ServedModel
-from server.wire import model_message
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.calls import Calls, Context, caller_of
+from quill.server.errors import ForbiddenError, UnimplementedError
+from quill.server.served import ServedModel
+from quill.server.wire import model_message
 
 
 class Administration(pb_grpc.AdministrationServicer):

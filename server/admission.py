@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from server.errors import DeadlineError, OverloadedError
-from server.events import Batch, FailEvent, StartEvent
-from server.request import Request
+from quill.server.errors import DeadlineError, OverloadedError
+from quill.server.events import Batch, FailEvent, StartEvent
+from quill.server.request import Request
 
 
 class Admission:

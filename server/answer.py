@@ -6,8 +6,8 @@ Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event lo
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from server.decoding import StopStrings
-from server.events import (
+from quill.server.decoding import StopStrings
+from quill.server.events import (
     Event,
     FailEvent,
     FinishEvent,
@@ -17,8 +17,8 @@ from server.events import (
     StartEvent,
     TokenEvent,
 )
-from server.text import Text
-from server.validation import ParsedRequest
+from quill.server.text import Text
+from quill.server.validation import ParsedRequest
 
 
 @dataclass

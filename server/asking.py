@@ -15,10 +15,10 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from protos import generation_pb2 as pb
-from server.access import Access
-from server.errors import ServerError
-from server.unreachable import diagnose
+from quill.protos import generation_pb2 as pb
+from quill.server.access import Access
+from quill.server.errors import ServerError
+from quill.server.unreachable import diagnose
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ Knows: rows, searches, slots as numbers. Does not know: logits, when a step runs
 
 from collections.abc import Mapping, Sequence
 
-from server.beams import Continuation, Search, follow
-from server.plan import Copy
-from server.row import Row
+from quill.server.beams import Continuation, Search, follow
+from quill.server.plan import Copy
+from quill.server.row import Row
 
 Ranked = Mapping[str, Sequence[Continuation]]  # by request
 

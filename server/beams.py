@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.events import FinishReason, PositionLogprobs
-from server.request import Beams, Request
+from quill.server.events import FinishReason, PositionLogprobs
+from quill.server.request import Beams, Request
 
 
 class Beam(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import grpc
 
-from server.caller import ANYBODY, CALLER, Caller
-from server.errors import InvalidFieldError, RequestError, StepError, status_name
-from server.quota import Quotas
-from server.record import Record
-from server.status import grpc_status
-from server.tracing import HEADERS
+from quill.server.caller import ANYBODY, CALLER, Caller
+from quill.server.errors import InvalidFieldError, RequestError, StepError, status_name
+from quill.server.quota import Quotas
+from quill.server.record import Record
+from quill.server.status import grpc_status
+from quill.server.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
 

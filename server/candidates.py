@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Counts, Flags, Ids, Logits, Scores
-from server.leaders import find_top_k
+from quill.server.arrays import Counts, Flags, Ids, Logits, Scores
+from quill.server.leaders import find_top_k
 
 # R rows · V vocabulary · C candidates, best first · A adjusted tokens · N candidates of all rows
 

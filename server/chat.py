@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from server.errors import InvalidFieldError, StartError
+from quill.server.errors import InvalidFieldError, StartError
 
 MAX_RENDERED = 4 * 2**20  # characters
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access
-from server.asking import (
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access
+from quill.server.asking import (
     CHANNEL_OPTIONS,
     Attempts,
     CallError,
@@ -28,7 +28,7 @@ from server.asking import (
     score_request,
     seeded,
 )
-from server.resuming import ResumeFilter
+from quill.server.resuming import ResumeFilter
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")

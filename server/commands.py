@@ -8,9 +8,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.access_options import add_access, add_protection
-from server.argument_types import metrics_port, natural, port, positive, seconds
-from server.operator_commands import add_keys, add_operating
+from quill.server.access_options import add_access, add_protection
+from quill.server.argument_types import metrics_port, natural, port, positive, seconds
+from quill.server.operator_commands import add_keys, add_operating
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -110,7 +110,7 @@ def _add_serve(subparsers: "Subparsers") -> None:
         default="text",
         help="json: an object a line, for machines (default text)",
     )
-    parser.set_defaults(run="server.serving:run", extra="serve")
+    parser.set_defaults(run="quill.server.serving:run", extra="serve")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +155,7 @@ def _add_generate(subparsers: "Subparsers") -> None:
         "--chat", action="store_true", help="take the prompt for a user's message, and answer it"
     )
     parser.add_argument("--json", action="store_true", help="the whole answer as JSON, at the end")
-    parser.set_defaults(run="server.terminal:generate", extra="serve")
+    parser.set_defaults(run="quill.server.terminal:generate", extra="serve")
 
 
 def _add_chat(subparsers: "Subparsers") -> None:
@@ -169,7 +169,9 @@ def _add_chat(subparsers: "Subparsers") -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
     _add_asking(parser)
-    parser.set_defaults(run="server.terminal:chat", extra="serve", chat_sampling=_CHAT_SAMPLING)
+    parser.set_defaults(
+        run="quill.server.terminal:chat", extra="serve", chat_sampling=_CHAT_SAMPLING
+    )
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.errors import BundleError
-from export.manifest import MANIFEST_FILE, Manifest, read_manifest
-from export.operator_library import operators_are_fast, operators_problem
-from export.precisions import PRECISIONS, preferred
-from server.errors import StartError
-from server.opening import cuda_problem
+from quill.export.errors import BundleError
+from quill.export.manifest import MANIFEST_FILE, Manifest, read_manifest
+from quill.export.operator_library import operators_are_fast, operators_problem
+from quill.export.precisions import PRECISIONS, preferred
+from quill.server.errors import StartError
+from quill.server.opening import cuda_problem
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from server.admission import Admission
-from server.errors import SlowReaderError, UnavailableError
-from server.events import Batch, Event, FailEvent, FinishEvent, FinishReason
-from server.request import Request
+from quill.server.admission import Admission
+from quill.server.errors import SlowReaderError, UnavailableError
+from quill.server.events import Batch, Event, FailEvent, FinishEvent, FinishReason
+from quill.server.request import Request
 
 MAX_HELD_EVENTS = 16_384  # tokens, mostly: far more than a reader that still reads falls behind
 

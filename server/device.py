@@ -7,11 +7,11 @@ Never in silence: what was asked for and can't be had is an error, what was chos
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from export.manifest import Graphs, Manifest
-from export.operator_library import operators_are_fast, operators_problem
-from export.precisions import PRECISIONS, Family, Precision, preferred
-from server.errors import StartError
-from server.opening import cuda_problem
+from quill.export.manifest import Graphs, Manifest
+from quill.export.operator_library import operators_are_fast, operators_problem
+from quill.export.precisions import PRECISIONS, Family, Precision, preferred
+from quill.server.errors import StartError
+from quill.server.opening import cuda_problem
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime
 
-from export.precisions import Device
-from server.errors import StartError
-from server.identity import identity_graph, input_name, output_name
-from server.opening import SessionSettings, open_graph
-from server.plan import Copy
-from server.slots import SlotShape
+from quill.export.precisions import Device
+from quill.server.errors import StartError
+from quill.server.identity import identity_graph, input_name, output_name
+from quill.server.opening import SessionSettings, open_graph
+from quill.server.plan import Copy
+from quill.server.slots import SlotShape
 
 DEVICE_ID = 0  # the first card; CUDA_VISIBLE_DEVICES says which that is
 

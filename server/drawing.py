@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Counts, Flags, Logits, Scores
-from server.candidates import Adjusted, Candidates, best_candidates
-from server.exact_draw import RowSettings, draw_exactly
+from quill.server.arrays import Counts, Flags, Logits, Scores
+from quill.server.candidates import Adjusted, Candidates, best_candidates
+from quill.server.exact_draw import RowSettings, draw_exactly
 
 # R rows · V vocabulary · C candidates, best first
 

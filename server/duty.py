@@ -14,12 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from server.errors import ReloadError
-from server.events import Batch
-from server.memory import trim_heap
-from server.starting import Load
-from server.station import ModelInstance
-from server.watchdog import Watchdog
+from quill.server.errors import ReloadError
+from quill.server.events import Batch
+from quill.server.memory import trim_heap
+from quill.server.starting import Load
+from quill.server.station import ModelInstance
+from quill.server.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

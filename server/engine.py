@@ -9,17 +9,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from server.beams import Search
-from server.errors import CancelledError, DeadlineError, RequestError, StepError
-from server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
-from server.ledger import RequestStates
-from server.pace import PrefillBudget
-from server.plan import Plan
-from server.prefix_cache import PrefixCache
-from server.request import Request
-from server.scheduler import Limits, Scheduler
-from server.session import Session
-from server.stepper import Executor, StepResult
+from quill.server.beams import Search
+from quill.server.errors import CancelledError, DeadlineError, RequestError, StepError
+from quill.server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
+from quill.server.ledger import RequestStates
+from quill.server.pace import PrefillBudget
+from quill.server.plan import Plan
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Request
+from quill.server.scheduler import Limits, Scheduler
+from quill.server.session import Session
+from quill.server.stepper import Executor, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.engine import Engine
-from server.errors import StepError, UnavailableError
-from server.events import Batch, FailEvent, FinishReason
-from server.request import Request
+from quill.server.engine import Engine
+from quill.server.errors import StepError, UnavailableError
+from quill.server.events import Batch, FailEvent, FinishReason
+from quill.server.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ A FailEvent may come at any point instead and ends all its sequences. Nothing fo
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from server.errors import RequestError
+from quill.server.errors import RequestError
 
 FinishReason = Literal["stop", "eos", "length", "cancelled", "deadline"]
 

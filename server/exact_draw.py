@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Logits
-from server.candidates import Adjusted
+from quill.server.arrays import Logits
+from quill.server.candidates import Adjusted
 
 # V vocabulary · C candidates, best first
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 
-from protos import generation_pb2 as pb
-from server.caller import CALLER
-from server.calls import Calls
-from server.errors import RequestError, status_name
-from server.keyring import Keyring
-from server.record import Record
-from server.status import grpc_status
+from quill.protos import generation_pb2 as pb
+from quill.server.caller import CALLER
+from quill.server.calls import Calls
+from quill.server.errors import RequestError, status_name
+from quill.server.keyring import Keyring
+from quill.server.record import Record
+from quill.server.status import grpc_status
 
 HEALTH = "/grpc.health."
 REFLECTION = "/grpc.reflection."

@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from export.precisions import Family
-from server.addresses import reachable, write_address
-from server.settings import Settings
+from quill.export.precisions import Family
+from quill.server.addresses import reachable, write_address
+from quill.server.settings import Settings
 
 
 def metrics_url(settings: Settings, port: int) -> str:

@@ -6,7 +6,7 @@ Knows: terminals, the file of keys. Does not know: servers: those notice a chang
 import argparse
 import sys
 
-from server.keys import add_key, read_keys, revoke_key
+from quill.server.keys import add_key, read_keys, revoke_key
 
 
 def add(args: argparse.Namespace) -> None:

@@ -7,10 +7,10 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from server.caller import Caller
-from server.errors import RevokedError, UnauthenticatedError
-from server.keys import ApiKey, digest, read_keys
-from server.watched import Watched
+from quill.server.caller import Caller
+from quill.server.errors import RevokedError, UnauthenticatedError
+from quill.server.keys import ApiKey, digest, read_keys
+from quill.server.watched import Watched
 
 MAX_SECRET = 512  # characters; ours have 49
 

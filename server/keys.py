@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from server.errors import ServerError
+from quill.server.errors import ServerError
 
 FORMAT = 1
 _PREFIX = "quill-"

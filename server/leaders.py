@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Ids, Logits
+from quill.server.arrays import Ids, Logits
 
 # R rows · V vocabulary · G groups · N greatest of all rows together
 

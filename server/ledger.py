@@ -5,9 +5,9 @@ Knows: requests, rows, times that it is told. Does not know: slots, steps, clock
 
 from dataclasses import dataclass
 
-from server.beams import Beam
-from server.errors import RequestError
-from server.events import (
+from quill.server.beams import Beam
+from quill.server.errors import RequestError
+from quill.server.events import (
     FailEvent,
     FinishEvent,
     FinishReason,
@@ -18,9 +18,9 @@ from server.events import (
     TokenEvent,
     Usage,
 )
-from server.randomness import sequence_seed
-from server.request import Request
-from server.row import Row
+from quill.server.randomness import sequence_seed
+from quill.server.request import Request
+from quill.server.row import Row
 
 
 @dataclass

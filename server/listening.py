@@ -10,19 +10,19 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.addresses import write_address
-from server.administration import Administration
-from server.calls import Calls
-from server.errors import StartError
-from server.gate import AuthInterceptor
-from server.keyring import Keyring
-from server.servicer import TextGeneration
-from server.settings import Settings
-from server.strangers import make_unknown_methods_server
-from server.tls import server_credentials
-from server.unreadable import DecodeInterceptor
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.addresses import write_address
+from quill.server.administration import Administration
+from quill.server.calls import Calls
+from quill.server.errors import StartError
+from quill.server.gate import AuthInterceptor
+from quill.server.keyring import Keyring
+from quill.server.servicer import TextGeneration
+from quill.server.settings import Settings
+from quill.server.strangers import make_unknown_methods_server
+from quill.server.tls import server_credentials
+from quill.server.unreadable import DecodeInterceptor
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 # Of one connection at once. Who never reads its answers keeps 30 KB of memory for each; an honest

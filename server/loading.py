@@ -8,20 +8,20 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import Graphs, Manifest, check_files, read_manifest
-from export.precisions import Device
-from server.detaching import detach
-from server.device_slots import DeviceSlots
-from server.engine import Engine
-from server.errors import StartError
-from server.huge_pages import huge_pages
-from server.opening import SessionSettings, first_line, open_graph
-from server.prefix_cache import PrefixCache
-from server.scheduler import Limits
-from server.session import OrtSession
-from server.slots import Slots, SlotShape
-from server.sources import Sources
-from server.tiles import padded
+from quill.export.manifest import Graphs, Manifest, check_files, read_manifest
+from quill.export.precisions import Device
+from quill.server.detaching import detach
+from quill.server.device_slots import DeviceSlots
+from quill.server.engine import Engine
+from quill.server.errors import StartError
+from quill.server.huge_pages import huge_pages
+from quill.server.opening import SessionSettings, first_line, open_graph
+from quill.server.prefix_cache import PrefixCache
+from quill.server.scheduler import Limits
+from quill.server.session import OrtSession
+from quill.server.slots import Slots, SlotShape
+from quill.server.sources import Sources
+from quill.server.tiles import padded
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server.arrays import Logits, Scores
-from server.events import Alternative, PositionLogprobs
-from server.leaders import find_top_k
+from quill.server.arrays import Logits, Scores
+from quill.server.events import Alternative, PositionLogprobs
+from quill.server.leaders import find_top_k
 
 # R rows · V vocabulary
 

@@ -8,7 +8,7 @@ import gc
 import re
 from pathlib import Path
 
-from server.huge_pages import advise
+from quill.server.huge_pages import advise
 
 MADV_DONTNEED = 4  # from Linux's mman.h
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
-from server.record import Record
+from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
+from quill.server.record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 

@@ -15,11 +15,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from server.addresses import write_address
-from server.errors import RequestError, StartError
-from server.keyring import Keyring
-from server.settings import TlsFiles
-from server.tls import http_context
+from quill.server.addresses import write_address
+from quill.server.errors import RequestError, StartError
+from quill.server.keyring import Keyring
+from quill.server.settings import TlsFiles
+from quill.server.tls import http_context
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.operator_library import library_path, operators_problem
-from export.precisions import Device
-from server.errors import StartError
-from server.identity import identity_graph
+from quill.export.operator_library import library_path, operators_problem
+from quill.export.precisions import Device
+from quill.server.errors import StartError
+from quill.server.identity import identity_graph
 
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # What the CUDA provider of ONNX Runtime 1.31 is linked to.

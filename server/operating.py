@@ -8,12 +8,12 @@ import argparse
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import read_access
-from server.asking import read_error
-from server.client import open_channel
-from server.errors import ServerError
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import read_access
+from quill.server.asking import read_error
+from quill.server.client import open_channel
+from quill.server.errors import ServerError
 
 HEALTH_TIMEOUT_S = 5.0
 

@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.access_options import add_access
-from server.argument_types import positive, seconds
-from server.quota import BURST_S
+from quill.server.access_options import add_access
+from quill.server.argument_types import positive, seconds
+from quill.server.quota import BURST_S
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -33,7 +33,7 @@ def add_keys(subparsers: "Subparsers") -> None:
             each.add_argument("name", metavar="NAME", help="the client's; logs show it")
         if action == "add":
             _add_limits(each)
-        each.set_defaults(run=f"server.key_commands:{function}", extra="serve")
+        each.set_defaults(run=f"quill.server.key_commands:{function}", extra="serve")
 
 
 def add_operating(subparsers: "Subparsers") -> None:
@@ -55,7 +55,7 @@ def add_operating(subparsers: "Subparsers") -> None:
         parser.add_argument(
             "--timeout", type=seconds, metavar="SECONDS", help="default: none, or 5 for health"
         )
-        parser.set_defaults(run=f"server.operating:{name}", extra="serve")
+        parser.set_defaults(run=f"quill.server.operating:{name}", extra="serve")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

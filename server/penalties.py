@@ -7,8 +7,8 @@ the tokens that are adjusted are ever looked at, not the whole vocabulary.
 
 import numpy as np
 
-from server.arrays import Ids, Logits, Scores
-from server.request import Sampling
+from quill.server.arrays import Ids, Logits, Scores
+from quill.server.request import Sampling
 
 # A adjusted tokens · V vocabulary
 

@@ -6,10 +6,10 @@ Knows: rows, slots as numbers. Does not know: why they were chosen, how they are
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from server.beams import Search
-from server.events import FinishReason, StepKind
-from server.request import Request
-from server.row import Row
+from quill.server.beams import Search
+from quill.server.events import FinishReason, StepKind
+from quill.server.request import Request
+from quill.server.row import Row
 
 
 class Start(NamedTuple):

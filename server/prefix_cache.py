@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from server.slots import CacheArray
+from quill.server.slots import CacheArray
 
 BLOCK = 16
 

@@ -7,10 +7,10 @@ Does not know: how answers are drawn, gRPC.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError, UnsupportedError
-from server.served import ServedModel
-from server.text import Text
+from quill.protos import generation_pb2 as pb
+from quill.server.errors import InvalidFieldError, UnsupportedError
+from quill.server.served import ServedModel
+from quill.server.text import Text
 
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant")

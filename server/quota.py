@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from server.caller import Caller
-from server.errors import QuotaError
+from quill.server.caller import Caller
+from quill.server.errors import QuotaError
 
 BURST_S = 10.0
 

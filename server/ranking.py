@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Ids, Logits, Scores
-from server.beams import Continuation, Search
-from server.events import PositionLogprobs
-from server.leaders import find_top_k
-from server.logprobs import log_totals, position_logprobs
+from quill.server.arrays import Ids, Logits, Scores
+from quill.server.beams import Continuation, Search
+from quill.server.events import PositionLogprobs
+from quill.server.leaders import find_top_k
+from quill.server.logprobs import log_totals, position_logprobs
 
 # R rows: the beams of all searches, one after another · V vocabulary
 # N candidates of all rows together · C candidates of one search

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from server.events import FinishEvent
+from quill.server.events import FinishEvent
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from server.errors import InvalidFieldError
+from quill.server.errors import InvalidFieldError
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20

@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import grpc
 
-from protos import generation_pb2 as pb
-from server.asking import CallError
+from quill.protos import generation_pb2 as pb
+from quill.server.asking import CallError
 
 
 class ResumeFilter:

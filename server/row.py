@@ -5,12 +5,12 @@ Knows: its request, its tokens, when it ends. Does not know: its slot, its neigh
 
 from dataclasses import dataclass, field
 
-from server.beams import Search
-from server.events import FinishReason
-from server.penalties import Adjustments
-from server.randomness import sequence_seed
-from server.request import Request
-from server.sampling import Draw
+from quill.server.beams import Search
+from quill.server.events import FinishReason
+from quill.server.penalties import Adjustments
+from quill.server.randomness import sequence_seed
+from quill.server.request import Request
+from quill.server.sampling import Draw
 
 
 @dataclass(eq=False)

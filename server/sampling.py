@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Logits
-from server.candidates import Adjusted
-from server.drawing import Settings, draw
-from server.penalties import Adjustments
-from server.randomness import uniforms
-from server.request import Sampling
+from quill.server.arrays import Logits
+from quill.server.candidates import Adjusted
+from quill.server.drawing import Settings, draw
+from quill.server.penalties import Adjustments
+from quill.server.randomness import uniforms
+from quill.server.request import Sampling
 
 # R rows · V vocabulary
 

@@ -3,10 +3,10 @@
 Knows: protobuf, the model's defaults, which fields go together. Does not know: what is answered.
 """
 
-from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError
-from server.request import Beams, EarlyStopping, Sampling
-from server.served import SAMPLING_DEFAULTS, ServedModel
+from quill.protos import generation_pb2 as pb
+from quill.server.errors import InvalidFieldError
+from quill.server.request import Beams, EarlyStopping, Sampling
+from quill.server.served import SAMPLING_DEFAULTS, ServedModel
 
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     pb.EARLY_STOPPING_UNSPECIFIED: "guess",

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.beam_rows import Ranked, advance, searches
-from server.beams import Search
-from server.plan import (
+from quill.server.beam_rows import Ranked, advance, searches
+from quill.server.beams import Search
+from quill.server.plan import (
     Copy,
     DecodePlan,
     EncodePlan,
@@ -24,10 +24,10 @@ from server.plan import (
     Plan,
     PrefillPlan,
 )
-from server.request import Request
-from server.row import Row, rows_of
-from server.tiles import MIN_CHUNK, chunk_length
-from server.waiting import RequestQueue
+from quill.server.request import Request
+from quill.server.row import Row, rows_of
+from quill.server.tiles import MIN_CHUNK, chunk_length
+from quill.server.waiting import RequestQueue
 
 # Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
 MAX_LOGPROBS_CHUNK = 64

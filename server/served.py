@@ -7,12 +7,12 @@ Does not know: who is being served, protobuf.
 from dataclasses import dataclass
 from typing import Any
 
-from export.manifest import Graphs, Manifest
-from export.precisions import Device
-from server.chat import ChatTemplate
-from server.errors import InvalidFieldError, StartError
-from server.request import Sampling
-from server.text import Text
+from quill.export.manifest import Graphs, Manifest
+from quill.export.precisions import Device
+from quill.server.chat import ChatTemplate
+from quill.server.errors import InvalidFieldError, StartError
+from quill.server.request import Sampling
+from quill.server.text import Text
 
 MAX_SEQUENCES = 16
 DEFAULT_MAX_NEW_TOKENS = 256

@@ -11,25 +11,25 @@ from typing import NamedTuple, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.answer import Answer, Chunk, merge
-from server.calls import Calls, Context, raising_context
-from server.desk import Dispatcher
-from server.duty import Reloader
-from server.errors import (
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.answer import Answer, Chunk, merge
+from quill.server.calls import Calls, Context, raising_context
+from quill.server.desk import Dispatcher
+from quill.server.duty import Reloader
+from quill.server.errors import (
     InvalidFieldError,
     SlowReaderError,
     UnavailableError,
     UnsupportedError,
 )
-from server.prompts import PromptReader
-from server.record import Record
-from server.served import ServedModel
-from server.station import ModelInstance
-from server.text import Text
-from server.validation import Arrival, ParsedRequest, RequestReader
-from server.wire import (
+from quill.server.prompts import PromptReader
+from quill.server.record import Record
+from quill.server.served import ServedModel
+from quill.server.station import ModelInstance
+from quill.server.text import Text
+from quill.server.validation import Arrival, ParsedRequest, RequestReader
+from quill.server.wire import (
     chunk_message,
     logprobs_messages,
     model_message,

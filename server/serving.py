@@ -12,28 +12,28 @@ from collections.abc import Callable
 
 import grpc
 
-from export.precisions import Family
-from server.addresses import write_address
-from server.administration import Administration
-from server.admission import Admission
-from server.calls import Calls
-from server.default_model import default_bundle
-from server.desk import Dispatcher
-from server.duty import Reloader
-from server.errors import ReloadError, StartError
-from server.greeting import line_to_type, metrics_url
-from server.hanging_up import hang_up, stop_listening
-from server.health import Health
-from server.keyring import Keyring
-from server.listening import SERVICE, allow_connections, bind, make_server
-from server.metrics import Metrics
-from server.metrics_http import serve_metrics
-from server.record import Record, set_up_logging
-from server.served import ServedModel
-from server.servicer import TextGeneration
-from server.settings import Settings, check_exposure, read_settings
-from server.starting import Load, prepare
-from server.tracing import open_tracing
+from quill.export.precisions import Family
+from quill.server.addresses import write_address
+from quill.server.administration import Administration
+from quill.server.admission import Admission
+from quill.server.calls import Calls
+from quill.server.default_model import default_bundle
+from quill.server.desk import Dispatcher
+from quill.server.duty import Reloader
+from quill.server.errors import ReloadError, StartError
+from quill.server.greeting import line_to_type, metrics_url
+from quill.server.hanging_up import hang_up, stop_listening
+from quill.server.health import Health
+from quill.server.keyring import Keyring
+from quill.server.listening import SERVICE, allow_connections, bind, make_server
+from quill.server.metrics import Metrics
+from quill.server.metrics_http import serve_metrics
+from quill.server.record import Record, set_up_logging
+from quill.server.served import ServedModel
+from quill.server.servicer import TextGeneration
+from quill.server.settings import Settings, check_exposure, read_settings
+from quill.server.starting import Load, prepare
+from quill.server.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 

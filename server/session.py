@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime
 
-from export import contract
-from server.arrays import Logits
-from server.device_slots import DeviceCache, DeviceSlots
-from server.plan import Copy
-from server.slots import CacheArray, Slots
-from server.sources import Sources, bind
-from server.tiles import padded as padded_to_tiles
+from quill.export import contract
+from quill.server.arrays import Logits
+from quill.server.device_slots import DeviceCache, DeviceSlots
+from quill.server.plan import Copy
+from quill.server.slots import CacheArray, Slots
+from quill.server.sources import Sources, bind
+from quill.server.tiles import padded as padded_to_tiles
 
 # R rows · T new tokens · L logits · V vocabulary
 

@@ -7,8 +7,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.addresses import is_loopback
-from server.errors import StartError
+from quill.server.addresses import is_loopback
+from quill.server.errors import StartError
 
 MAX_PORT = 65535
 

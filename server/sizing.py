@@ -6,9 +6,9 @@ A person should never have to tune to start; whoever does is told what doesn't f
 
 from dataclasses import dataclass
 
-from export.manifest import Graphs, Manifest
-from server.errors import StartError
-from server.resources import num_cores
+from quill.export.manifest import Graphs, Manifest
+from quill.server.errors import StartError
+from quill.server.resources import num_cores
 
 MAX_ROWS = 32
 MAX_CACHE_BYTES = 2**29

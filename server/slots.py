@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.manifest import CacheType, Sizes
-from server.errors import StartError
-from server.huge_pages import small_pages
-from server.plan import Copy
+from quill.export.manifest import CacheType, Sizes
+from quill.server.errors import StartError
+from quill.server.huge_pages import small_pages
+from quill.server.plan import Copy
 
 # Y layers and sides: key 0, value 0, key 1, … · S slots · K key/value heads · C capacity
 # P positions · H head size

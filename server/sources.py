@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from export import contract
-from server.device_slots import View
-from server.plan import Copy
-from server.slots import CacheArray, Slots
+from quill.export import contract
+from quill.server.device_slots import View
+from quill.server.plan import Copy
+from quill.server.slots import CacheArray, Slots
 
 # S slots · C capacity · T tokens of the source
 

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import onnxruntime
 
-from export.manifest import read_manifest
-from export.precisions import Family
-from server.chat import ChatTemplate
-from server.device import Choice, choose_graphs
-from server.engine import Engine
-from server.errors import StartError
-from server.events import FailEvent
-from server.loading import Bundle, EngineSettings, open_bundle, open_engine
-from server.memory import drop_startup_pages
-from server.opening import cuda_free_bytes
-from server.request import Request
-from server.resources import available_bytes
-from server.served import ServedModel
-from server.settings import Settings
-from server.sizing import Sizing, choose_sizes, choose_threads, gigabytes
-from server.station import ModelInstance
-from server.text import Text
+from quill.export.manifest import read_manifest
+from quill.export.precisions import Family
+from quill.server.chat import ChatTemplate
+from quill.server.device import Choice, choose_graphs
+from quill.server.engine import Engine
+from quill.server.errors import StartError
+from quill.server.events import FailEvent
+from quill.server.loading import Bundle, EngineSettings, open_bundle, open_engine
+from quill.server.memory import drop_startup_pages
+from quill.server.opening import cuda_free_bytes
+from quill.server.request import Request
+from quill.server.resources import available_bytes
+from quill.server.served import ServedModel
+from quill.server.settings import Settings
+from quill.server.sizing import Sizing, choose_sizes, choose_threads, gigabytes
+from quill.server.station import ModelInstance
+from quill.server.text import Text
 
 logger = logging.getLogger(__name__)
 

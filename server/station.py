@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from server.engine import Engine
-from server.engine_thread import EngineThread
-from server.events import Batch
-from server.served import ServedModel
+from quill.server.engine import Engine
+from quill.server.engine_thread import EngineThread
+from quill.server.events import Batch
+from quill.server.served import ServedModel
 
 STOP_S = 30.0  # how long a step under way may take to end
 

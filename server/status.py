@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from server.errors import InvalidFieldError, OverloadedError, RequestError, status_name
+from quill.server.errors import InvalidFieldError, OverloadedError, RequestError, status_name
 
 
 def grpc_status(error: RequestError, request_id: str) -> grpc.Status:

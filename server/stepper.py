@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.arrays import Logits
-from server.beam_rows import Ranked, searches
-from server.events import PositionLogprobs
-from server.logprobs import position_logprobs
-from server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
-from server.prefix_cache import PrefixCache
-from server.ranking import rank
-from server.row import Row
-from server.sampling import choose
-from server.session import Session
+from quill.server.arrays import Logits
+from quill.server.beam_rows import Ranked, searches
+from quill.server.events import PositionLogprobs
+from quill.server.logprobs import position_logprobs
+from quill.server.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
+from quill.server.prefix_cache import PrefixCache
+from quill.server.ranking import rank
+from quill.server.row import Row
+from quill.server.sampling import choose
+from quill.server.session import Session
 
 # R rows · L logits · V vocabulary
 

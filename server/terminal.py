@@ -10,11 +10,11 @@ from typing import cast
 
 from google.protobuf.json_format import MessageToJson
 
-from protos import generation_pb2 as pb
-from server.access import read_access
-from server.asking import CallError, Options, Prompt
-from server.client import Client
-from server.errors import ServerError
+from quill.protos import generation_pb2 as pb
+from quill.server.access import read_access
+from quill.server.asking import CallError, Options, Prompt
+from quill.server.client import Client
+from quill.server.errors import ServerError
 
 _OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import tokenizers
 
-from server.decoding import ByteDecoder, Decoder, WindowDecoder
-from server.errors import StartError, StepError
+from quill.server.decoding import ByteDecoder, Decoder, WindowDecoder
+from quill.server.errors import StartError, StepError
 
 logger = logging.getLogger(__name__)
 

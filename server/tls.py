@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from server.errors import StartError
-from server.settings import TlsFiles
-from server.watched import Watched
+from quill.server.errors import StartError
+from quill.server.settings import TlsFiles
+from quill.server.watched import Watched
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from server.errors import StartError
-from server.record import Record
+from quill.server.errors import StartError
+from quill.server.record import Record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

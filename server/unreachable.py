@@ -7,7 +7,7 @@ a client without it, and one that wants a certificate on a client without one, b
 
 from dataclasses import dataclass
 
-from server.access import Access
+from quill.server.access import Access
 
 _NO_PEM = "--ca, --cert or --key holds nothing that TLS can use: each must be a PEM file"
 _NO_TLS = "the server there doesn't speak TLS. Leave out --tls, --ca, --cert and --key"

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from server.calls import Calls
-from server.errors import InvalidFieldError
+from quill.server.calls import Calls
+from quill.server.errors import InvalidFieldError
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 

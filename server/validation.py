@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError, UnimplementedError
-from server.prompts import PromptReader
-from server.request import MAX_SEED, Request
-from server.sampling_fields import SamplingReader
-from server.served import ServedModel
+from quill.protos import generation_pb2 as pb
+from quill.server.errors import InvalidFieldError, UnimplementedError
+from quill.server.prompts import PromptReader
+from quill.server.request import MAX_SEED, Request
+from quill.server.sampling_fields import SamplingReader
+from quill.server.served import ServedModel
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256

@@ -14,7 +14,7 @@ waits for ever.
 
 from typing import NamedTuple
 
-from server.request import Request
+from quill.server.request import Request
 
 PLACES_PER_LEVEL = 16
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from server.errors import ServerError
+from quill.server.errors import ServerError
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ Knows: generation.proto, chunks. Does not know: how they came about, gRPC.
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-from protos import generation_pb2 as pb
-from server.answer import Chunk
-from server.events import FinishReason, PositionLogprobs, Timings, Usage
-from server.served import ServedModel
-from server.text import Text
+from quill.protos import generation_pb2 as pb
+from quill.server.answer import Chunk
+from quill.server.events import FinishReason, PositionLogprobs, Timings, Usage
+from quill.server.served import ServedModel
+from quill.server.text import Text
 
 _REASONS: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,

@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from export.errors import ExportError
-from export.manifest import MANIFEST_FILE, describe_file
-from model.checkpoint import load_checkpoint
-from model.errors import ModelError
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from server.errors import ServerError
-from server.settings import Settings
-from server.starting import prepare
+from quill.export.errors import ExportError
+from quill.export.manifest import MANIFEST_FILE, describe_file
+from quill.model.checkpoint import load_checkpoint
+from quill.model.errors import ModelError
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.server.errors import ServerError
+from quill.server.settings import Settings
+from quill.server.starting import prepare
 from tests import good_files
 from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate
 

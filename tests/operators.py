@@ -2,8 +2,8 @@
 
 import pytest
 
-from export.operator_library import operators_problem
-from export.precisions import Precision
+from quill.export.operator_library import operators_problem
+from quill.export.precisions import Precision
 
 PROBLEM = operators_problem()
 needs_operators = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))

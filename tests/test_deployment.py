@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-import quill
-from server.settings import Settings, check_exposure, read_settings
+from quill.__main__ import build_parser
+from quill.server.settings import Settings, check_exposure, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def settings_of(words: list[str]) -> Settings:
     """What `quill serve` makes of them; other machines may call, so it must be protected."""
-    settings = read_settings(quill.build_parser().parse_args(words))
+    settings = read_settings(build_parser().parse_args(words))
     check_exposure(settings)
     assert settings.host == "0.0.0.0"
     assert settings.tls is not None
@@ -61,7 +61,7 @@ def test_image_asks_for_health_as_the_command_is_called() -> None:
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])$", dockerfile(), re.MULTILINE)
     (options,) = re.findall(r'QUILL_HEALTH="(.*)"', dockerfile())
     words = shlex.split(json.loads(check)[2].replace("$QUILL_HEALTH", options))
-    assert quill.build_parser().parse_args(words[1:]).run == "server.operating:health"
+    assert build_parser().parse_args(words[1:]).run == "quill.server.operating:health"
 
 
 def test_pod_serves_protected_and_has_time_to_drain() -> None:
@@ -74,7 +74,7 @@ def test_pod_serves_protected_and_has_time_to_drain() -> None:
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_are_commands_that_exist(probe: str) -> None:
     words = container()[1][probe]["exec"]["command"]
-    assert quill.build_parser().parse_args(words[1:]).run == "server.operating:health"
+    assert build_parser().parse_args(words[1:]).run == "quill.server.operating:health"
 
 
 def test_unit_serves_protected_and_has_time_to_drain() -> None:

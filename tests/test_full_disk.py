@@ -22,7 +22,7 @@ MOUNT = 'mount -t tmpfs -o size=2m none "$1" && shift && exec "$@"'
 # Each command as [room, words...]: so many bytes are free when it begins. Says what came of it.
 RUN = """
 import contextlib, hashlib, io, json, os, pathlib, shutil, sys
-import quill
+from quill.__main__ import main
 
 good, disk = map(pathlib.Path, sys.argv[1:3])
 junk = disk / "junk"
@@ -48,7 +48,7 @@ for room, *words in json.loads(sys.argv[3]):
     fill(room)
     before = look()
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        code = quill.main(words)
+        code = main(words)
     print(json.dumps([code, said.getvalue(), look() == before]))
 """
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import onnx
 import pytest
 
-from export.errors import BundleError
-from export.manifest import MANIFEST_FILE, describe_file
-from server.errors import StartError
-from server.settings import Settings
-from server.starting import prepare
+from quill.export.errors import BundleError
+from quill.export.manifest import MANIFEST_FILE, describe_file
+from quill.server.errors import StartError
+from quill.server.settings import Settings
+from quill.server.starting import prepare
 from tests.fuzz import read_bad_files
 from tests.good_files import write_good_files
 

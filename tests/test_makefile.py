@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import quill
+from quill.__main__ import build_parser
 from tests.server.tiny_bundle import TinyBundle
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def test_every_command_of_the_recipe_exists(tmp_path: Path) -> None:
         # An option that is gone, or that needs a value, ends the parser.
         words = [word for word in shlex.split(command) if word not in ("2", "$beams")]
         words = ["127.0.0.1:1" if word == "$address" else word for word in words]
-        assert isinstance(quill.build_parser().parse_args(words), argparse.Namespace)
+        assert isinstance(build_parser().parse_args(words), argparse.Namespace)
 
 
 def test_bundle_that_is_there_is_served_and_asked(tiny_translator: TinyBundle) -> None:

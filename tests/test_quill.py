@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-import quill
+from quill.__main__ import main
 
 COMMANDS = ["train", "eval", "import", "attend", "train-speed", "serve", "generate", "chat"]
 COMMANDS += ["loadtest", "bench"]
 
 # A process in which importing torch raises, as on a serving machine.
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import quill; sys.exit(quill.main())"
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from quill.__main__ import main; sys.exit(main())"
+)
 
 
-def run(*arguments: str, script: str = "import quill, sys; sys.exit(quill.main())") -> str:
+def run(*arguments: str, script: str = "import quill, sys; sys.exit(main())") -> str:
     command = [sys.executable, "-c", script, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return f"{result.returncode}\n{result.stdout}{result.stderr}"
@@ -26,7 +28,7 @@ def run(*arguments: str, script: str = "import quill, sys; sys.exit(quill.main()
 def test_help_loads_nothing_heavy(command: str) -> None:
     script = (
         "import sys, quill\n"
-        "try: quill.main()\n"
+        "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'onnx', 'onnxruntime', 'numpy', 'grpc', 'matplotlib', 'tokenizers'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))\n"
@@ -67,7 +69,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_an_error_of_the_world_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert quill.main(["eval", "/nowhere"]) == 1
+    assert main(["eval", "/nowhere"]) == 1
     errors = capfd.readouterr().err
     assert errors.startswith("quill: there is no checkpoint at /nowhere")
     assert errors.count("\n") == 1
@@ -77,12 +79,12 @@ def test_sigterm_ends_a_command_in_good_order(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, types, quill\n"
         "from pathlib import Path\n"
-        "from model.atomic import atomic_directory\n"
+        "from quill.model.atomic import atomic_directory\n"
         "def run(args):\n"
         "    with atomic_directory(Path(sys.argv[1]) / 'out'):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.modules['model.evaluate'] = types.SimpleNamespace(run=run)\n"
-        "sys.exit(quill.main(['eval', 'x']))\n"
+        "sys.modules['quill.model.evaluate'] = types.SimpleNamespace(run=run)\n"
+        "sys.exit(main(['eval', 'x']))\n"
     )
     assert run(str(tmp_path), script=script) == "143\n"
     assert not list(tmp_path.iterdir())

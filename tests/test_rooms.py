@@ -11,15 +11,26 @@ MAY_IMPORT = {
     "model": set(),
     "export": {"model"},
     "server": {
-        *("protos", "export.manifest", "export.contract", "export.errors"),
-        "export.operator_library",
+        *("protos", "quill.export.manifest", "quill.export.contract", "quill.export.errors"),
+        "quill.export.operator_library",
     },
     "protos": set(),
     # The engine without the network, for `quill bench engine`; and a client's way in.
     "loadtest": {
-        *("protos", "server.loading", "server.request", "server.events", "server.errors"),
-        *("export.operator_library", "export.manifest", "server.default_model"),
-        *("server.access", "server.access_options", "server.argument_types", "server.unreachable"),
+        *(
+            "protos",
+            "quill.server.loading",
+            "quill.server.request",
+            "quill.server.events",
+            "quill.server.errors",
+        ),
+        *("quill.export.operator_library", "quill.export.manifest", "quill.server.default_model"),
+        *(
+            "quill.server.access",
+            "quill.server.access_options",
+            "quill.server.argument_types",
+            "quill.server.unreachable",
+        ),
     },
 }
 TORCH_FREE = ("server", "protos", "loadtest")

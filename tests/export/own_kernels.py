@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from export.operator_library import library_path
-from export.runner import Array
+from quill.export.operator_library import library_path
+from quill.export.runner import Array
 
 KERNELS = ("plain", "avx2", "avx512")
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from export.adding import fingerprint
-from export.bundle import Wishes, write_bundle
-from export.errors import BundleError
-from export.manifest import check_files, read_manifest, write_manifest
-from model.checkpoint import Checkpoint
+from quill.export.adding import fingerprint
+from quill.export.bundle import Wishes, write_bundle
+from quill.export.errors import BundleError
+from quill.export.manifest import check_files, read_manifest, write_manifest
+from quill.model.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, make_checkpoint, quantised_at_source
 
 CHECKPOINT = quantised_at_source(make_checkpoint(LLAMA))

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export import build_operators, operator_library
-from export.build_operators import BuildError, find_compiler, units
-from export.operator_library import (
+from quill.export import build_operators, operator_library
+from quill.export.build_operators import BuildError, find_compiler, units
+from quill.export.operator_library import (
     library_path,
     operators_are_fast,
     operators_problem,
@@ -108,7 +108,7 @@ def test_set_up_goes_on_without_a_compiler(
 
 @needs_operators
 def test_what_is_built_is_not_built_again() -> None:
-    command = [sys.executable, "-m", "export.build_operators"]
+    command = [sys.executable, "-m", "quill.export.build_operators"]
     environment = os.environ | {"CXX": "no-such-compiler"}
     said = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -9,10 +9,10 @@ import onnxruntime
 import pytest
 import torch
 
-from export.bundle import Stage, Wishes, check_good, check_replaceable, write_bundle
-from export.errors import BundleError, UnsupportedModelError, VerificationError
-from export.manifest import check_files, read_manifest
-from export.proof import Tick
+from quill.export.bundle import Stage, Wishes, check_good, check_replaceable, write_bundle
+from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
+from quill.export.manifest import check_files, read_manifest
+from quill.export.proof import Tick
 from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantised_at_source
 from tests.operators import OWN
 

@@ -5,11 +5,11 @@ import dataclasses
 import onnx_ir as ir
 import pytest
 
-from export.cuda_kernels import KERNELS, check_cuda_kernels
-from export.errors import UnsupportedModelError
-from export.precision import Networks
-from export.tracing import trace
-from model.config import ModelConfig
+from quill.export.cuda_kernels import KERNELS, check_cuda_kernels
+from quill.export.errors import UnsupportedModelError
+from quill.export.precision import Networks
+from quill.export.tracing import trace
+from quill.model.config import ModelConfig
 from tests.export.tiny import GPT, LLAMA, SEQ2SEQ, Exported, make_checkpoint
 
 

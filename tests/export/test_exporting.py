@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import quill
-from export import exporting
-from export.bundle import Wishes
-from export.errors import ExportError
-from export.exporting import parse_precisions, with_precisions
-from export.manifest import read_manifest
-from model.checkpoint import save_checkpoint
-from model.config import ModelConfig
+from quill.__main__ import main
+from quill.export import exporting
+from quill.export.bundle import Wishes
+from quill.export.errors import ExportError
+from quill.export.exporting import parse_precisions, with_precisions
+from quill.export.manifest import read_manifest
+from quill.model.checkpoint import save_checkpoint
+from quill.model.config import ModelConfig
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
 
 
@@ -28,7 +28,7 @@ def test_export_writes_a_bundle_and_shows_a_table(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "bundle"
-    assert quill.main(["export", str(checkpoint), "--out", str(out), "--precision", "fp32"]) == 0
+    assert main(["export", str(checkpoint), "--out", str(out), "--precision", "fp32"]) == 0
     printed = capsys.readouterr()
     assert "fp32: verifying" in printed.err
     for word in ("fp32", "MB", "worst diff.", "perplexity", "ms a step"):
@@ -42,7 +42,7 @@ def test_export_without_verification_says_so(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--no-verify"]
-    assert quill.main([*arguments, "--precision", "fp32"]) == 0
+    assert main([*arguments, "--precision", "fp32"]) == 0
     assert "not verified" in capsys.readouterr().out
     assert read_manifest(tmp_path / "b").graphs[0].verification is None
 
@@ -50,7 +50,7 @@ def test_export_without_verification_says_so(
 def test_a_missing_checkpoint_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = quill.main(["export", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b")])
+    code = main(["export", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b")])
     assert code == 1
     printed = capsys.readouterr().err
     assert printed.startswith("quill: there is no checkpoint at")
@@ -61,7 +61,7 @@ def test_an_unknown_precision_is_refused_with_those_there_are(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--precision", "fp8"]
-    assert quill.main(arguments) == 1
+    assert main(arguments) == 1
     assert (
         "unknown precision 'fp8'; there are fp32, int4, quill4, quill8, fp16, all"
         in capsys.readouterr().err

@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from export import contract
-from export.runner import Runner, open_session
+from quill.export import contract
+from quill.export.runner import Runner, open_session
 from tests.export.tiny import Exported
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from export.errors import ExportError
-from export.held_out import NUM_PASSAGES, held_out
-from model.checkpoint import load_checkpoint
-from model.errors import CorpusError
-from model.recipes import RECIPES
-from model.source import DataSource
-from model.splits import Pair, PairCorpus
-from model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
-from model.train import Order
+from quill.export.errors import ExportError
+from quill.export.held_out import NUM_PASSAGES, held_out
+from quill.model.checkpoint import load_checkpoint
+from quill.model.errors import CorpusError
+from quill.model.recipes import RECIPES
+from quill.model.source import DataSource
+from quill.model.splits import Pair, PairCorpus
+from quill.model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
+from quill.model.train import Order
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantised_at_source
 from tests.model.runs import (
     last_checkpoint,
@@ -74,7 +74,7 @@ def test_without_network_or_cache_the_model_writes_its_own_text(
     def offline(name: str) -> None:
         raise CorpusError("no network")
 
-    monkeypatch.setattr("model.source.load_text", offline)
+    monkeypatch.setattr("quill.model.source.load_text", offline)
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
     assert held_out(checkpoint, None).name == "drawn from the model"
 
@@ -99,7 +99,9 @@ def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pairs = [Pair(f"source {i}", f"target {i}") for i in range(3)]
-    monkeypatch.setattr("model.source.load_pairs", lambda name: PairCorpus(name, [], pairs, []))
+    monkeypatch.setattr(
+        "quill.model.source.load_pairs", lambda name: PairCorpus(name, [], pairs, [])
+    )
     order = Order(SEQ2SEQ, RECIPES["seq2seq-tiny"], DataSource(corpus="en-de"))
     checkpoint = dataclasses.replace(
         make_checkpoint(SEQ2SEQ),

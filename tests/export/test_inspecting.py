@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import quill
+from quill.__main__ import main
 from tests.export.tiny import Exported
 
 
 def inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert quill.main(["inspect", str(directory)]) == 0
+    assert main(["inspect", str(directory)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -39,7 +39,7 @@ def test_hashes_are_whole_on_a_narrow_terminal(
     llama: Exported, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert quill.main(["inspect", str(llama.directory)]) == 0
+    assert main(["inspect", str(llama.directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for file in llama.manifest.files:
         assert any(line.startswith(f"{file.sha256}  {file.name} ") for line in lines), file.name
@@ -63,5 +63,5 @@ def test_a_damaged_bundle_is_refused_and_the_file_named(
     data = bytearray(weights.read_bytes())
     data[1000] ^= 0x40
     weights.write_bytes(data)
-    assert quill.main(["inspect", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path)]) == 1
     assert f"{weights.name} has the SHA-256" in capsys.readouterr().err

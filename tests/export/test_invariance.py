@@ -8,11 +8,11 @@ import onnx
 import pytest
 from onnx import helper
 
-from export.contract import LOGITS
-from export.held_out import Passage
-from export.invariance import NUM_SLOTS, measure_invariance
-from export.manifest import Graphs
-from export.runner import Runner
+from quill.export.contract import LOGITS
+from quill.export.held_out import Passage
+from quill.export.invariance import NUM_SLOTS, measure_invariance
+from quill.export.manifest import Graphs
+from quill.export.runner import Runner
 from tests.export.tiny import Exported
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.errors import BundleError
-from export.manifest import (
+from quill.export.errors import BundleError
+from quill.export.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     File,
@@ -316,8 +316,8 @@ def test_reading_a_bundle_needs_neither_torch_nor_onnx(bundle: Path) -> None:
         "for name in ('torch', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy', 'model'):\n"
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "import export.contract\n"
-        "from export.manifest import check_files, read_manifest\n"
+        "import quill.export.contract\n"
+        "from quill.export.manifest import check_files, read_manifest\n"
         "check_files(Path(sys.argv[1]), read_manifest(Path(sys.argv[1])))\n"
     )
     subprocess.run([sys.executable, "-c", code, str(bundle)], check=True)

@@ -12,12 +12,12 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.export import Dim
 
-from export.graph import Graph
-from export.operator_layers import OwnEmbedding, OwnLinear
-from export.operator_layout import lay_out, with_halves
-from export.runner import Array, open_session
-from export.tracing import trace
-from model.quantised import Kind, QuantisedWeight
+from quill.export.graph import Graph
+from quill.export.operator_layers import OwnEmbedding, OwnLinear
+from quill.export.operator_layout import lay_out, with_halves
+from quill.export.runner import Array, open_session
+from quill.export.tracing import trace
+from quill.model.quantised import Kind, QuantisedWeight
 from tests.export.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from export.held_out import Passage
-from export.oracle import Oracle, joined, surprise
+from quill.export.held_out import Passage
+from quill.export.oracle import Oracle, joined, surprise
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
 
 

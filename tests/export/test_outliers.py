@@ -2,8 +2,8 @@
 
 import torch
 
-from export.outliers import MAX_OUTLIERS, find_outliers
-from model.checkpoint import Checkpoint
+from quill.export.outliers import MAX_OUTLIERS, find_outliers
+from quill.model.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
 
 QKV = "decoder.0.attention.qkv.weight"

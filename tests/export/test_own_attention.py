@@ -10,9 +10,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from export.runner import Array, open_session
-from model.attention import Cached
-from model.positions import RotaryTables, rotary_tables
+from quill.export.runner import Array, open_session
+from quill.model.attention import Cached
+from quill.model.positions import RotaryTables, rotary_tables
 from tests.export.own_kernels import KERNELS, computed_with
 from tests.export.tiny import LLAMA
 from tests.operators import needs_operators

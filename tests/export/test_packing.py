@@ -9,12 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from export.graph import Graph
-from export.packed import PackedEmbedding, PackedLinear
-from export.packing import Packed, beside, in_halves, integer_zero_points, kernel_weights, pack
-from export.runner import Array, open_session
-from export.tracing import trace
-from model.quantised import Kind, QuantisedWeight
+from quill.export.graph import Graph
+from quill.export.packed import PackedEmbedding, PackedLinear
+from quill.export.packing import (
+    Packed,
+    beside,
+    in_halves,
+    integer_zero_points,
+    kernel_weights,
+    pack,
+)
+from quill.export.runner import Array, open_session
+from quill.export.tracing import trace
+from quill.model.quantised import Kind, QuantisedWeight
 
 NUM_INPUTS, NUM_OUTPUTS = 96, 48
 

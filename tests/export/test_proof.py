@@ -1,7 +1,7 @@
 """How much a precision is measured on."""
 
-from export.held_out import Passage
-from export.proof import enough
+from quill.export.held_out import Passage
+from quill.export.proof import enough
 
 PASSAGES = [Passage((1,) * length) for length in (10, 20, 30)]
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from export.errors import UnsupportedModelError
-from export.quantisation import check_quantisable, dequantised, quantise
-from model.quantised import QuantisedWeight
+from quill.export.errors import UnsupportedModelError
+from quill.export.quantisation import check_quantisable, dequantised, quantise
+from quill.model.quantised import QuantisedWeight
 from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantised_at_source
 
 

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from export.quantisers import eight_bits, k_quant
+from quill.export.quantisers import eight_bits, k_quant
 
 ROWS, COLUMNS = 40, 128
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from export.bundle import Wishes, write_bundle
-from export.held_out import HeldOut, held_out
-from export.oracle import joined, surprise
-from export.replay import replay
-from export.runner import Runner
-from model.checkpoint import Checkpoint
-from model.fetch import extract_member
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.wheels import SMOLLM2_GGUF
+from quill.export.bundle import Wishes, write_bundle
+from quill.export.held_out import HeldOut, held_out
+from quill.export.oracle import joined, surprise
+from quill.export.replay import replay
+from quill.export.runner import Runner
+from quill.model.checkpoint import Checkpoint
+from quill.model.fetch import extract_member
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.wheels import SMOLLM2_GGUF
 from tests.export.tiny import Exported
 
 NUM_PASSAGES = 2

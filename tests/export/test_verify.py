@@ -10,12 +10,12 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export.errors import VerificationError
-from export.held_out import HeldOut, Passage
-from export.manifest import Graphs
-from export.oracle import Answer, Oracle
-from export.runner import Runner
-from export.verify import Comparison, check_graphs, compare, probes
+from quill.export.errors import VerificationError
+from quill.export.held_out import HeldOut, Passage
+from quill.export.manifest import Graphs
+from quill.export.oracle import Answer, Oracle
+from quill.export.runner import Runner
+from quill.export.verify import Comparison, check_graphs, compare, probes
 from tests.export.tiny import Exported
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from export.weights_file import ALIGNMENT, weights_file
+from quill.export.weights_file import ALIGNMENT, weights_file
 
 
 def make_model(**tensors: np.ndarray) -> ir.Model:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from export.bundle import Wishes, write_bundle
-from export.manifest import Manifest
-from export.precisions import Precision
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.quantised import QuantisedWeight
-from model.tokenizer import SpecialTokens, byte_tokenizer
-from model.transformer import Transformer
+from quill.export.bundle import Wishes, write_bundle
+from quill.export.manifest import Manifest
+from quill.export.precisions import Precision
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.quantised import QuantisedWeight
+from quill.model.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.transformer import Transformer
 
 LLAMA = ModelConfig(
     family="causal",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.own_server import OwnServer, own_server
+from quill.loadtest.own_server import OwnServer, own_server
 
 
 @pytest.fixture(scope="session")

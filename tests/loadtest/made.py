@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from loadtest.records import RequestRecord
+from quill.loadtest.records import RequestRecord
 
 
 def made(

@@ -4,7 +4,7 @@ from itertools import islice, pairwise, takewhile
 
 import pytest
 
-from loadtest.arrivals import arrivals
+from quill.loadtest.arrivals import arrivals
 
 
 def count(seconds: float, rate: float, ramp_s: float = 0.0, seed: int = 0) -> int:

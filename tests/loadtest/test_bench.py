@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from export.manifest import read_manifest
-from loadtest.bench import gguf
-from loadtest.bench_report import markdown
-from loadtest.bench_server import expected_bytes, make_prompts
-from loadtest.closed_loop import closed_loop
-from loadtest.contender import About
-from loadtest.contender_quill import Quill
-from loadtest.contest import Result
-from loadtest.errors import OptionError
+from quill.__main__ import main
+from quill.export.manifest import read_manifest
+from quill.loadtest.bench import gguf
+from quill.loadtest.bench_report import markdown
+from quill.loadtest.bench_server import expected_bytes, make_prompts
+from quill.loadtest.closed_loop import closed_loop
+from quill.loadtest.contender import About
+from quill.loadtest.contender_quill import Quill
+from quill.loadtest.contest import Result
+from quill.loadtest.errors import OptionError
 
 PROMPT = list(range(3, 43))
 
@@ -50,9 +50,9 @@ def test_quill_scores_every_token_but_the_first(contender: Quill) -> None:
 def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadtest.contest.PAUSE_S", 0.0)
+    monkeypatch.setattr("quill.loadtest.contest.PAUSE_S", 0.0)
     options = ["--precision", "fp32", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]
-    assert quill.main(["bench", "engine", str(bundle), *options]) == 0
+    assert main(["bench", "engine", str(bundle), *options]) == 0
     record = json.loads((tmp_path / "results.json").read_text())
     [result] = record["results"]
     rows = (1, 2, 4, 8, 16, 32)
@@ -66,7 +66,7 @@ def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
 
 def test_bench_growth_draws_three_plots(bundle: Path, tmp_path: Path) -> None:
     options = ["--vocabularies", "64,128", "--out", str(tmp_path)]
-    assert quill.main(["bench", "growth", str(bundle), *options]) == 0
+    assert main(["bench", "growth", str(bundle), *options]) == 0
     record = json.loads((tmp_path / "growth.json").read_text())
     assert [size for size, _ in record["vocabulary"]["8"]] == [64, 128]
     assert [rows for rows, _ in record["rows"]][-1] == 32
@@ -80,7 +80,7 @@ def test_bench_server_counts_every_token_and_prints_the_memory(
 ) -> None:
     options = ["--users", "3", "--duration", "0.5", "--answer", "5", "--context", "64"]
     options += ["--precision", "fp32", "--threads", "1", "--out", str(tmp_path)]
-    assert quill.main(["bench", "server", str(bundle), *options]) == 0
+    assert main(["bench", "server", str(bundle), *options]) == 0
     assert "of weights and caches" in capsys.readouterr().out
     record = json.loads((tmp_path / "server.json").read_text())
     served = record["servers"]["Quill fp32"]
@@ -138,7 +138,7 @@ def test_a_line_of_the_table_has_speed_quality_and_memory() -> None:
 
 
 def test_no_bundle_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quill.main(["bench", "engine", str(tmp_path / "none")]) != 0
+    assert main(["bench", "engine", str(tmp_path / "none")]) != 0
     assert "there is no bundle at" in capsys.readouterr().err
 
 

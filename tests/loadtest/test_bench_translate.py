@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from loadtest.bench_translate import read_sources
-from loadtest.errors import OptionError
-from loadtest.translator import MAX_NEW_TOKENS
-from loadtest.translator_quill import Quill
-from model.beam import BeamParameters, beam_search
-from model.reference import generate
-from model.sampling import SamplingParameters
+from quill.__main__ import main
+from quill.loadtest.bench_translate import read_sources
+from quill.loadtest.errors import OptionError
+from quill.loadtest.translator import MAX_NEW_TOKENS
+from quill.loadtest.translator_quill import Quill
+from quill.model.beam import BeamParameters, beam_search
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
 from tests.server.tiny_bundle import EOS, TinyBundle
 
 LINES = ["Stop", "Restart the server", "", "a", "Open the door", "on"]
@@ -52,9 +52,9 @@ def test_bench_translate_shows_a_table(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("loadtest.bench_translate.PAUSE_S", 0.0)
+    monkeypatch.setattr("quill.loadtest.bench_translate.PAUSE_S", 0.0)
     given = [str(tiny_translator.directory), str(sources_file), "--threads", "1", "--rounds", "1"]
-    assert quill.main(["bench", "translate", *given, "--limit", "2"]) == 0
+    assert main(["bench", "translate", *given, "--limit", "2"]) == 0
     said = capsys.readouterr().out
     assert "tokens a second, 2 sources" in said
     assert "Quill fp32" in said

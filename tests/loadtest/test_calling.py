@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from loadtest.asking import Ask
-from loadtest.calling import StreamResult, call, from_json, to_json
-from loadtest.own_server import OwnServer
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.loadtest.asking import Ask
+from quill.loadtest.calling import StreamResult, call, from_json, to_json
+from quill.loadtest.own_server import OwnServer
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 REQUEST = pb.GenerateRequest(
     prompt_ids=pb.TokenIds(ids=[5, 6, 7]), max_new_tokens=20, temperature=0.7, ignore_eos=True

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.bench_tasks import decode_tasks, prefill_tasks
-from loadtest.contest import contest
-from loadtest.errors import ContenderError
+from quill.loadtest.bench_tasks import decode_tasks, prefill_tasks
+from quill.loadtest.contest import contest
+from quill.loadtest.errors import ContenderError
 
 TASKS = [*prefill_tasks(range(200), 1000), *decode_tasks(range(64), (8,))]
 
@@ -19,7 +19,7 @@ def reciting(*answers: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadtest.contest.PAUSE_S", 0.0)
+    monkeypatch.setattr("quill.loadtest.contest.PAUSE_S", 0.0)
 
 
 def test_the_best_of_all_rounds_counts(tmp_path: Path) -> None:

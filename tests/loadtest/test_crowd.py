@@ -4,8 +4,8 @@ import argparse
 from dataclasses import fields
 from itertools import islice
 
-from loadtest.asking import Facts
-from loadtest.crowd import Plan, Schedule
+from quill.loadtest.asking import Facts
+from quill.loadtest.crowd import Plan, Schedule
 
 FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from model.splits import Pair
-from model.tokenizer import SpecialTokens, Tokenizer
-from model.translating import evaluate_translation, write_answers
+from quill.__main__ import main
+from quill.model.splits import Pair
+from quill.model.tokenizer import SpecialTokens, Tokenizer
+from quill.model.translating import evaluate_translation, write_answers
 from tests.server.tiny_bundle import EOS, TinyBundle
 
 PAIRS = [
@@ -33,7 +33,7 @@ def test_equal_answers_are_counted_and_a_changed_one_is_an_error(
     tiny_translator: TinyBundle, answers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "fidelity", str(tiny_translator.directory), str(answers), "--users", "2"]
-    assert quill.main(command) == 0
+    assert main(command) == 0
     rows = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert [row[:2] for row in rows if row[:1] == ["greedy"]][-1] == ["greedy", "3"]
     assert [row[:3] for row in rows if row[:2] == ["2", "beams"]][-1] == ["2", "beams", "3"]
@@ -41,12 +41,12 @@ def test_equal_answers_are_counted_and_a_changed_one_is_an_error(
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     lines[1]["answers"]["greedy"]["token_ids"][0] += 1
     answers.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    assert quill.main(command) == 1
+    assert main(command) == 1
     assert "differ from PyTorch's: greedy" in capfd.readouterr().err
 
     lines[2]["source_ids"] = [99_999]
     answers.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    assert quill.main(command) == 1
+    assert main(command) == 1
     assert "line 3 got INVALID_ARGUMENT" in capfd.readouterr().err
 
 
@@ -55,12 +55,12 @@ def test_another_file_is_refused(
 ) -> None:
     (tmp_path / "other").write_text('{"a": 1}\n')
     command = ["bench", "fidelity", str(tiny_translator.directory), str(tmp_path / "other")]
-    assert quill.main(command) == 2
+    assert main(command) == 2
     assert "isn't a file of `quill eval --answers`" in capfd.readouterr().err
 
 
 def test_a_language_model_is_refused(
     bundle: Path, answers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["bench", "fidelity", str(bundle), str(answers)]) == 2
+    assert main(["bench", "fidelity", str(bundle), str(answers)]) == 2
     assert "isn't a translation model" in capfd.readouterr().err

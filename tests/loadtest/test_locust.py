@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.crowd import Plan
-from loadtest.errors import LoadtestError
-from loadtest.locust_process import LOCUSTFILE, Load, run_locust
-from loadtest.own_server import OwnServer
-from loadtest.processes import free_port
-from loadtest.records import RequestRecord, read_records
+from quill.loadtest.crowd import Plan
+from quill.loadtest.errors import LoadtestError
+from quill.loadtest.locust_process import LOCUSTFILE, Load, run_locust
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.processes import free_port
+from quill.loadtest.records import RequestRecord, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
@@ -27,9 +27,9 @@ TIMEOUT_S = 60.0
 # What somebody else's locustfile looks like.
 MINE = """
 from locust import task
-from loadtest.asking import Ask
-from loadtest.user import StreamUser
-from protos import generation_pb2 as pb
+from quill.loadtest.asking import Ask
+from quill.loadtest.user import StreamUser
+from quill.protos import generation_pb2 as pb
 
 class Mine(StreamUser):
     @task

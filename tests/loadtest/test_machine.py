@@ -1,6 +1,6 @@
 """What belongs beside every number."""
 
-from loadtest.machine import machine_facts, memory_gib, num_cores
+from quill.loadtest.machine import machine_facts, memory_gib, num_cores
 
 
 def test_machine_facts_say_where_and_on_what() -> None:

@@ -2,9 +2,9 @@
 
 import threading
 
-from loadtest.metrics import MetricsSample, guess_url, read_sample, watch_server
-from loadtest.own_server import OwnServer
-from loadtest.processes import free_port
+from quill.loadtest.metrics import MetricsSample, guess_url, read_sample, watch_server
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.processes import free_port
 
 PAGE = """# HELP quill_queue_depth Requests that wait
 # TYPE quill_queue_depth gauge

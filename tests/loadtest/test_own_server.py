@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.errors import NoServerError
-from loadtest.own_server import OwnServer, own_server, read_log, wait_until_healthy
-from loadtest.processes import free_port
-from server.access import Access
+from quill.loadtest.errors import NoServerError
+from quill.loadtest.own_server import OwnServer, own_server, read_log, wait_until_healthy
+from quill.loadtest.processes import free_port
+from quill.server.access import Access
 
 
 def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.errors import RecordError
-from loadtest.records import RecordFile, read_records, to_row, write_records
+from quill.loadtest.errors import RecordError
+from quill.loadtest.records import RecordFile, read_records, to_row, write_records
 from tests.loadtest.made import made
 
 

@@ -10,12 +10,12 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from loadtest import plots
-from loadtest.metrics import MetricsSample
-from loadtest.process_watch import ProcessSample
-from loadtest.records import read_records
-from loadtest.report import PAGE, RECORDS, Run, write_report
-from loadtest.slo import RateTrial, Slo
+from quill.loadtest import plots
+from quill.loadtest.metrics import MetricsSample
+from quill.loadtest.process_watch import ProcessSample
+from quill.loadtest.records import read_records
+from quill.loadtest.report import PAGE, RECORDS, Run, write_report
+from quill.loadtest.slo import RateTrial, Slo
 from tests.loadtest.made import made
 
 RECORDED = [made(index, first_ms=50.0 + 7 * (index % 5)) for index in range(30)]

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import grpc
 import pytest
 
-import quill
-from loadtest.asking import Facts
-from loadtest.calling import call, from_json
-from loadtest.errors import LoadtestError
-from loadtest.own_server import OwnServer
-from loadtest.records import RequestRecord, read_records, write_records
-from loadtest.running import check_all_recorded
-from loadtest.scenarios import make_ask
-from protos import generation_pb2_grpc as pb_grpc
-from server.keys import add_key
+from quill.__main__ import main
+from quill.loadtest.asking import Facts
+from quill.loadtest.calling import call, from_json
+from quill.loadtest.errors import LoadtestError
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.records import RequestRecord, read_records, write_records
+from quill.loadtest.running import check_all_recorded
+from quill.loadtest.scenarios import make_ask
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.keys import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
 
@@ -42,7 +42,7 @@ class Loadtest:
         self._capfd = capfd
 
     def __call__(self, out: Path, *arguments: str) -> Done:
-        code = quill.main(["loadtest", "--out", str(out), *arguments])
+        code = main(["loadtest", "--out", str(out), *arguments])
         return Done(code, *self._capfd.readouterr())
 
 

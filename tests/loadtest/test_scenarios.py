@@ -3,12 +3,12 @@
 import grpc
 import pytest
 
-from loadtest.asking import Facts
-from loadtest.calling import call
-from loadtest.errors import OptionError
-from loadtest.own_server import OwnServer
-from loadtest.scenarios import SCENARIOS, check_scenario, make_ask
-from protos import generation_pb2_grpc as pb_grpc
+from quill.loadtest.asking import Facts
+from quill.loadtest.calling import call
+from quill.loadtest.errors import OptionError
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.scenarios import SCENARIOS, check_scenario, make_ask
+from quill.protos import generation_pb2_grpc as pb_grpc
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from loadtest.durations import parse_duration_ms
-from loadtest.errors import OptionError
-from loadtest.slo import RateTrial, Slo, best, next_rate
+from quill.loadtest.durations import parse_duration_ms
+from quill.loadtest.errors import OptionError
+from quill.loadtest.slo import RateTrial, Slo, best, next_rate
 from tests.loadtest.made import made
 
 SLO = Slo.parse("ttft=500ms,gap=100ms")

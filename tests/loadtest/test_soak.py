@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.process_watch import ProcessSample, busy_cores, look_at, slope_mb_per_minute
-from loadtest.records import RequestRecord
-from loadtest.soak import soak
-from loadtest.soak_verdict import SoakResult, judge
-from loadtest.verify import Verdict
+from quill.loadtest.process_watch import ProcessSample, busy_cores, look_at, slope_mb_per_minute
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.soak import soak
+from quill.loadtest.soak_verdict import SoakResult, judge
+from quill.loadtest.verify import Verdict
 
 REFUSAL = {"method": "GenerateStream", "outcome": "RESOURCE_EXHAUSTED", "total_ms": 0.4}
 ANSWER = {"method": "GenerateStream", "outcome": "OK", "total_ms": 10.0}

@@ -5,8 +5,8 @@ import time
 
 import grpc
 
-from loadtest.own_server import OwnServer
-from loadtest.stream_crowd import StreamClients
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.stream_crowd import StreamClients
 
 PROMPT = [1, 2, 3, 4]
 GREEDY = {"temperature": 0.0}

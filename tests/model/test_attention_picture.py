@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.attention_picture import AttentionGrid, draw, picture_size, token_labels
-from model.errors import RequestError
-from model.tokenizer import byte_tokenizer
+from quill.model.attention_picture import AttentionGrid, draw, picture_size, token_labels
+from quill.model.errors import RequestError
+from quill.model.tokenizer import byte_tokenizer
 
 
 def labels(text: str) -> list[str]:

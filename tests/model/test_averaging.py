@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import quill
-from model.checkpoint import load_checkpoint
-from model.training_state import step_directories
+from quill.__main__ import main
+from quill.model.checkpoint import load_checkpoint
+from quill.model.training_state import step_directories
 from tests.model.runs import write_pairs
 
 
@@ -24,7 +24,7 @@ def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--vocab-size", "300", "--context", "48", "--batch-tokens", "96"),
         *("--steps", "3", "--save-every", "1", "--evaluate-every", "3"),
     ]
-    assert quill.main(arguments) == 0
+    assert main(arguments) == 0
     return run
 
 
@@ -46,7 +46,7 @@ def test_mean_of_the_last_checkpoints_is_a_checkpoint(
     paths = step_directories(base_run)
     assert len(paths) == 3
     out = tmp_path / "mean"
-    assert quill.main(["average", str(base_run), "--last", "2", "--out", str(out)]) == 0
+    assert main(["average", str(base_run), "--last", "2", "--out", str(out)]) == 0
     assert "step-00000002, step-00000003" in capsys.readouterr().out
     mean, *parts = (load_checkpoint(path).weights for path in (out, *paths[1:]))
     for name, weight in mean.items():
@@ -59,12 +59,12 @@ def test_more_checkpoints_than_there_are_is_refused(
     base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["average", str(base_run), "--last", "4", "--out", str(tmp_path / "mean")]
-    assert quill.main(command) != 0
+    assert main(command) != 0
     assert "has 3 checkpoints" in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_written_over(
     base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["average", str(base_run), "--last", "1", "--out", str(tmp_path)]) != 0
+    assert main(["average", str(base_run), "--last", "1", "--out", str(tmp_path)]) != 0
     assert "exists already" in capsys.readouterr().err

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from model.batches import IGNORED, PairBatches, PairTokens, TextBatches, TokenPair, collate, mix
-from model.errors import CorpusError
+from quill.model.batches import (
+    IGNORED,
+    PairBatches,
+    PairTokens,
+    TextBatches,
+    TokenPair,
+    collate,
+    mix,
+)
+from quill.model.errors import CorpusError
 
 SPECIAL = PairTokens(bos=1, eos=2, pad=0)
 

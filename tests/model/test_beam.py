@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.beam import BeamParameters, beam_search
-from model.config import ModelConfig
-from model.errors import RequestError
-from model.reference import generate
-from model.sampling import SamplingParameters
-from model.transformer import Transformer
+from quill.model.beam import BeamParameters, beam_search
+from quill.model.config import ModelConfig
+from quill.model.errors import RequestError
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
+from quill.model.transformer import Transformer
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict
 

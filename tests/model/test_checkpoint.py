@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import (
+from quill.model.checkpoint import (
     CONFIG_FILE,
     QUANTISED_FILE,
     TOKENIZER_FILE,
@@ -21,11 +21,11 @@ from model.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from model.config import ModelConfig
-from model.errors import CheckpointError
-from model.quantised import QuantisedWeight
-from model.tokenizer import SpecialTokens, byte_tokenizer
-from model.transformer import Transformer
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError
+from quill.model.quantised import QuantisedWeight
+from quill.model.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.transformer import Transformer
 
 SMALL = ModelConfig(
     family="causal",

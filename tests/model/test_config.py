@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig, RotaryScaling
-from model.errors import ConfigError
-from model.presets import PRESETS, preset
+from quill.model.config import ModelConfig, RotaryScaling
+from quill.model.errors import ConfigError
+from quill.model.presets import PRESETS, preset
 
 CAUSAL = preset("tiny")
 SEQ2SEQ = preset("seq2seq-tiny")

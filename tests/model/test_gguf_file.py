@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint import check_weights
-from model.errors import CheckpointError, ModelError, UnsupportedError
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.transformer import Transformer
+from quill.model.checkpoint import check_weights
+from quill.model.errors import CheckpointError, ModelError, UnsupportedError
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.transformer import Transformer
 from tests.model.conftest import MakeGguf
 
 U32, U64 = "<I", "<Q"

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from model.checkpoint import Checkpoint
-from model.errors import CheckpointError, ConfigError, UnsupportedError
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.presets import preset
+from quill.model.checkpoint import Checkpoint
+from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.presets import preset
 from tests.model.conftest import TINY, Array, MakeGguf, tiny_tensors
 
 TOLERANCE = 1e-4

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from model.errors import UnsupportedError
-from model.gguf_tensors import decode_rows
+from quill.model.errors import UnsupportedError
+from quill.model.gguf_tensors import decode_rows
 
 ROWS = np.random.default_rng(5).normal(size=(6, 256)).astype(np.float32)
 DEQUANTISED = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]

@@ -17,12 +17,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     get_gguf_tokenizer,
 )
 
-from model.checkpoint import Checkpoint
-from model.errors import CheckpointError, UnsupportedError
-from model.gguf_file import GgufFile
-from model.gguf_llama import read_gguf
-from model.gguf_tokenizer import PRE_TOKENIZERS
-from model.tokenizer import Tokenizer
+from quill.model.checkpoint import Checkpoint
+from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.gguf_file import GgufFile
+from quill.model.gguf_llama import read_gguf
+from quill.model.gguf_tokenizer import PRE_TOKENIZERS
+from quill.model.tokenizer import Tokenizer
 from tests.model.conftest import TINY_MERGES, TINY_TOKENS, MakeGguf
 
 NUM_STRINGS = 1500

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from model.errors import CheckpointError
-from model.huggingface import read_huggingface
+from quill.model.errors import CheckpointError
+from quill.model.huggingface import read_huggingface
 from tests.model.huggingface_models import (
     CONTEXT,
     SIZES,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import MarianConfig, MarianMTModel
 
-from model.beam import BeamParameters, beam_search
-from model.errors import UnsupportedError
-from model.huggingface import read_huggingface
-from model.reference import generate
-from model.sampling import SamplingParameters
+from quill.model.beam import BeamParameters, beam_search
+from quill.model.errors import UnsupportedError
+from quill.model.huggingface import read_huggingface
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
 
 TOLERANCE = 1e-4
 VOCAB_SIZE, CONTEXT, PAD, EOS = 300, 64, 299, 0

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM
 
-from model.errors import CheckpointError, ConfigError, UnsupportedError
-from model.huggingface import read_huggingface
+from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
+from quill.model.huggingface import read_huggingface
 from tests.model.huggingface_models import SIZES, change_config, gpt2, llama, saved
 
 

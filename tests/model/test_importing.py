@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model.checkpoint import load_checkpoint, read_description
-from model.wheels import SMOLLM2_GGUF
-from quill import main
+from quill.__main__ import main
+from quill.model.checkpoint import load_checkpoint, read_description
+from quill.model.wheels import SMOLLM2_GGUF
 from tests.model.conftest import MakeGguf
 
 
@@ -31,8 +31,9 @@ class Imported(NamedTuple):
 
 # The process counts for itself: the system's count of a child begins with its parent's memory.
 IMPORT = """
-import resource, sys, quill
-code = quill.main(sys.argv[1:])
+import resource, sys
+from quill.__main__ import main
+code = main(sys.argv[1:])
 usage = resource.getrusage(resource.RUSAGE_SELF)
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(usage.ru_utime + usage.ru_stime, peak.split()[1])
@@ -82,7 +83,7 @@ def test_an_import_that_is_there_is_not_made_again(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "smollm2-135m").symlink_to(imported.path)
-    monkeypatch.setattr("model.importing.cache_directory", lambda: tmp_path)
+    monkeypatch.setattr("quill.model.importing.cache_directory", lambda: tmp_path)
     before = imported.path.stat().st_mtime_ns
     assert run("smollm2-135m") == 0
     assert "holds this import already; --force" in capsys.readouterr().out

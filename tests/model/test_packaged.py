@@ -4,8 +4,8 @@ import json
 import zipfile
 from pathlib import Path
 
-from model.packaged import clean_address, parse_verses, read_interface, read_sotu
-from model.splits import Pair
+from quill.model.packaged import clean_address, parse_verses, read_interface, read_sotu
+from quill.model.splits import Pair
 
 
 def test_an_address_loses_its_editors_marks_and_keeps_the_rest() -> None:

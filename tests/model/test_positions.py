@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from model.config import RotaryScaling
-from model.positions import RotaryTables, rotary_frequencies, rotate, sinusoidal_table
+from quill.model.config import RotaryScaling
+from quill.model.positions import RotaryTables, rotary_frequencies, rotate, sinusoidal_table
 
 # T tokens · F frequencies
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.errors import ConfigError
-from model.presets import PRESETS, preset
-from model.transformer import Transformer
+from quill.model.errors import ConfigError
+from quill.model.presets import PRESETS, preset
+from quill.model.transformer import Transformer
 
 
 def num_parameters(name: str) -> int:

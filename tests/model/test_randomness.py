@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from model.randomness import GAMMA, MAX_SEED, sequence_seed, splitmix64, uniform
+from quill.model.randomness import GAMMA, MAX_SEED, sequence_seed, splitmix64, uniform
 
 U64Array = npt.NDArray[np.uint64]
 

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from model.errors import ConfigError
-from model.presets import PRESETS
-from model.recipes import RECIPES, Recipe, paper_learning_rate
+from quill.model.errors import ConfigError
+from quill.model.presets import PRESETS
+from quill.model.recipes import RECIPES, Recipe, paper_learning_rate
 
 
 def make_recipe(**changes: object) -> Recipe:

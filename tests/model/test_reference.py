@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.errors import CheckpointError, RequestError
-from model.randomness import sequence_seed, uniform
-from model.reference import Generation, generate
-from model.sampling import SamplingParameters
-from model.transformer import Transformer
+from quill.model.config import ModelConfig
+from quill.model.errors import CheckpointError, RequestError
+from quill.model.randomness import sequence_seed, uniform
+from quill.model.reference import Generation, generate
+from quill.model.sampling import SamplingParameters
+from quill.model.transformer import Transformer
 
 CAUSAL = ModelConfig(
     family="causal",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import quill
-from model.material import TextTask
-from model.recipes import Recipe
-from model.scoring import Score
-from model.training import StepResult, Trainer
+from quill.__main__ import main
+from quill.model.material import TextTask
+from quill.model.recipes import Recipe
+from quill.model.scoring import Score
+from quill.model.training import StepResult, Trainer
 from tests.model.runs import (
     last_checkpoint,
     log_lines,
@@ -72,9 +72,9 @@ run.append_measurement = append
 }
 PREAMBLE = """
 import os, signal, sys
-import model.atomic as atomic, model.run as run, model.training as training
-import model.training_state as state
-import quill
+import quill.model.atomic as atomic, quill.model.run as run, quill.model.training as training
+import quill.model.training_state as state
+from quill.__main__ import main
 """
 
 
@@ -95,7 +95,7 @@ def test_killed_at_any_point_it_resumes_to_the_same_weights(
     moment: str, text: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    script = PREAMBLE + MOMENTS[moment] + "quill.main(sys.argv[1:])"
+    script = PREAMBLE + MOMENTS[moment] + "main(sys.argv[1:])"
     result = run_script(script, *text_arguments(text, out))
     assert result.returncode == -signal.SIGKILL, result.stderr
     train(["train", "--resume", str(out)])
@@ -121,7 +121,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run_step", interrupted)
-        assert quill.main(text_arguments(text, out)) == 130
+        assert main(text_arguments(text, out)) == 130
     assert last_checkpoint(out).name == "step-00000005"
     assert f"quill train --resume {out}" in capfd.readouterr().err
     train(["train", "--resume", str(out)])
@@ -149,7 +149,7 @@ def test_ctrl_c_is_heard_while_held_out_text_is_scored(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(TextTask, "score", interrupted)
-        assert quill.main(text_arguments(text, out)) == 130
+        assert main(text_arguments(text, out)) == 130
     assert last_checkpoint(out).name == f"step-{step:08d}"
     captured = capfd.readouterr()
     assert f"quill train --resume {out}" in captured.err
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
         "    if self.step == 5: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "    return old(self)\n"
         "training.Trainer.run_step = run_step\n"
-        "sys.exit(quill.main(sys.argv[1:]))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
     )
     out = tmp_path / "run"
     result = run_script(script, *text_arguments(text, out))
@@ -193,8 +193,8 @@ def test_a_run_is_not_written_over_and_that_is_said_before_any_work(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = weight_bytes(uninterrupted)
-    monkeypatch.setattr("model.train.load_task", None)
-    assert quill.main(text_arguments(text, uninterrupted)) == 1
+    monkeypatch.setattr("quill.model.train.load_task", None)
+    assert main(text_arguments(text, uninterrupted)) == 1
     assert "--resume" in capfd.readouterr().err
     assert weight_bytes(uninterrupted) == before
 
@@ -207,7 +207,7 @@ def test_a_run_is_not_resumed_on_other_data(
     train(text_arguments(data, out))
     with data.open("a") as file:
         file.write("One line more.")
-    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert main(["train", "--resume", str(out)]) == 1
     assert "isn't what the run was begun with" in capfd.readouterr().err
 
 
@@ -218,14 +218,14 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     out = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     damaged = last_checkpoint(out) / file
     damaged.write_bytes(damaged.read_bytes()[:100])
-    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert main(["train", "--resume", str(out)]) == 1
     assert str(last_checkpoint(out)) in capfd.readouterr().err
 
 
 def test_resuming_what_is_no_run_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["train", "--resume", str(tmp_path / "nothing")]) == 1
+    assert main(["train", "--resume", str(tmp_path / "nothing")]) == 1
     assert "can't be resumed" in capfd.readouterr().err
 
 
@@ -271,7 +271,7 @@ def test_more_steps_with_a_cosine_follow_the_longer_one_and_can_be_interrupted(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run_step", interrupted)
-        assert quill.main(["train", "--resume", str(runs[1]), "--steps", "14"]) == 130
+        assert main(["train", "--resume", str(runs[1]), "--steps", "14"]) == 130
     train(["train", "--resume", str(runs[1])])
     assert last_checkpoint(runs[1]).name == "step-00000014"
     assert weight_bytes(runs[0]) == weight_bytes(runs[1])
@@ -280,7 +280,7 @@ def test_more_steps_with_a_cosine_follow_the_longer_one_and_can_be_interrupted(
 def test_no_more_steps_than_are_done_are_refused(
     uninterrupted: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["train", "--resume", str(uninterrupted), "--steps", "9"]) == 2
+    assert main(["train", "--resume", str(uninterrupted), "--steps", "9"]) == 2
     assert "--steps is 9, and 9 steps are done already" in capfd.readouterr().err
 
 
@@ -288,7 +288,7 @@ def test_no_more_steps_than_are_done_are_refused(
 def test_what_a_resumed_run_would_not_heed_is_refused(
     option: str, uninterrupted: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["train", "--resume", str(uninterrupted), option]) == 2
+    assert main(["train", "--resume", str(uninterrupted), option]) == 2
     name = option.partition("=")[0]
     assert f"{name} can't be given with --resume" in capfd.readouterr().err
 
@@ -318,7 +318,7 @@ def test_an_older_runs_relative_path_is_looked_for_from_here_or_explained(
     monkeypatch.chdir(text.parent)
     train(["train", "--resume", str(out)])
     monkeypatch.chdir(tmp_path)
-    assert quill.main(["train", "--resume", str(out)]) == 1
+    assert main(["train", "--resume", str(out)]) == 1
     assert f"{text.name} isn't in {tmp_path}" in capfd.readouterr().err
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.errors import RequestError
-from model.randomness import uniform
-from model.sampling import (
+from quill.model.errors import RequestError
+from quill.model.randomness import uniform
+from quill.model.sampling import (
     Candidates,
     FloatArray,
     SamplingParameters,

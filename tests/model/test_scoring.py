@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from model.batches import IGNORED
-from model.config import ModelConfig
-from model.scoring import Score, score_text, text_batches
-from model.transformer import Transformer
+from quill.model.batches import IGNORED
+from quill.model.config import ModelConfig
+from quill.model.scoring import Score, score_text, text_batches
+from quill.model.transformer import Transformer
 
 CONFIG = ModelConfig(
     family="causal",

@@ -2,8 +2,15 @@
 
 import pytest
 
-from model.errors import CorpusError
-from model.splits import Pair, merge_sources, num_held_out, split_documents, split_pairs, wording
+from quill.model.errors import CorpusError
+from quill.model.splits import (
+    Pair,
+    merge_sources,
+    num_held_out,
+    split_documents,
+    split_pairs,
+    wording,
+)
 
 
 def numbered(count: int) -> list[Pair]:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from model.errors import CheckpointError, ConfigError, RequestError
-from model.tokenizer import (
+from quill.model.errors import CheckpointError, ConfigError, RequestError
+from quill.model.tokenizer import (
     CAUSAL_SPECIAL_TOKENS,
     END_OF_TEXT,
     SEQ2SEQ_SPECIAL_TOKENS,

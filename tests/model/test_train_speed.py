@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import quill
-from model.nanogpt import NanoGPT, NanoLoop
-from model.train_speed import CONTENDERS, make_contender
+from quill.__main__ import main
+from quill.model.nanogpt import NanoGPT, NanoLoop
+from quill.model.train_speed import CONTENDERS, make_contender
 
 
 def test_the_plain_loop_learns() -> None:
@@ -22,7 +22,7 @@ def test_the_contenders_are_of_one_size() -> None:
 
 
 def test_the_comparison_prints_a_ratio_for_each(capfd: pytest.CaptureFixture[str]) -> None:
-    assert quill.main(["train-speed", "--rounds", "1", "--steps", "1"]) == 0
+    assert main(["train-speed", "--rounds", "1", "--steps", "1"]) == 0
     printed = capfd.readouterr().out
     assert "nanoGPT loop" in printed
     assert "1.000" in printed

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import quill
-from model.batches import TextBatches
-from model.distributed import Peers
-from model.errors import ConfigError, ModelError
-from model.presets import preset
-from model.recipes import RECIPES
-from model.training import Trainer, make_optimiser
-from model.transformer import Transformer
+from quill.__main__ import main
+from quill.model.batches import TextBatches
+from quill.model.distributed import Peers
+from quill.model.errors import ConfigError, ModelError
+from quill.model.presets import preset
+from quill.model.recipes import RECIPES
+from quill.model.training import Trainer, make_optimiser
+from quill.model.transformer import Transformer
 from tests.model.runs import (
     log_lines,
     pair_arguments,
@@ -143,7 +143,7 @@ def test_a_wrong_order_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert quill.main(["train", *arguments]) in (1, 2)
+    assert main(["train", *arguments]) in (1, 2)
     errors = capfd.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
@@ -154,5 +154,5 @@ def test_a_wrong_order_is_refused_in_one_line(
 def test_cuda_that_is_not_there_is_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert quill.main(["train", "--out", str(tmp_path / "x"), "--device", "cuda"]) == 2
+    assert main(["train", "--out", str(tmp_path / "x"), "--device", "cuda"]) == 2
     assert "no working CUDA device" in capfd.readouterr().err

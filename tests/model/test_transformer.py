@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.transformer import Transformer
+from quill.model.config import ModelConfig
+from quill.model.transformer import Transformer
 
 SMALL = ModelConfig(
     family="causal",

@@ -5,8 +5,8 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
-from protos import generation_pb2, generation_pb2_grpc
-from protos.generate import SOURCE, generate, stale
+from quill.protos import generation_pb2, generation_pb2_grpc
+from quill.protos.generate import SOURCE, generate, stale
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from server.access import Access
-from server.settings import TlsFiles
+from quill.server.access import Access
+from quill.server.settings import TlsFiles
 
 _DAY = datetime.timedelta(days=1)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from protos import generation_pb2 as pb
+from quill.protos import generation_pb2 as pb
 
 SERVICE = "quill.v1.TextGeneration"
 STREAMING = "GenerateStream"

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 from tests.server.bad_bytes import Sent, make_bytes
 from tests.server.bad_calls import SERVICE, STREAMING, Call, make_call
 

@@ -4,9 +4,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from server.engine import Engine
-from server.events import FailEvent, PositionLogprobs, TokenEvent
-from server.request import Request
+from quill.server.engine import Engine
+from quill.server.events import FailEvent, PositionLogprobs, TokenEvent
+from quill.server.request import Request
 
 Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequence
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model.randomness import sequence_seed, uniform
-from model.sampling import SamplingParameters, choose
-from server.plan import Copy
-from server.request import Request
+from quill.model.randomness import sequence_seed, uniform
+from quill.model.sampling import SamplingParameters, choose
+from quill.server.plan import Copy
+from quill.server.request import Request
 
 VOCAB_SIZE = 50
 NOTHING = -1  # what a position holds before it is written

@@ -13,8 +13,8 @@ from pathlib import Path
 VARIABLE = "QUILL_FAULTS"
 CODE = """
 import os, pathlib, sys, time
-import quill
-from server.session import OrtSession
+from quill.__main__ import main
+from quill.server.session import OrtSession
 
 faults = pathlib.Path(os.environ["QUILL_FAULTS"])
 
@@ -38,7 +38,7 @@ def faulty(run):
 
 OrtSession.prefill = faulty(OrtSession.prefill)
 OrtSession.decode = faulty(OrtSession.decode)
-sys.exit(quill.main())
+sys.exit(main())
 """
 
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections import defaultdict
 from typing import Any
 
-from server.engine import Engine
-from server.errors import RequestError
-from server.events import (
+from quill.server.engine import Engine
+from quill.server.errors import RequestError
+from quill.server.events import (
     Batch,
     FailEvent,
     FinishEvent,
@@ -16,9 +16,9 @@ from server.events import (
     StartEvent,
     TokenEvent,
 )
-from server.prefix_cache import PrefixCache
-from server.request import Request
-from server.scheduler import Limits
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Request
+from quill.server.scheduler import Limits
 from tests.server.fake_session import VOCAB_SIZE, FakeSession
 
 CONTEXT = 96

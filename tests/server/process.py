@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from server.asking import Retries
-from server.client import Client
+from quill.server.asking import Retries
+from quill.server.client import Client
 from tests.server.reciter import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-FRONT_DOOR = "import sys, quill; sys.exit(quill.main())"
+FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"
 OPTIONS = ("--threads", "1", "--max-slots", "4", "--precision", "fp32", "--prefix-cache", "8")
 NEVER = Retries(max_retries=0)
 PROMPT = [5, 6, 7]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.plan import Copy
+from quill.server.plan import Copy
 
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1

@@ -13,18 +13,18 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from export.manifest import Graphs, Manifest, Sizes, SpecialTokens
-from model.tokenizer import byte_tokenizer
-from server.chat import ChatTemplate
-from server.engine import Engine
-from server.prefix_cache import PrefixCache
-from server.record import Record
-from server.scheduler import Limits
-from server.served import ServedModel
-from server.serving import Server
-from server.settings import Settings
-from server.station import ModelInstance
-from server.text import Text
+from quill.export.manifest import Graphs, Manifest, Sizes, SpecialTokens
+from quill.model.tokenizer import byte_tokenizer
+from quill.server.chat import ChatTemplate
+from quill.server.engine import Engine
+from quill.server.prefix_cache import PrefixCache
+from quill.server.record import Record
+from quill.server.scheduler import Limits
+from quill.server.served import ServedModel
+from quill.server.serving import Server
+from quill.server.settings import Settings
+from quill.server.station import ModelInstance
+from quill.server.text import Text
 from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
 CONTEXT = 200

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from server.access import Access, AccessError, read_access
-from server.addresses import is_loopback
-from server.errors import StartError
-from server.settings import Settings, TlsFiles, check_exposure, read_settings
+from quill.__main__ import build_parser, main
+from quill.server.access import Access, AccessError, read_access
+from quill.server.addresses import is_loopback
+from quill.server.errors import StartError
+from quill.server.settings import Settings, TlsFiles, check_exposure, read_settings
 
 TLS = TlsFiles(cert=Path("cert.pem"), key=Path("key.pem"))
 
@@ -40,7 +40,7 @@ def test_other_addresses_need_to_know_who_calls() -> None:
 
 
 def settings_for(*options: str) -> Settings:
-    return read_settings(quill.build_parser().parse_args(["serve", "/nowhere", *options]))
+    return read_settings(build_parser().parse_args(["serve", "/nowhere", *options]))
 
 
 def test_serve_on_all_addresses_without_protection_is_refused() -> None:
@@ -124,11 +124,11 @@ def test_address_that_grpc_would_guess_at_is_refused(
 ) -> None:
     for command in (["generate", "hi"], ["chat"], ["health"], ["reload"]):
         with pytest.raises(SystemExit):
-            quill.main([*command, "--address", given])
+            main([*command, "--address", given])
         assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["127.0.0.1:50051", "[::1]:1", "example.org:65535"])
 def test_address_is_a_host_and_a_port(given: str) -> None:
-    args = quill.build_parser().parse_args(["generate", "hi", "--address", given])
+    args = build_parser().parse_args(["generate", "hi", "--address", given])
     assert args.address == given

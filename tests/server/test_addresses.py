@@ -8,10 +8,10 @@ import urllib.request
 
 import pytest
 
-import quill
-from server.addresses import write_address
-from server.client import Client
-from server.settings import read_settings
+from quill.__main__ import build_parser
+from quill.server.addresses import write_address
+from quill.server.client import Client
+from quill.server.settings import read_settings
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import running_server
 
@@ -36,7 +36,7 @@ def test_only_ipv6_has_brackets(host: str, address: str) -> None:
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_host_is_kept_without_brackets(host: str) -> None:
     arguments = ["serve", "/nowhere", "--host", host]
-    assert read_settings(quill.build_parser().parse_args(arguments)).host == "::1"
+    assert read_settings(build_parser().parse_args(arguments)).host == "::1"
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 on loopback")
@@ -47,7 +47,7 @@ def test_addresses_that_a_server_on_ipv6_prints_can_be_used(
         printed = capsys.readouterr().out
         line = printed.splitlines()[1]
         assert "'[::1]:" in line  # some shells take brackets for a pattern
-        args = quill.build_parser().parse_args(shlex.split(line)[1:])
+        args = build_parser().parse_args(shlex.split(line)[1:])
         assert printed.startswith(f"Serving at {args.address}. ")
         with Client(args.address) as client:
             assert client.model(timeout_s=TIMEOUT_S).name == "reciter"

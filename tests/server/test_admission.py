@@ -2,10 +2,10 @@
 
 import pytest
 
-from server.admission import Admission
-from server.errors import CancelledError, DeadlineError, OverloadedError
-from server.events import Batch, Event, FailEvent, StartEvent
-from server.request import Request
+from quill.server.admission import Admission
+from quill.server.errors import CancelledError, DeadlineError, OverloadedError
+from quill.server.events import Batch, Event, FailEvent, StartEvent
+from quill.server.request import Request
 
 
 class Door:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import quill
-from protos import generation_pb2 as pb
-from server.client import Client
-from server.errors import InvalidFieldError
-from server.request import Beams
-from server.validation import Arrival, ParsedRequest, RequestReader
+from quill.__main__ import main
+from quill.protos import generation_pb2 as pb
+from quill.server.client import Client
+from quill.server.errors import InvalidFieldError
+from quill.server.request import Beams
+from quill.server.validation import Arrival, ParsedRequest, RequestReader
 from tests.server.running import Running, make_served, running_server
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
@@ -104,9 +104,9 @@ def test_generate_with_beams_shows_the_best_hypotheses(
     running: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["generate", "W", "--address", running.address, "--beams", "3"]
-    assert quill.main([*command, "--early-stopping", "never", "--length-penalty", "1.5"]) == 0
+    assert main([*command, "--early-stopping", "never", "--length-penalty", "1.5"]) == 0
     assert capsys.readouterr().out == "XYZ\n"
-    assert quill.main([*command, "--num-sequences", "2", "--max-new-tokens", "4"]) == 0
+    assert main([*command, "--num-sequences", "2", "--max-new-tokens", "4"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("[0] (-0.")
     assert first.endswith(") XYZ")

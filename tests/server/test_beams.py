@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.beam import BeamParameters, beam_search, search
-from server.beams import follow
-from server.engine import Engine
-from server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
-from server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
-from server.prefix_cache import PrefixCache
-from server.request import Beams, Request, Sampling
-from server.scheduler import Limits
+from quill.model.beam import BeamParameters, beam_search, search
+from quill.server.beams import follow
+from quill.server.engine import Engine
+from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
+from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Beams, Request, Sampling
+from quill.server.scheduler import Limits
 from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle

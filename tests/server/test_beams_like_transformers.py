@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from export.bundle import Wishes, write_bundle
-from model.huggingface import read_huggingface
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.request import Beams, Request
+from quill.export.bundle import Wishes, write_bundle
+from quill.model.huggingface import read_huggingface
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.request import Beams, Request
 from tests.server.test_beams import Results
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict

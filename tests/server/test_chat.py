@@ -4,10 +4,10 @@ from contextlib import suppress
 
 import pytest
 
-from model.tokenizer import byte_tokenizer
-from server.chat import ChatTemplate
-from server.errors import InvalidFieldError, StartError
-from server.text import Text
+from quill.model.tokenizer import byte_tokenizer
+from quill.server.chat import ChatTemplate
+from quill.server.errors import InvalidFieldError, StartError
+from quill.server.text import Text
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

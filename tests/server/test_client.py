@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from server import listening
-from server.asking import CallError, Retries, make_request
-from server.async_client import AsyncClient
-from server.client import Client
+from quill.protos import generation_pb2 as pb
+from quill.server import listening
+from quill.server.asking import CallError, Retries, make_request
+from quill.server.async_client import AsyncClient
+from quill.server.client import Client
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import running_server
 

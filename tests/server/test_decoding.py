@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from model.tokenizer import byte_tokenizer, train_bpe
-from server.decoding import Decoder, StopStrings, WindowDecoder
-from server.text import Text
+from quill.model.tokenizer import byte_tokenizer, train_bpe
+from quill.server.decoding import Decoder, StopStrings, WindowDecoder
+from quill.server.text import Text
 
 BYTES = Text(byte_tokenizer()._json)
 PAIRS = Text(train_bpe(["Größe, naïve, 日本語 日本, 👩‍👩‍👧 👩‍👩"] * 3, 300)._json)

@@ -12,10 +12,10 @@ from typing import Any
 import onnxruntime
 import pytest
 
-import server.default_model
-from export.manifest import write_manifest
-from server.default_model import default_bundle
-from server.errors import StartError
+from quill.export.manifest import write_manifest
+from quill.server import default_model
+from quill.server.default_model import default_bundle
+from quill.server.errors import StartError
 from tests.export.test_manifest import make_bundle
 
 
@@ -40,8 +40,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def fast_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has."""
-    monkeypatch.setattr(server.default_model, "operators_problem", lambda: None)
-    monkeypatch.setattr(server.default_model, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(default_model, "operators_problem", lambda: None)
+    monkeypatch.setattr(default_model, "operators_are_fast", lambda: True)
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from server.admission import Admission
-from server.answer import Answer
-from server.desk import Dispatcher
-from server.errors import SlowReaderError, UnavailableError
-from server.events import Batch, Event, FinishEvent, FinishReason, Timings, TokenEvent, Usage
-from server.request import Request
-from server.validation import ParsedRequest
+from quill.server.admission import Admission
+from quill.server.answer import Answer
+from quill.server.desk import Dispatcher
+from quill.server.errors import SlowReaderError, UnavailableError
+from quill.server.events import Batch, Event, FinishEvent, FinishReason, Timings, TokenEvent, Usage
+from quill.server.request import Request
+from quill.server.validation import ParsedRequest
 from tests.server.reciter import token_of
 from tests.server.running import make_text
 

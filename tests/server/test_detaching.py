@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server import detaching
-from server.detaching import PIECE_BYTES, detach
-from server.loading import EngineSettings, open_bundle, open_engine
+from quill.server import detaching
+from quill.server.detaching import PIECE_BYTES, detach
+from quill.server.loading import EngineSettings, open_bundle, open_engine
 from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 2 * PIECE_BYTES + 5000

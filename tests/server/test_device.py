@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import server.device
-from export.manifest import Graphs, Manifest
-from server.device import Choice, choose_graphs
-from server.errors import StartError
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.opening import cuda_free_bytes, cuda_problem
-from server.settings import Settings
-from server.starting import prepare
+from quill.export.manifest import Graphs, Manifest
+from quill.server import device
+from quill.server.device import Choice, choose_graphs
+from quill.server.errors import StartError
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.opening import cuda_free_bytes, cuda_problem
+from quill.server.settings import Settings
+from quill.server.starting import prepare
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import make_manifest
 from tests.server.tiny_bundle import TinyBundle
@@ -29,8 +29,8 @@ without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
 @pytest.fixture(autouse=True)
 def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of Quill's own operators is another test's."""
-    monkeypatch.setattr(server.device, "operators_problem", lambda: "not built")
-    monkeypatch.setattr(server.device, "operators_are_fast", lambda: False)
+    monkeypatch.setattr(device, "operators_problem", lambda: "not built")
+    monkeypatch.setattr(device, "operators_are_fast", lambda: False)
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:

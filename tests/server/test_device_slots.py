@@ -13,18 +13,18 @@ import numpy as np
 import onnx
 import pytest
 
-from export.precisions import Device
-from server.device_slots import DeviceSlots
-from server.engine import Engine
-from server.errors import StartError
-from server.identity import identity_graph, input_name, output_name
-from server.opening import SessionSettings, cuda_problem, open_graph
-from server.plan import Copy
-from server.prefix_cache import PrefixCache
-from server.request import Beams, Request, Sampling
-from server.scheduler import Limits
-from server.session import OrtSession
-from server.slots import Slots, SlotShape
+from quill.export.precisions import Device
+from quill.server.device_slots import DeviceSlots
+from quill.server.engine import Engine
+from quill.server.errors import StartError
+from quill.server.identity import identity_graph, input_name, output_name
+from quill.server.opening import SessionSettings, cuda_problem, open_graph
+from quill.server.plan import Copy
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Beams, Request, Sampling
+from quill.server.scheduler import Limits
+from quill.server.session import OrtSession
+from quill.server.slots import Slots, SlotShape
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampling import log_probabilities
-from server.request import Request, Sampling
+from quill.model.sampling import log_probabilities
+from quill.server.request import Request, Sampling
 from tests.server.fake_session import logits_after, oracle
 from tests.server.house import CONTEXT, House, as_translation, make_request
 

@@ -1,8 +1,8 @@
 """How requests end that aren't answered in full: late, cancelled, stopped, or failed by a step."""
 
-from server.engine import MAX_FAILURES
-from server.errors import CancelledError, DeadlineError, StepError, UnavailableError
-from server.request import Sampling
+from quill.server.engine import MAX_FAILURES
+from quill.server.errors import CancelledError, DeadlineError, StepError, UnavailableError
+from quill.server.request import Sampling
 from tests.server.fake_session import oracle
 from tests.server.house import CONTEXT, House, as_translation, make_request
 

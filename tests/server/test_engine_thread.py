@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from server.engine import MAX_FAILURES, Engine
-from server.engine_thread import EngineThread
-from server.errors import RequestError, StepError, UnavailableError
-from server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
-from server.prefix_cache import PrefixCache
-from server.request import Request
-from server.scheduler import Limits
+from quill.server.engine import MAX_FAILURES, Engine
+from quill.server.engine_thread import EngineThread
+from quill.server.errors import RequestError, StepError, UnavailableError
+from quill.server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Request
+from quill.server.scheduler import Limits
 from tests.server.fake_session import FakeSession, oracle
 
 CONTEXT = 64

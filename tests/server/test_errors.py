@@ -2,7 +2,7 @@
 
 import grpc
 
-from server.errors import STATUS, OverloadedError, RequestError, status_name
+from quill.server.errors import STATUS, OverloadedError, RequestError, status_name
 
 
 def _below(kind: type[RequestError]) -> set[type[RequestError]]:

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.asking import CallError, Retries
-from server.client import Client
+from quill.server.asking import CallError, Retries
+from quill.server.client import Client
 from tests.server.faults import CODE, Faults
 from tests.server.process import (
     NEVER,

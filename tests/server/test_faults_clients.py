@@ -12,9 +12,9 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.listening import MAX_CALLS
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.listening import MAX_CALLS
 from tests.server.bad_bytes import (
     DATA,
     END_HEADERS,
@@ -35,9 +35,10 @@ NUM_CONNECTIONS = 2000
 CANCEL = struct.pack(">I", 8)  # why a stream is reset
 # As most systems start a program: with fewer descriptors than it may have.
 FEW_DESCRIPTORS = """
-import resource, sys, quill
+import resource, sys
+from quill.__main__ import main
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-sys.exit(quill.main())
+sys.exit(main())
 """
 
 

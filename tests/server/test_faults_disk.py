@@ -7,8 +7,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-from server.asking import Retries
-from server.client import Client
+from quill.server.asking import Retries
+from quill.server.client import Client
 from tests.server.process import (
     OPTIONS,
     PATIENCE_S,

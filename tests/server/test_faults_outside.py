@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.client import Client
+from quill.server.client import Client
 from tests.server.process import (
     NEVER,
     PATIENCE_S,

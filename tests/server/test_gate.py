@@ -12,12 +12,12 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access
-from server.asking import CallError, Retries
-from server.client import Client
-from server.keys import add_key, digest, revoke_key
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access
+from quill.server.asking import CallError, Retries
+from quill.server.client import Client
+from quill.server.keys import add_key, digest, revoke_key
 from tests.server.authority import Authority, trusting, write
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import SERVING, Running, health_of, running_server

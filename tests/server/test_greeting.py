@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import quill
-from server.greeting import line_to_type, metrics_url
-from server.keys import add_key
-from server.settings import Settings
+from quill.__main__ import main
+from quill.server.greeting import line_to_type, metrics_url
+from quill.server.keys import add_key
+from quill.server.settings import Settings
 from tests.server.authority import Authority, write
 from tests.server.running import running_server
 
@@ -52,7 +52,7 @@ def test_printed_line_gets_an_answer(
         assert command == "quill"
         assert arguments[2] == f"127.0.0.1:{running.server.port}"
         assert ("--cert" in arguments, "--api-key-file" in arguments) == (mutual, keys)
-        assert quill.main([*arguments, "--max-new-tokens", "2"]) == 0
+        assert main([*arguments, "--max-new-tokens", "2"]) == 0
 
 
 def test_server_on_all_of_ipv6_is_called_on_its_loopback() -> None:

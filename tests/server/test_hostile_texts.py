@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.errors import StartError
-from server.text import MAX_CHARACTERS_PER_TOKEN, Text
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.errors import StartError
+from quill.server.text import MAX_CHARACTERS_PER_TOKEN, Text
 from tests.server.running import CONTEXT, Running, make_served, make_text, running_server
 
 TIMEOUT_S = 30.0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from server.huge_pages import PAGE_BYTES, Region, read_regions
+from quill.server.huge_pages import PAGE_BYTES, Region, read_regions
 
 SMAPS = """\
 00400000-00500000 r-xp 00000000 fe:00 123 /usr/bin/python3
@@ -28,7 +28,7 @@ Rss:                  20 kB
 # In a process of its own: glibc's limits are for the whole process.
 GATHER = """
 import ctypes
-from server.huge_pages import huge_pages
+from quill.server.huge_pages import huge_pages
 
 def gathered():
     with open("/proc/self/smaps_rollup") as file:
@@ -72,7 +72,7 @@ def test_many_small_allocations_end_up_in_large_pages() -> None:
 
 # A slot of 2 MiB for each of 60 heads, of which the first position is written.
 FIRST_TOKEN = """
-from server.slots import Slots, SlotShape
+from quill.server.slots import Slots, SlotShape
 
 def resident_kb():
     with open("/proc/self/status") as file:

@@ -13,7 +13,7 @@ for name in ("torch", "transformers", "model", "loadtest"):
 import protos, server
 for room in (server, protos):
     for module in pkgutil.iter_modules(room.__path__, room.__name__ + "."):
-        if module.name != "protos.generate":  # a development tool
+        if module.name != "quill.protos.generate":  # a development tool
             importlib.import_module(module.name)
 assert "opentelemetry" not in sys.modules, "only a server that traces pays for it"
 print(*sorted(name for name in sys.modules if name.startswith("export.")))
@@ -27,11 +27,11 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     standard_library_only = {
-        "export.contract",
-        "export.errors",
-        "export.manifest",
-        "export.operator_library",
-        "export.precisions",
-        "export.records",
+        "quill.export.contract",
+        "quill.export.errors",
+        "quill.export.manifest",
+        "quill.export.operator_library",
+        "quill.export.precisions",
+        "quill.export.records",
     }
     assert set(done.stdout.split()) <= standard_library_only

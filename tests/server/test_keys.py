@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from server.caller import Caller
-from server.errors import QuotaError, RevokedError, UnauthenticatedError
-from server.keyring import Keyring
-from server.keys import KeysError, add_key, digest, read_keys, revoke_key
-from server.quota import BURST_S, Quotas
+from quill.__main__ import main
+from quill.server.caller import Caller
+from quill.server.errors import QuotaError, RevokedError, UnauthenticatedError
+from quill.server.keyring import Keyring
+from quill.server.keys import KeysError, add_key, digest, read_keys, revoke_key
+from quill.server.quota import BURST_S, Quotas
 
 
 @pytest.fixture
@@ -173,18 +173,18 @@ def test_every_key_is_compared_whichever_it_is(path: Path, monkeypatch: pytest.M
 
 def test_front_door_makes_lists_and_revokes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--requests-per-minute", "60", "--max-concurrent", "2"]
-    assert quill.main(["keys", "add", str(path), "alice", *limits]) == 0
+    assert main(["keys", "add", str(path), "alice", *limits]) == 0
     secret = capsys.readouterr().out.strip()
     assert Keyring(path).identify(bearer(secret)).requests_per_minute == 60
-    assert quill.main(["keys", "add", str(path), "boss", "--admin"]) == 0
-    assert quill.main(["keys", "revoke", str(path), "alice"]) == 0
+    assert main(["keys", "add", str(path), "boss", "--admin"]) == 0
+    assert main(["keys", "revoke", str(path), "alice"]) == 0
     capsys.readouterr()
-    assert quill.main(["keys", "list", str(path)]) == 0
+    assert main(["keys", "list", str(path)]) == 0
     alice, boss = capsys.readouterr().out.splitlines()
     assert alice.startswith("alice: revoked ")
     assert alice.endswith("60/min, 2 at once")
     assert boss.endswith("any rate, any number at once, admin")
-    assert quill.main(["keys", "list", str(path.parent / "nowhere")]) == 1
+    assert main(["keys", "list", str(path.parent / "nowhere")]) == 1
     assert "`quill keys add` makes one" in capsys.readouterr().err
 
 
@@ -221,7 +221,7 @@ def test_rate_allows_a_burst_and_then_what_was_agreed() -> None:
 
 def test_help_tells_of_the_burst(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        quill.main(["keys", "add", "--help"])
+        main(["keys", "add", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert f"{BURST_S:g} seconds' worth may come at once" in text
 

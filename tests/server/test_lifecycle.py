@@ -10,17 +10,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server import servicer
-from server.asking import CallError, Retries
-from server.client import Client
-from server.engine import MAX_FAILURES
-from server.errors import StartError
-from server.metrics import Metrics
-from server.metrics_http import serve_metrics
-from server.serving import Server
-from server.settings import Settings
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server import servicer
+from quill.server.asking import CallError, Retries
+from quill.server.client import Client
+from quill.server.engine import MAX_FAILURES
+from quill.server.errors import StartError
+from quill.server.metrics import Metrics
+from quill.server.metrics_http import serve_metrics
+from quill.server.serving import Server
+from quill.server.settings import Settings
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import (
     NOT_SERVING,

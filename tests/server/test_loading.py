@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from export.errors import BundleError
-from export.manifest import MANIFEST_FILE
-from server.errors import StartError
-from server.events import TokenEvent
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.request import Request
+from quill.export.errors import BundleError
+from quill.export.manifest import MANIFEST_FILE
+from quill.server.errors import StartError
+from quill.server.events import TokenEvent
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.request import Request
 from tests.operators import SERVED
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from model.sampling import log_probabilities
-from server.logprobs import position_logprobs
+from quill.model.sampling import log_probabilities
+from quill.server.logprobs import position_logprobs
 
 
 @pytest.mark.parametrize("vocab_size", [5, 40_000])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from server.memory import read_code
+from quill.server.memory import read_code
 
 
 def test_only_code_of_files_is_given_back() -> None:
@@ -25,7 +25,7 @@ def test_only_code_of_files_is_given_back() -> None:
 # In a process of its own, lest the other tests' code has to be read again.
 GIVE_BACK = """
 import numpy, onnxruntime
-from server.memory import drop_startup_pages
+from quill.server.memory import drop_startup_pages
 
 def of_files():
     with open("/proc/self/status") as file:

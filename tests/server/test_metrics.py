@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.client import Client
-from server.record import JsonFormatter, TextFormatter
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client import Client
+from quill.server.record import JsonFormatter, TextFormatter
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import Running, make_manifest, make_served, running_server
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-import quill
-from server.metrics_http import serve_metrics
-from server.settings import TlsFiles, read_settings
+from quill.__main__ import build_parser
+from quill.server.metrics_http import serve_metrics
+from quill.server.settings import TlsFiles, read_settings
 from tests.server.authority import Authority, write
 from tests.server.process import wait_until
 from tests.server.reciter import TIMEOUT_S
@@ -94,7 +94,7 @@ def test_port_that_is_taken_is_replaced_where_none_was_asked_for(
 def test_metrics_port_is_the_next_one_or_as_it_was_given(
     given: tuple[str, ...], chosen: tuple[int, bool]
 ) -> None:
-    settings = read_settings(quill.build_parser().parse_args(["serve", "x", *given]))
+    settings = read_settings(build_parser().parse_args(["serve", "x", *given]))
     assert (settings.metrics_port, settings.any_metrics_port) == chosen
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from server.pace import MIN_CHUNK, MIN_STALL_S, QUEUE_STALL_S, STALL, PrefillBudget
+from quill.server.pace import MIN_CHUNK, MIN_STALL_S, QUEUE_STALL_S, STALL, PrefillBudget
 
 
 def _settle(

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.prefix_cache import BLOCK, PrefixCache
+from quill.server.prefix_cache import BLOCK, PrefixCache
 
 BLOCK_BYTES = BLOCK * 8
 

@@ -77,7 +77,13 @@ def test_server_looks_no_name_up_and_leaves_nothing_at_home(
 
 
 @pytest.mark.parametrize(
-    "module", ["export.bundle", "export.runner", "server.session", "loadtest.translator_quill"]
+    "module",
+    [
+        "quill.export.bundle",
+        "quill.export.runner",
+        "quill.server.session",
+        "quill.loadtest.translator_quill",
+    ],
 )
 def test_whoever_imports_a_room_is_not_told_of_either(module: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from export.errors import BundleError
-from export.manifest import MANIFEST_FILE, describe_file
-from model.tokenizer import byte_tokenizer
-from server.client import Client
-from server.engine import Engine
-from server.errors import StartError
-from server.prefix_cache import PrefixCache
-from server.scheduler import Limits
-from server.settings import Settings
-from server.starting import prepare, warm_up
+from quill.export.errors import BundleError
+from quill.export.manifest import MANIFEST_FILE, describe_file
+from quill.model.tokenizer import byte_tokenizer
+from quill.server.client import Client
+from quill.server.engine import Engine
+from quill.server.errors import StartError
+from quill.server.prefix_cache import PrefixCache
+from quill.server.scheduler import Limits
+from quill.server.settings import Settings
+from quill.server.starting import prepare, warm_up
 from tests.server.reciter import Reciter
 from tests.server.tiny_bundle import TinyBundle
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = sys.modules['model.transformer'] = None\n"
-    "import quill; sys.exit(quill.main())"
+    "import sys; sys.modules['torch'] = sys.modules['quill.model.transformer'] = None\n"
+    "from quill.__main__ import main; sys.exit(main())"
 )
 SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import randomness as reference
-from server.randomness import sequence_seed, uniforms
+from quill.model import randomness as reference
+from quill.server.randomness import sequence_seed, uniforms
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**31)

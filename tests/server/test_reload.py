@@ -13,18 +13,18 @@ from typing import Any
 import grpc
 import pytest
 
-import quill
-from export.manifest import MANIFEST_FILE
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.access import Access
-from server.client import Client
-from server.engine import Engine
-from server.errors import ReloadError, StartError
-from server.keys import add_key
-from server.prefix_cache import PrefixCache
-from server.scheduler import Limits
-from server.station import ModelInstance
+from quill.__main__ import main
+from quill.export.manifest import MANIFEST_FILE
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.access import Access
+from quill.server.client import Client
+from quill.server.engine import Engine
+from quill.server.errors import ReloadError, StartError
+from quill.server.keys import add_key
+from quill.server.prefix_cache import PrefixCache
+from quill.server.scheduler import Limits
+from quill.server.station import ModelInstance
 from tests.server.reciter import TIMEOUT_S, Reciter
 from tests.server.running import (
     NOT_SERVING,
@@ -215,7 +215,7 @@ def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
     with running_server() as running:
         running.load_again = second
         assert reload_refusal(running, None) is grpc.StatusCode.UNIMPLEMENTED
-        assert quill.main(["reload", "--address", running.address]) == 1
+        assert main(["reload", "--address", running.address]) == 1
         assert name_of_instance(running) == "reciter"
         assert running.next_record("UNIMPLEMENTED").method == "Reload"
     errors = capsys.readouterr().err
@@ -232,17 +232,17 @@ def test_front_door_reloads_and_asks_for_health(
     with running_server(api_keys=path, wait=False) as running:
         capsys.readouterr()
         address = ["--address", running.address]
-        assert quill.main(["health", *address]) == 1
+        assert main(["health", *address]) == 1
         assert "says NOT_SERVING" in capsys.readouterr().err
         running.loading.set()
         running.call(running.server.ready.wait())
         capsys.readouterr()
-        assert quill.main(["health", *address]) == 0
+        assert main(["health", *address]) == 0
         assert capsys.readouterr().out == "SERVING\n"
         running.load_again = second
-        assert quill.main(["reload", *address]) == 0
+        assert main(["reload", *address]) == 0
         assert capsys.readouterr().out == "second is on duty: fp32, 2 slots\n"
-    assert quill.main(["health", *address]) == 1
+    assert main(["health", *address]) == 1
     assert "quill: " in capsys.readouterr().err
 
 

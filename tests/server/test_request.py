@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.errors import InvalidFieldError
-from server.request import Request, Sampling
+from quill.server.errors import InvalidFieldError
+from quill.server.request import Request, Sampling
 
 BAD_SAMPLING: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (-0.1, math.nan, math.inf)),

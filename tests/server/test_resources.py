@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.resources import available_bytes, num_cores
+from quill.server.resources import available_bytes, num_cores
 from tests.server.process import ROOT, serve_command, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -124,7 +124,7 @@ def test_quota_of_every_group_counts(
 
 def test_process_that_is_kept_to_one_core_has_one() -> None:
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from server.resources import num_cores; print(num_cores())"
+    script += "from quill.server.resources import num_cores; print(num_cores())"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -3,9 +3,9 @@
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from server.asking import CallError, make_request, seeded
-from server.resuming import ResumeFilter
+from quill.protos import generation_pb2 as pb
+from quill.server.asking import CallError, make_request, seeded
+from quill.server.resuming import ResumeFilter
 
 
 def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:

@@ -8,17 +8,17 @@ import random
 
 import pytest
 
-from export.manifest import is_lone_tail
-from model.randomness import sequence_seed, uniform
-from model.reference import generate
-from model.sampling import SamplingParameters, choose
-from server.engine import Engine
-from server.events import PositionLogprobs, StartEvent, TokenEvent
-from server.logprobs import position_logprobs
-from server.prefix_cache import PrefixCache
-from server.request import Request, Sampling
-from server.scheduler import Limits
-from server.session import OrtSession
+from quill.export.manifest import is_lone_tail
+from quill.model.randomness import sequence_seed, uniform
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters, choose
+from quill.server.engine import Engine
+from quill.server.events import PositionLogprobs, StartEvent, TokenEvent
+from quill.server.logprobs import position_logprobs
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Request, Sampling
+from quill.server.scheduler import Limits
+from quill.server.session import OrtSession
 from tests.operators import SERVED
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle

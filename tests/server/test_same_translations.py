@@ -8,16 +8,16 @@ import random
 
 import pytest
 
-from model.randomness import sequence_seed, uniform
-from model.reference import generate
-from model.sampling import SamplingParameters, choose
-from server.engine import Engine
-from server.events import PositionLogprobs
-from server.logprobs import position_logprobs
-from server.prefix_cache import PrefixCache
-from server.request import Request, Sampling
-from server.scheduler import Limits
-from server.session import OrtSession
+from quill.model.randomness import sequence_seed, uniform
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters, choose
+from quill.server.engine import Engine
+from quill.server.events import PositionLogprobs
+from quill.server.logprobs import position_logprobs
+from quill.server.prefix_cache import PrefixCache
+from quill.server.request import Request, Sampling
+from quill.server.scheduler import Limits
+from quill.server.session import OrtSession
 from tests.operators import SERVED
 from tests.server.crowd import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error

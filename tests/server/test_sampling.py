@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import sampling as reference
-from model.randomness import uniform
-from server import drawing, exact_draw
-from server.penalties import Adjustments
-from server.request import Sampling
-from server.sampling import Draw, choose
+from quill.model import sampling as reference
+from quill.model.randomness import uniform
+from quill.server import drawing, exact_draw
+from quill.server.penalties import Adjustments
+from quill.server.request import Sampling
+from quill.server.sampling import Draw, choose
 
 # R rows · V vocabulary
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.plan import Copy, DecodePlan, Outcome, PrefillPlan
-from server.request import Request
-from server.scheduler import Limits, Scheduler
+from quill.server.plan import Copy, DecodePlan, Outcome, PrefillPlan
+from quill.server.request import Request
+from quill.server.scheduler import Limits, Scheduler
 
 
 class Remembered:

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos import generation_pb2 as pb
-from server.asking import CallError, Retries
-from server.client import Client
+from quill.protos import generation_pb2 as pb
+from quill.server.asking import CallError, Retries
+from quill.server.client import Client
 from tests.server.reciter import END, TIMEOUT_S, token_of
 from tests.server.running import SERVING, Running, health_of, running_server
 

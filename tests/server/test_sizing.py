@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-import server.device
-from export.manifest import File, Graphs, Manifest, Verification
-from server.device import choose_graphs
-from server.errors import StartError
-from server.resources import num_cores
-from server.sizing import MAX_ROWS, Sizing, choose_sizes, choose_threads
+from quill.export.manifest import File, Graphs, Manifest, Verification
+from quill.server import device
+from quill.server.device import choose_graphs
+from quill.server.errors import StartError
+from quill.server.resources import num_cores
+from quill.server.sizing import MAX_ROWS, Sizing, choose_sizes, choose_threads
 from tests.server.running import make_manifest
 
 # One token takes 8 bytes, a slot of 200 tokens 1,600.
@@ -95,8 +95,8 @@ def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
     words: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
-    monkeypatch.setattr(server.device, "operators_are_fast", lambda: is_fast)
+    monkeypatch.setattr(device, "operators_problem", lambda: problem)
+    monkeypatch.setattr(device, "operators_are_fast", lambda: is_fast)
     proven = {"fp32": None, "int4": proof(20.1), "quill4": proof(perplexity)}
     manifest = manifest_with(*(graphs_in(name, verification=proven[name]) for name in proven))
     choice = choose_graphs(manifest, "cpu", None)
@@ -111,8 +111,8 @@ def test_own_operators_are_chosen_where_they_are_built_fast_and_good(
 
 @pytest.mark.parametrize(("family", "best"), [("causal", "quill4"), ("seq2seq", "quill8")])
 def test_each_family_has_its_best(family: Any, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.device, "operators_problem", lambda: None)
-    monkeypatch.setattr(server.device, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(device, "operators_problem", lambda: None)
+    monkeypatch.setattr(device, "operators_are_fast", lambda: True)
     names = ("fp32", "int4", "quill4", "quill8")
     manifest = manifest_with(*(graphs_in(name, verification=proof(20.1)) for name in names))
     choice = choose_graphs(dataclasses.replace(manifest, family=family), "cpu", None)
@@ -120,8 +120,8 @@ def test_each_family_has_its_best(family: Any, best: str, monkeypatch: pytest.Mo
 
 
 def test_what_loses_too_much_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.device, "operators_problem", lambda: None)
-    monkeypatch.setattr(server.device, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(device, "operators_problem", lambda: None)
+    monkeypatch.setattr(device, "operators_are_fast", lambda: True)
     four, eight = (proof(each) for each in (25.0, 20.01))
     manifest = manifest_with(
         graphs_in("quill4", verification=four), graphs_in("quill8", verification=eight)
@@ -133,8 +133,8 @@ def test_what_loses_too_much_gives_way_to_the_next(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("problem", [None, "not built"])
 def test_what_would_be_faster_is_said(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.device, "operators_problem", lambda: problem)
-    monkeypatch.setattr(server.device, "operators_are_fast", lambda: problem is None)
+    monkeypatch.setattr(device, "operators_problem", lambda: problem)
+    monkeypatch.setattr(device, "operators_are_fast", lambda: problem is None)
     without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
     hint = (
         "; not quill4: the bundle has none; add it to the bundle: "
@@ -148,7 +148,7 @@ def test_what_would_be_faster_is_said(problem: str | None, monkeypatch: pytest.M
 def test_a_bundle_whose_graphs_all_need_operators_is_refused_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server.device, "operators_problem", lambda: "not built")
+    monkeypatch.setattr(device, "operators_problem", lambda: "not built")
     manifest = manifest_with(graphs_in("quill4"), graphs_in("quill8"))
     with pytest.raises(StartError, match=r"\(quill4, quill8\) can't be run: not built\. Or add"):
         choose_graphs(manifest, "cpu", None)

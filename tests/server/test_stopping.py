@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
-from server.asking import Retries
-from server.client import Client
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.asking import Retries
+from quill.server.client import Client
 from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process
 from tests.server.tiny_bundle import TinyBundle
 

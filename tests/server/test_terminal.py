@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-import quill
-from protos import generation_pb2 as pb
-from server import terminal
-from server.asking import CallError, Options
+from quill.__main__ import main
+from quill.protos import generation_pb2 as pb
+from quill.server import terminal
+from quill.server.asking import CallError, Options
 from tests.server.running import Running, make_manifest, make_served, running_server
 
 
@@ -28,7 +28,7 @@ def run(
     """Exit code, what was printed, and what was said about errors."""
 
     def call(command: str, *arguments: str) -> tuple[int, str, str]:
-        code = quill.main([command, "--address", running.address, "--timeout", "30", *arguments])
+        code = main([command, "--address", running.address, "--timeout", "30", *arguments])
         return code, *capsys.readouterr()
 
     return call
@@ -176,7 +176,7 @@ def test_chat_refuses_what_it_could_not_show(run: Run, option: tuple[str, ...]) 
 def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     served = make_served(template=None, manifest=make_manifest(chat_template=None))
     with running_server(served=served) as server:
-        assert quill.main(["chat", "--address", server.address]) == 1
+        assert main(["chat", "--address", server.address]) == 1
     assert "has no chat template. Use `quill generate`" in capsys.readouterr().err
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.manifest import TILE
-from server.session import OrtSession
-from server.tiles import chunk_length, padded
+from quill.export.manifest import TILE
+from quill.server.session import OrtSession
+from quill.server.tiles import chunk_length, padded
 from tests.operators import SERVED
 from tests.server.tiny_bundle import TinyBundle
 

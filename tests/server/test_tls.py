@@ -11,14 +11,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-import quill
-from server.access import Access
-from server.asking import CallError, Retries
-from server.async_client import AsyncClient
-from server.client import Client
-from server.errors import StartError
-from server.settings import TlsFiles
-from server.tls import server_credentials
+from quill.__main__ import main
+from quill.server.access import Access
+from quill.server.asking import CallError, Retries
+from quill.server.async_client import AsyncClient
+from quill.server.client import Client
+from quill.server.errors import StartError
+from quill.server.settings import TlsFiles
+from quill.server.tls import server_credentials
 from tests.server.authority import Authority, Signed, locked, trusting, write
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import Running, running_server
@@ -74,7 +74,7 @@ def test_front_door_takes_the_authority_as_a_file(
     (tmp_path / "ca.pem").write_bytes(ours.cert)
     with running_server(tls=write(tmp_path, signed)) as running:
         address = ["--address", running.address, "--ca", str(tmp_path / "ca.pem")]
-        assert quill.main(["generate", *address, "abc", "--max-new-tokens", "2"]) == 0
+        assert main(["generate", *address, "abc", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out.endswith("de\n")
 
 

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc as pb_grpc
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import Running, running_server
 

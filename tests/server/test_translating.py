@@ -7,17 +7,17 @@ from typing import Any
 import grpc
 import pytest
 
-from model.reference import generate
-from model.sampling import SamplingParameters
-from protos import generation_pb2 as pb
-from server.asking import CallError
-from server.client import Client
-from server.errors import StartError, UnsupportedError
-from server.loading import EngineSettings, open_bundle, open_engine
-from server.prompts import PromptReader
-from server.settings import Settings
-from server.starting import prepare
-from server.station import ModelInstance
+from quill.model.reference import generate
+from quill.model.sampling import SamplingParameters
+from quill.protos import generation_pb2 as pb
+from quill.server.asking import CallError
+from quill.server.client import Client
+from quill.server.errors import StartError, UnsupportedError
+from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.prompts import PromptReader
+from quill.server.settings import Settings
+from quill.server.starting import prepare
+from quill.server.station import ModelInstance
 from tests.server.reciter import Reciter
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.tiny_bundle import EOS, TinyBundle

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import quill
-from server.access import Access
-from server.asking import CallError, Retries
-from server.client import Client
-from server.unreachable import diagnose
+from quill.__main__ import main
+from quill.server.access import Access
+from quill.server.asking import CallError, Retries
+from quill.server.client import Client
+from quill.server.unreachable import diagnose
 from tests.server.authority import Authority, trusting, write
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import Running, running_server
@@ -97,7 +97,7 @@ def test_lasting_mix_up_is_told_at_once_in_one_line(
 ) -> None:
     (tmp_path / "ca.pem").write_bytes(OURS.cert)
     options = ["--address", plain.address, "--ca", str(tmp_path / "ca.pem")]
-    assert quill.main(["generate", *options, "abc"]) == 1
+    assert main(["generate", *options, "abc"]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("quill: the server there doesn't speak TLS")
     assert errors.count("\n") == 1

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from protos import generation_pb2 as pb
-from server.errors import InvalidFieldError, StartError, UnsupportedError
-from server.validation import Arrival, ParsedRequest, RequestReader
+from quill.protos import generation_pb2 as pb
+from quill.server.errors import InvalidFieldError, StartError, UnsupportedError
+from quill.server.validation import Arrival, ParsedRequest, RequestReader
 from tests.server.running import CONTEXT, make_manifest, make_served, make_text
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.request import MAX_PRIORITY, Request
-from server.waiting import PLACES_PER_LEVEL, RequestQueue
+from quill.server.request import MAX_PRIORITY, Request
+from quill.server.waiting import PLACES_PER_LEVEL, RequestQueue
 
 
 def _request(name: str, priority: int = 0, owner: str = "", num_sequences: int = 1) -> Request:

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from server.client import Client
-from server.watchdog import Watchdog
+from quill.server.client import Client
+from quill.server.watchdog import Watchdog
 from tests.server.reciter import TIMEOUT_S
 from tests.server.running import NOT_SERVING, SERVING, running_server
 from tests.server.test_lifecycle import Caller, watch_health

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from export.bundle import Wishes, write_bundle
-from export.manifest import Manifest
-from export.precisions import Precision
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.tokenizer import SpecialTokens, byte_tokenizer
-from model.transformer import Transformer
-from server.loading import Bundle
-from server.opening import SessionSettings, open_graph
-from server.session import OrtSession
-from server.slots import Slots, SlotShape
-from server.sources import Sources
-from server.tiles import padded
+from quill.export.bundle import Wishes, write_bundle
+from quill.export.manifest import Manifest
+from quill.export.precisions import Precision
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.transformer import Transformer
+from quill.server.loading import Bundle
+from quill.server.opening import SessionSettings, open_graph
+from quill.server.session import OrtSession
+from quill.server.slots import Slots, SlotShape
+from quill.server.sources import Sources
+from quill.server.tiles import padded
 from tests.operators import SERVED
 
 CONTEXT = 128
