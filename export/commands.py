@@ -57,7 +57,7 @@ def _add_export(subparsers: "Subparsers") -> None:
         help="held-out text for perplexity: a text file, or for seq2seq a TSV of pairs (default: "
         "what the model's own run held out; for imported weights a corpus of Quill's)",
     )
-    parser.set_defaults(run="quill.export.exporting:run", extra="export")
+    parser.set_defaults(run="quill.export.cli.export:run", extra="export")
 
 
 def _add_inspect(subparsers: "Subparsers") -> None:
@@ -73,4 +73,4 @@ def _add_inspect(subparsers: "Subparsers") -> None:
         action="store_true",
         help="also measure decode steps of 1, 8 and 32 rows and a prefill, beside a yardstick",
     )
-    parser.set_defaults(run="quill.export.inspecting:run", extra="export")
+    parser.set_defaults(run="quill.export.cli.inspect:run", extra="export")

@@ -1,7 +1,7 @@
 """What each precision is: the one table that the exporter and the server read.
 
 Knows: names, what runs them, how far from PyTorch they may be, which goes before which.
-Does not know: torch, how graphs are made (export/precision.py has a function for each name here).
+Does not know: torch, how graphs are made (export/graph/prepare.py has a function for each name here).
 The server reads it too, so it imports only the standard library.
 """
 
@@ -38,7 +38,7 @@ class Facts:
     max_rise: float | None  # of perplexity over PyTorch's; None: it is reported
     max_tokens: int | None = None  # that perplexity is measured on; None: all there are
     device: Device = "cpu"
-    needs_operators: bool = False  # those of Quill's own (export/operator_library.py)
+    needs_operators: bool = False  # those of Quill's own (export/operators/library.py)
     is_quantised: bool = False  # in blocks, which a model's shape must allow
 
 

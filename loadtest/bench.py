@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quill.export.manifest import MANIFEST_FILE, Manifest, read_manifest
-from quill.export.operator_library import operators_problem
+from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
+from quill.export.operators.library import operators_problem
 from quill.export.precisions import PRECISIONS
 from quill.loadtest.bench_report import table, write
 from quill.loadtest.bench_tasks import (
@@ -121,7 +121,7 @@ def held_out(cache: Path) -> list[list[int]]:
     path = cache / "peers" / PASSAGES
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "quill.export.passages", MODEL]
+        command = [sys.executable, "-m", "quill.export.cli.passages", MODEL]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
         _check(done)
         path.write_bytes(done.stdout)

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quill.export.manifest import Manifest, read_manifest
+from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.loadtest.bench import PEERS_PYTHON, default_bundle, held_out, prepare_peers
 from quill.loadtest.bench_tasks import random_ids
 from quill.loadtest.closed_loop import Ask, LoopResult, closed_loop

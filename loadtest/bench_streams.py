@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quill.export.manifest import read_manifest
+from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import default_bundle
 from quill.loadtest.bench_tasks import PAST_TOKENS, random_ids
 from quill.loadtest.contest import PAUSE_S, Running, running

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quill.export.manifest import read_manifest
+from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import PEERS_PYTHON
 from quill.loadtest.contest import PAUSE_S, Running, running
 from quill.loadtest.errors import OptionError

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quill.export.manifest import read_manifest
+from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.closed_loop import IsOver, run_users
 from quill.loadtest.errors import LoadtestError, OptionError
 from quill.loadtest.own_server import own_server

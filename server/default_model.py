@@ -13,9 +13,9 @@ from pathlib import Path
 
 import onnxruntime
 
+from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
-from quill.export.manifest import MANIFEST_FILE, Manifest, read_manifest
-from quill.export.operator_library import operators_are_fast, operators_problem
+from quill.export.operators.library import operators_are_fast, operators_problem
 from quill.export.precisions import PRECISIONS, preferred
 from quill.server.errors import StartError
 from quill.server.opening import cuda_problem

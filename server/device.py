@@ -7,8 +7,8 @@ Never in silence: what was asked for and can't be had is an error, what was chos
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quill.export.manifest import Graphs, Manifest
-from quill.export.operator_library import operators_are_fast, operators_problem
+from quill.export.bundle.manifest import Graphs, Manifest
+from quill.export.operators.library import operators_are_fast, operators_problem
 from quill.export.precisions import PRECISIONS, Family, Precision, preferred
 from quill.server.errors import StartError
 from quill.server.opening import cuda_problem

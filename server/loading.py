@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from quill.export.manifest import Graphs, Manifest, check_files, read_manifest
+from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_manifest
 from quill.export.precisions import Device
 from quill.server.detaching import detach
 from quill.server.device_slots import DeviceSlots

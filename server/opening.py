@@ -16,7 +16,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from quill.export.operator_library import library_path, operators_problem
+from quill.export.operators.library import library_path, operators_problem
 from quill.export.precisions import Device
 from quill.server.errors import StartError
 from quill.server.identity import identity_graph

@@ -7,7 +7,7 @@ Does not know: who is being served, protobuf.
 from dataclasses import dataclass
 from typing import Any
 
-from quill.export.manifest import Graphs, Manifest
+from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.chat import ChatTemplate
 from quill.server.errors import InvalidFieldError, StartError

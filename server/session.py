@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime
 
-from quill.export import contract
+from quill.export.bundle import graph_contract
 from quill.server.arrays import Logits
 from quill.server.device_slots import DeviceCache, DeviceSlots
 from quill.server.plan import Copy
@@ -94,9 +94,9 @@ class OrtSession:
         self._seqlens_R[slot] = stop - 1
         self._total[...] = stop
         binding = self._prefill_binding(slot)
-        bind(binding.bind_input, contract.INPUT_IDS, ids_1T)
-        bind(binding.bind_input, contract.LOGIT_INDICES, indices_L)
-        bind(binding.bind_output, contract.LOGITS, logits_LV)
+        bind(binding.bind_input, graph_contract.INPUT_IDS, ids_1T)
+        bind(binding.bind_input, graph_contract.LOGIT_INDICES, indices_L)
+        bind(binding.bind_output, graph_contract.LOGITS, logits_LV)
         self._decoder.run_with_iobinding(binding)
         self._held[slot] = stop
         return logits_LV[: len(wanted)]
@@ -144,12 +144,12 @@ class OrtSession:
         is_new = num_rows not in self._decode_bindings
         if is_new:
             binding = self._bind_rows(rows)
-            bind(binding.bind_input, contract.LOGIT_INDICES, self._indices_R[rows])
-            bind(binding.bind_output, contract.LOGITS, self._logits_RV[rows])
+            bind(binding.bind_input, graph_contract.LOGIT_INDICES, self._indices_R[rows])
+            bind(binding.bind_output, graph_contract.LOGITS, self._logits_RV[rows])
             self._decode_bindings[num_rows] = binding
         binding = self._decode_bindings[num_rows]
         if is_new or self._on_device:
-            bind(binding.bind_input, contract.INPUT_IDS, self._ids_R1[rows])
+            bind(binding.bind_input, graph_contract.INPUT_IDS, self._ids_R1[rows])
             self._bind_lengths(binding, rows)
         return binding
 
@@ -164,16 +164,16 @@ class OrtSession:
         return binding
 
     def _bind_lengths(self, binding: Any, rows: slice) -> None:
-        bind(binding.bind_input, contract.SEQLENS_K, self._seqlens_R[rows])
-        bind(binding.bind_input, contract.TOTAL_LENGTH, self._total)
+        bind(binding.bind_input, graph_contract.SEQLENS_K, self._seqlens_R[rows])
+        bind(binding.bind_input, graph_contract.TOTAL_LENGTH, self._total)
 
     def _bind_rows(self, rows: slice) -> Any:
         """The caches of some slots, as past and as present: the graph extends them in place."""
         binding = self._decoder.io_binding()
         num_layers = self._slots.shape.num_layers
         names = zip(
-            contract.cache_names("past", num_layers),
-            contract.cache_names("present", num_layers),
+            graph_contract.cache_names("past", num_layers),
+            graph_contract.cache_names("present", num_layers),
             strict=True,
         )
         caches: Sequence[CacheArray | DeviceCache] = self._slots.caches()

@@ -6,7 +6,7 @@ A person should never have to tune to start; whoever does is told what doesn't f
 
 from dataclasses import dataclass
 
-from quill.export.manifest import Graphs, Manifest
+from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
 from quill.server.resources import num_cores
 

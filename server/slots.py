@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quill.export.manifest import CacheType, Sizes
+from quill.export.bundle.manifest import CacheType, Sizes
 from quill.server.errors import StartError
 from quill.server.huge_pages import small_pages
 from quill.server.plan import Copy

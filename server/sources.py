@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from quill.export import contract
+from quill.export.bundle import graph_contract
 from quill.server.device_slots import View
 from quill.server.plan import Copy
 from quill.server.slots import CacheArray, Slots
@@ -39,7 +39,7 @@ class Sources:
         positions_T = np.arange(len(source_ids))
         self._ids_1C[0, : len(source_ids)] = source_ids
         binding = self._binding(slot)
-        bind(binding.bind_input, contract.SOURCE_POSITIONS, positions_T)
+        bind(binding.bind_input, graph_contract.SOURCE_POSITIONS, positions_T)
         self._encoder.run_with_iobinding(binding)
         self._seqlens_S[slot] = len(source_ids) - 1
 
@@ -49,8 +49,8 @@ class Sources:
 
     def bind(self, binding: Any, rows: slice) -> None:
         """The parked sources of some slots, as inputs of the decoder."""
-        bind(binding.bind_input, contract.SOURCE_SEQLENS_K, self._seqlens_S[rows])
-        bind(binding.bind_input, contract.SOURCE_TOTAL_LENGTH, self._total)
+        bind(binding.bind_input, graph_contract.SOURCE_SEQLENS_K, self._seqlens_S[rows])
+        bind(binding.bind_input, graph_contract.SOURCE_TOTAL_LENGTH, self._total)
         for name, cache in self._named_caches("past"):
             bind(binding.bind_input, name, cache[rows])
         for name, cache in self._named_caches("present"):
@@ -63,14 +63,14 @@ class Sources:
     def _binding(self, slot: int) -> Any:
         if slot not in self._bindings:
             binding = self._encoder.io_binding()
-            bind(binding.bind_input, contract.SOURCE_IDS, self._ids_1C)
+            bind(binding.bind_input, graph_contract.SOURCE_IDS, self._ids_1C)
             for name, cache in self._named_caches("present"):
                 bind(binding.bind_output, name, cache[slot : slot + 1])
             self._bindings[slot] = binding
         return self._bindings[slot]
 
-    def _named_caches(self, side: contract.Side) -> Iterator[tuple[str, CacheArray]]:
-        names = contract.cache_names(side, self._slots.shape.num_layers, cross=True)
+    def _named_caches(self, side: graph_contract.Side) -> Iterator[tuple[str, CacheArray]]:
+        names = graph_contract.cache_names(side, self._slots.shape.num_layers, cross=True)
         return zip(names, self._slots.caches(), strict=True)
 
 

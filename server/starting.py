@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from quill.export.manifest import read_manifest
+from quill.export.bundle.manifest import read_manifest
 from quill.export.precisions import Family
 from quill.server.chat import ChatTemplate
 from quill.server.device import Choice, choose_graphs

@@ -12,7 +12,7 @@ leaves no token alone.
 
 import itertools
 
-from quill.export.manifest import is_lone_tail
+from quill.export.bundle.manifest import is_lone_tail
 
 MIN_CHUNK = 2
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import ExportError
-from quill.export.manifest import MANIFEST_FILE, describe_file
 from quill.model.checkpoint import load_checkpoint
 from quill.model.errors import ModelError
 from quill.model.gguf_file import GgufFile

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quill.export.operator_library import operators_problem
+from quill.export.operators.library import operators_problem
 from quill.export.precisions import Precision
 
 PROBLEM = operators_problem()

@@ -10,8 +10,8 @@ from pathlib import Path
 import onnx
 import pytest
 
+from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
-from quill.export.manifest import MANIFEST_FILE, describe_file
 from quill.server.errors import StartError
 from quill.server.settings import Settings
 from quill.server.starting import prepare

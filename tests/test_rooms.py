@@ -11,8 +11,13 @@ MAY_IMPORT = {
     "model": set(),
     "export": {"model"},
     "server": {
-        *("protos", "quill.export.manifest", "quill.export.contract", "quill.export.errors"),
-        "quill.export.operator_library",
+        *(
+            "protos",
+            "quill.export.bundle.manifest",
+            "quill.export.bundle.graph_contract",
+            "quill.export.errors",
+        ),
+        "quill.export.operators.library",
     },
     "protos": set(),
     # The engine without the network, for `quill bench engine`; and a client's way in.
@@ -24,7 +29,11 @@ MAY_IMPORT = {
             "quill.server.events",
             "quill.server.errors",
         ),
-        *("quill.export.operator_library", "quill.export.manifest", "quill.server.default_model"),
+        *(
+            "quill.export.operators.library",
+            "quill.export.bundle.manifest",
+            "quill.server.default_model",
+        ),
         *(
             "quill.server.access",
             "quill.server.access_options",

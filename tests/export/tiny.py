@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quill.export.bundle import Wishes, write_bundle
-from quill.export.manifest import Manifest
+from quill.export.bundle.manifest import Manifest
+from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint import Checkpoint
 from quill.model.config import ModelConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quill.__main__ import main
-from quill.export.manifest import read_manifest
+from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import gguf
 from quill.loadtest.bench_report import markdown
 from quill.loadtest.bench_server import expected_bytes, make_prompts

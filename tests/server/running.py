@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quill.export.manifest import Graphs, Manifest, Sizes, SpecialTokens
+from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.tokenizer import byte_tokenizer
 from quill.server.chat import ChatTemplate
 from quill.server.engine import Engine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quill.export.bundle import Wishes, write_bundle
+from quill.export.pipeline import Wishes, write_bundle
 from quill.model.huggingface import read_huggingface
 from quill.server.loading import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request

@@ -12,11 +12,11 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from quill.export.manifest import write_manifest
+from quill.export.bundle.manifest import write_manifest
 from quill.server import default_model
 from quill.server.default_model import default_bundle
 from quill.server.errors import StartError
-from tests.export.test_manifest import make_bundle
+from tests.export.bundle.test_manifest import make_bundle
 
 
 class Commands:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quill.export.manifest import Graphs, Manifest
+from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server import device
 from quill.server.device import Choice, choose_graphs
 from quill.server.errors import StartError

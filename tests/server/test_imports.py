@@ -27,11 +27,11 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     standard_library_only = {
-        "quill.export.contract",
+        "quill.export.bundle.graph_contract",
         "quill.export.errors",
-        "quill.export.manifest",
-        "quill.export.operator_library",
+        "quill.export.bundle.manifest",
+        "quill.export.operators.library",
         "quill.export.precisions",
-        "quill.export.records",
+        "quill.export.bundle.json_records",
     }
     assert set(done.stdout.split()) <= standard_library_only

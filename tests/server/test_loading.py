@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
-from quill.export.manifest import MANIFEST_FILE
 from quill.server.errors import StartError
 from quill.server.events import TokenEvent
 from quill.server.loading import EngineSettings, open_bundle, open_engine

@@ -79,8 +79,8 @@ def test_server_looks_no_name_up_and_leaves_nothing_at_home(
 @pytest.mark.parametrize(
     "module",
     [
-        "quill.export.bundle",
-        "quill.export.runner",
+        "quill.export.pipeline",
+        "quill.export.verify.runner",
         "quill.server.session",
         "quill.loadtest.translator_quill",
     ],

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
-from quill.export.manifest import MANIFEST_FILE, describe_file
 from quill.model.tokenizer import byte_tokenizer
 from quill.server.client import Client
 from quill.server.engine import Engine

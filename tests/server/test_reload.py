@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from quill.__main__ import main
-from quill.export.manifest import MANIFEST_FILE
+from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.access import Access

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from quill.export.manifest import is_lone_tail
+from quill.export.bundle.manifest import is_lone_tail
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference import generate
 from quill.model.sampling import SamplingParameters, choose

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quill.export.manifest import File, Graphs, Manifest, Verification
+from quill.export.bundle.manifest import File, Graphs, Manifest, Verification
 from quill.server import device
 from quill.server.device import choose_graphs
 from quill.server.errors import StartError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quill.export.manifest import TILE
+from quill.export.bundle.manifest import TILE
 from quill.server.session import OrtSession
 from quill.server.tiles import chunk_length, padded
 from tests.operators import SERVED

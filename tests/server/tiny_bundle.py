@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quill.export.bundle import Wishes, write_bundle
-from quill.export.manifest import Manifest
+from quill.export.bundle.manifest import Manifest
+from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint import Checkpoint
 from quill.model.config import ModelConfig

@@ -1,0 +1,1 @@
+"""The format that the server reads. It needs the standard library alone."""

@@ -1,0 +1,64 @@
+"""Adds to a bundle that stands: what it holds is kept, byte for byte.
+
+Knows: when two exports are of one model, how files are carried over without copying them.
+Does not know: how graphs are made.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from torch import Tensor
+
+from quill.export.bundle.manifest import Manifest, check_files
+from quill.export.errors import BundleError
+
+# What may differ: each export has its own of these.
+_OWN = {"graphs", "files", "left_out", "name"}
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Of all weights with their names: only the same model has it."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().data.cast("B"))
+    return digest.hexdigest()
+
+
+def check_addable(out: Path, standing: Manifest, new: Manifest) -> None:
+    """Refuses to put graphs of one model beside those of another. `new` holds no graphs yet."""
+    if standing.weights_sha256 is None:
+        raise BundleError(
+            f"{out} was made by an older version of Quill and doesn't say from which weights, so "
+            "nothing can be added to it. Export it again without --add"
+        )
+    if standing.onnxruntime != new.onnxruntime:
+        raise BundleError(
+            f"{out} was verified with ONNX Runtime {standing.onnxruntime}, and this is "
+            f"{new.onnxruntime}: one bundle is proven with one version. Export it again without "
+            "--add"
+        )
+    names = [each.name for each in fields(Manifest) if each.name not in _OWN]
+    different = [name for name in names if getattr(standing, name) != getattr(new, name)]
+    if different:
+        raise BundleError(
+            f"{out} was made from another checkpoint ({', '.join(different)} differ), so nothing "
+            "can be added to it. Give --out another directory, or export without --add to replace "
+            "it"
+        )
+    check_files(out, standing)
+
+
+def link_files(out: Path, directory: Path, standing: Manifest) -> Manifest:
+    """The standing bundle's files in another directory, without a second copy where that can be."""
+    for file in standing.files:
+        try:
+            os.link(out / file.name, directory / file.name, follow_symlinks=True)
+        except OSError:  # a file system without links
+            shutil.copy2(out / file.name, directory / file.name)
+    return standing

@@ -1,0 +1,306 @@
+"""The bundle's table of contents: what is in the directory, and what it may be relied upon for.
+
+Knows: the entries of manifest.json, file hashes.
+Does not know: torch, ONNX, the network. The server reads bundles through this module, so it
+imports only the standard library.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quill.export.bundle.json_records import RecordError, from_json
+from quill.export.errors import BundleError
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Device, Family, Precision
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+CacheType = Literal["float32", "float16"]
+
+# Kernels cut tokens into tiles: MatMulNBits of 128, attention of twice the head size. All are
+# multiples of this, so a number that isn't 1 more than a multiple leaves no token alone in one.
+TILE = 16
+
+# Of ASCII, of eight bits, and what else ends a line: they would change how logs and terminals look.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+# What a training run and a checkpoint have in the place of a manifest.
+NOT_BUNDLES = ("run.json", "config.json")
+
+
+def is_lone_tail(num: int) -> bool:
+    """Whether so many tokens or rows leave one alone in its tile."""
+    return num % TILE == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The network's shape, as far as somebody who runs it needs to know."""
+
+    vocab_size: int
+    context: int  # the longest sequence in tokens; for seq2seq on each side
+    d_model: int
+    num_layers: int  # of the decoder
+    num_encoder_layers: int  # 0 for causal
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    d_ff: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The ids that play a part."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+    unk: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariance:
+    """Batch invariance: when a row's logits don't depend on what else is in the batch, to the last
+    bit; measured at export."""
+
+    holds: bool  # under the conditions below
+    min_rows: int  # every step needs so many rows, and gathers so many logits
+    min_chunk: int  # every prefill chunk needs so many tokens
+    tile: int = (
+        TILE  # and no chunk has 1 more than a multiple of this; nor rows, where min_rows is 2
+    )
+    rows: tuple[int, ...]  # the numbers of rows that were compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """How far the graphs are from PyTorch; measured at export."""
+
+    worst_difference: float  # of any logit, in standard deviations of its position's logits
+    greedy_agreement: float  # the share of positions with PyTorch's most likely token
+    perplexity: float
+    reference_perplexity: float  # PyTorch's, in float32, on the same tokens
+    text: str  # where those tokens came from
+    num_tokens: int
+    step_ms: float  # one decode step of one row, on the machine that exported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """The network in one precision."""
+
+    precision: Precision
+    device: Device  # what it is meant for
+    decoder: str
+    encoder: str | None  # None for causal
+    weights: str  # external data, shared by both graphs
+    cache_type: CacheType
+    quantisation: str | None  # how the weights became small; None if they didn't
+    verification: Verification | None  # None: exported with --no-verify
+    invariance: Invariance | None
+
+    @property
+    def needs_operators(self) -> bool:
+        """Whether only Quill's own operators (export/operators/library.py) can run them."""
+        return PRECISIONS[self.precision].needs_operators
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a server takes them by itself."""
+        if self.precision == "fp32":
+            return True
+        proof = self.verification
+        return (
+            proof is not None
+            and proof.perplexity <= MAX_PERPLEXITY_RATIO * proof.reference_perplexity
+        )
+
+    @property
+    def own_files(self) -> list[str]:
+        return [name for name in (self.decoder, self.encoder, self.weights) if name is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One file of the bundle."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything in manifest.json."""
+
+    format_version: int
+    name: str
+    family: Family
+    onnxruntime: str  # the version that the graphs were verified with
+    sizes: Sizes
+    special_tokens: SpecialTokens
+    prepend_bos: bool  # whether a text begins with bos
+    stop_ids: tuple[int, ...]  # every token that ends an answer
+    chat_template: str | None
+    generation: dict[str, int | float]  # the author's sampling defaults
+    provenance: dict[str, Any]
+    weights_sha256: str | None = None  # the checkpoint's; None: it wasn't recorded yet
+    tokenizer: str | None  # None: the model speaks token ids only
+    graphs: tuple[Graphs, ...]
+    files: tuple[File, ...]  # all but manifest.json itself
+    left_out: tuple[str, ...] = ()  # precisions that were tried here and weren't good enough
+
+    def graphs_in(self, precision: str) -> Graphs:
+        for graphs in self.graphs:
+            if graphs.precision == precision:
+                return graphs
+        raise BundleError(
+            f"the bundle {self.name} has no {precision} graphs; it has {', '.join(self.precisions)}"
+        )
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return tuple(graphs.precision for graphs in self.graphs)
+
+    def files_for(self, graphs: Graphs) -> list[str]:
+        """The names of the files that serving these graphs needs."""
+        return [*graphs.own_files, *([] if self.tokenizer is None else [self.tokenizer])]
+
+    def cache_bytes_per_token(self, cache_type: CacheType) -> int:
+        """Memory for one more token in a slot; a seq2seq source takes the same for each token."""
+        number_size = 4 if cache_type == "float32" else 2
+        sizes = self.sizes
+        return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * number_size
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False, allow_nan=False)
+    (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest, sound in itself. The files it names are checked by `check_files`."""
+    path = directory / MANIFEST_FILE
+    if not directory.is_dir():
+        raise BundleError(f"there is no bundle at {directory}: it should be a directory")
+    if not path.exists() and any((directory / name).exists() for name in NOT_BUNDLES):
+        raise BundleError(
+            f"{directory} holds a model that isn't exported. Make a bundle of it first: "
+            f"quill export {directory} --out BUNDLE"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be shown
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"can't read {path}: {error}. Export the bundle again") from error
+    _check_version(path, value)
+    _check_precisions(directory, value)
+    try:
+        manifest = from_json(Manifest, value)
+    except RecordError as error:
+        raise BundleError(f"{path} is damaged: {error}. Export the bundle again") from error
+    _check_names(path, manifest)
+    _check_numbers(path, manifest)
+    return manifest
+
+
+def _check_version(path: Path, value: object) -> None:
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        raise BundleError(
+            f"{path} has the format version {version!r}; this version of Quill reads "
+            f"{FORMAT_VERSION}. Export the bundle again with this version, or use a newer Quill"
+        )
+
+
+def _check_precisions(directory: Path, value: dict[str, Any]) -> None:
+    """int8 was by the runtime's operators, and wrong on processors without VNNI."""
+    graphs = value.get("graphs")
+    entries = graphs if isinstance(graphs, list) else []
+    if any(isinstance(each, dict) and each.get("precision") == "int8" for each in entries):
+        raise BundleError(
+            f"{directory} was made by an older version of Quill: it holds int8 graphs, and quill8 "
+            f"has taken their place. Export it again: quill export CHECKPOINT --out {directory}"
+        )
+
+
+def _check_names(path: Path, manifest: Manifest) -> None:
+    if _CONTROL.search(manifest.name):
+        raise BundleError(
+            f"{path} names the bundle {manifest.name!r}; logs show the name, so it must have no "
+            "control characters. Change it there"
+        )
+    names = [file.name for file in manifest.files]
+    for name in names:
+        path_like = name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name
+        if path_like or _CONTROL.search(name):
+            raise BundleError(f"{path} lists a file named {name!r}; a plain file name is needed")
+    if len(set(names)) != len(names):
+        raise BundleError(f"{path} lists a file twice")
+    if not manifest.graphs or len(set(manifest.precisions)) != len(manifest.graphs):
+        raise BundleError(f"{path} has no graphs, or two of the same precision")
+    for graphs in manifest.graphs:
+        for name in manifest.files_for(graphs):
+            if name not in names:
+                raise BundleError(f"{path} uses {name} and doesn't list it among its files")
+        if (graphs.encoder is None) != (manifest.family == "causal"):
+            raise BundleError(f"{path}: causal has no encoder, seq2seq has one; {graphs.precision}")
+
+
+def _check_numbers(path: Path, manifest: Manifest) -> None:
+    for name, size in dataclasses.asdict(manifest.sizes).items():
+        if size < (0 if name == "num_encoder_layers" else 1):
+            raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")
+    special = dataclasses.asdict(manifest.special_tokens).values()
+    for token in [*manifest.stop_ids, *(token for token in special if token is not None)]:
+        if not 0 <= token < manifest.sizes.vocab_size:
+            most = manifest.sizes.vocab_size - 1
+            raise BundleError(
+                f"{path} is damaged: it has a token {token}, and the vocabulary ends at {most}. "
+                "Export the bundle again"
+            )
+
+
+def describe_file(directory: Path, name: str) -> File:
+    path = directory / name
+    return File(name=name, size=path.stat().st_size, sha256=_sha256(path))
+
+
+def check_files(directory: Path, manifest: Manifest, names: list[str] | None = None) -> None:
+    """Refuses a bundle with a file missing or changed. `names`: only these (default: all)."""
+    for file in manifest.files:
+        if names is None or file.name in names:
+            _check_file(directory / file.name, file)
+
+
+def _check_file(path: Path, file: File) -> None:
+    advice = "The bundle is damaged: export or copy it again"
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise BundleError(f"{path} is not a file. {advice}")
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise BundleError(
+                f"{path} is a link to {path.resolve()}, outside of the bundle. Copy the file itself"
+            )
+        if size != file.size:
+            raise BundleError(f"{path} has {size} bytes; it should have {file.size}. {advice}")
+        found = _sha256(path)
+    except OSError as error:
+        raise BundleError(f"can't read {path}: {error.strerror}. {advice}") from error
+    if found != file.sha256:
+        raise BundleError(
+            f"{path} has the SHA-256 {found}; the manifest says {file.sha256}. {advice}"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,126 @@
+"""Layers that write Quill's own operators into the graph.
+
+Knows: quill::Linear and quill::Embedding. Does not know: how they compute (export/operators/), how
+their weights are laid out (export/quantise/quill_layout.py), files.
+
+ONNX Runtime starts its threads anew for every operator, and a small model's step is mostly such
+starts. So an operator does all that belongs to a matrix: the norm before it, the rounding of its
+inputs, the product, the gate or the sum after it. A layer of SmolLM2 becomes five nodes.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from quill.export.quantise.quill_layout import lay_out
+from quill.model.attention import Attending
+from quill.model.config import ModelConfig
+from quill.model.layers import EncoderLayer
+from quill.model.quantised import QuantisedWeight
+
+# C groups of columns · G blocks of inputs · B bytes of a record · N outputs · I inputs
+# R rows · T new tokens · D model size
+
+VERSION = 1  # of the operators: what a graph was made for
+
+
+class OwnLinear(nn.Module):
+    """A linear layer; with gains, of what an RMS norm makes of its inputs."""
+
+    records_CGB: Tensor
+    bias_N: Tensor | None
+    gains_I: Tensor | None
+
+    def __init__(
+        self, weight: QuantisedWeight, bias_N: Tensor | None = None, *, gated: bool = False
+    ) -> None:
+        super().__init__()
+        assert not (gated and bias_N is not None)
+        self.num_columns, self.num_inputs = weight.shape
+        self.gated = gated
+        laid_out = lay_out(weight, gated)
+        self.bits, self.halves = laid_out.bits, laid_out.halves
+        self.register_buffer("records_CGB", laid_out.bytes_CGB)
+        self.register_buffer("bias_N", None if bias_N is None else bias_N.detach())
+        self.register_buffer("gains_I", None)
+        self.epsilon = 0.0
+
+    def take_norm(self, norm: nn.Module) -> None:
+        """Computes the norm as well from now on."""
+        assert isinstance(norm, nn.RMSNorm)
+        assert norm.eps is not None
+        self.gains_I, self.epsilon = norm.weight.detach().clone(), norm.eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        num_outputs = self.num_columns // 2 if self.gated else self.num_columns
+        y: Tensor = torch.onnx.ops.symbolic(
+            "quill::Linear",
+            [x, self.records_CGB, self.gains_I, residual, self.bias_N],
+            attrs={
+                "inputs": self.num_inputs,
+                "columns": self.num_columns,
+                "bits": self.bits,
+                "halves": int(self.halves),
+                "gated": int(self.gated),
+                "epsilon": self.epsilon,
+            },
+            dtype=torch.float32,
+            shape=[*x.shape[:-1], num_outputs],
+            version=VERSION,
+        )
+        return y
+
+
+class OwnEmbedding(nn.Module):
+    """An embedding of 8-bit integers: the very bytes of the vocabulary projection, if tied."""
+
+    records_CGB: Tensor
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        super().__init__()
+        assert weight.kind == "q8_0"
+        self.num_tokens, self.num_columns = weight.shape
+        self.register_buffer("records_CGB", lay_out(weight).bytes_CGB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = torch.onnx.ops.symbolic(
+            "quill::Embedding",
+            [ids, self.records_CGB],
+            attrs={"inputs": self.num_columns, "columns": self.num_tokens},
+            dtype=torch.float32,
+            shape=[*ids.shape, self.num_columns],
+            version=VERSION,
+        )
+        return x
+
+
+def can_fuse(config: ModelConfig) -> bool:
+    """Whether norms, gates and sums can move into the products: the shape of Llama."""
+    return (
+        config.family == "causal"
+        and config.norm == "rms"
+        and config.norm_placement == "pre"
+        and config.activation == "swiglu"
+        and not config.ff_bias
+    )
+
+
+class FusedLayer(nn.Module):
+    """A layer whose linear layers are own ones already, with nothing around them."""
+
+    def __init__(self, layer: EncoderLayer) -> None:
+        super().__init__()
+        self.qkv, self.out = _own(layer.attention.qkv), _own(layer.attention.out)
+        self.up, self.down = _own(layer.feed_forward.up), _own(layer.feed_forward.down)
+        self.qkv.take_norm(layer.attention_residual.norm)
+        self.up.take_norm(layer.feed_forward_residual.norm)
+
+    def forward(self, x_RTD: Tensor, layer: int, attending: Attending) -> Tensor:
+        attended = attending.self_attention(layer, self.qkv(x_RTD))
+        x_RTD = self.out(attended, x_RTD)
+        y_RTD: Tensor = self.down(self.up(x_RTD), x_RTD)
+        return y_RTD
+
+
+def _own(layer: nn.Module) -> OwnLinear:
+    assert isinstance(layer, OwnLinear)
+    return layer

@@ -1,0 +1,55 @@
+"""Writes a network's graphs and their weights into a bundle's directory.
+
+Knows: the names of a precision's files, in which order they come about.
+Does not know: how graphs are traced, whether they are right (export/verify/proof.py), manifests.
+"""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from quill.export.bundle.manifest import Graphs
+from quill.export.graph.cuda_kernels import check_cuda_kernels
+from quill.export.graph.prepare import Prepared
+from quill.export.graph.trace import trace
+from quill.export.graph.weights_file import WeightsFile, weights_file
+from quill.export.precisions import PRECISIONS, Precision
+
+
+def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> Graphs:
+    """Traces the network and writes what came of it. Nothing is proven yet."""
+    encoder = prepared.encoder()
+    quantisation = prepared.quantisation
+    graphs = Graphs(
+        precision=precision,
+        device=PRECISIONS[precision].device,
+        decoder=f"decoder.{precision}.onnx",
+        encoder=None if encoder is None else f"encoder.{precision}.onnx",
+        weights=f"weights.{precision}.bin",
+        cache_type="float16" if prepared.cache_dtype == torch.float16 else "float32",
+        quantisation=None if quantisation is None else quantisation.description,
+        verification=None,
+        invariance=None,
+    )
+    with weights_file(directory / graphs.weights) as weights:
+        _write_model(directory / graphs.decoder, trace(prepared.decoder()), weights, graphs)
+        if encoder is not None and graphs.encoder is not None:
+            _write_model(directory / graphs.encoder, trace(encoder), weights, graphs)
+    for name in (graphs.decoder, graphs.encoder):
+        if name is not None:
+            onnx.checker.check_model(directory / name, full_check=True)
+    return graphs
+
+
+def _write_model(path: Path, model: ir.Model, weights: WeightsFile, graphs: Graphs) -> None:
+    if graphs.device == "cuda":
+        check_cuda_kernels(model)
+    weights.take(model)
+    ir.save(model, path)
+
+
+def remove_graphs(directory: Path, graphs: Graphs) -> None:
+    for name in graphs.own_files:
+        (directory / name).unlink()

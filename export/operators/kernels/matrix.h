@@ -1,0 +1,69 @@
+// A matrix of small integers, and all that is computed with it and with heads.
+//
+// Knows: how export/quantise/quill_layout.py lays weights out. Does not know: ONNX Runtime, processors.
+#pragma once
+#include <cstdint>
+
+#include "heads.h"
+
+namespace quill {
+
+constexpr int64_t kBlock = 32;    // neighbouring inputs that share a scale
+constexpr int64_t kColumns = 16;  // outputs that are computed side by side: a group
+
+// Groups of columns x blocks of inputs x records. A record holds the scales of its 16 columns (for
+// 4 bits the minima as well) and then their integers, four neighbouring inputs of each column at a
+// time: what processors multiply and add up in one go.
+struct Matrix {
+  const uint8_t* records;
+  int64_t inputs;
+  int64_t columns;
+  int64_t bits;  // 4: weight = scale * q + minimum. 8: weight = scale * (q - 128)
+  bool halves;   // scales and minima have 16 bits, not 32; 4 bits only
+  bool gated;    // groups take turns: the output is silu(first) * second
+
+  int64_t blocks() const { return inputs / kBlock; }
+  int64_t groups() const { return (columns + kColumns - 1) / kColumns; }
+  int64_t outputs() const { return gated ? columns / 2 : columns; }
+  int64_t head_bytes() const { return bits == 8 || halves ? 64 : 128; }
+  int64_t record_bytes() const { return head_bytes() + kBlock * kColumns * bits / 8; }
+  int64_t size() const { return groups() * blocks() * record_bytes(); }
+};
+
+// Rows of inputs, rounded to 8 bits with one scale for each block.
+struct Rounded {
+  int8_t* q;       // rows x inputs
+  float* scale;    // rows x blocks
+  float* sum;      // rows x blocks: the sum of what a block's integers stand for
+  int32_t* shift;  // rows x blocks: -128 times the sum of a block's integers
+};
+
+// What is added to a product, if anything, and where it goes.
+struct Output {
+  const float* bias;
+  const float* residual;
+  float* y;
+};
+
+// What is computed. Each row is computed as if it were alone, in the same order of operations on
+// every processor: neither its company nor the machine can change a bit of it.
+struct Kernels {
+  // Divides rows by their root mean square if there are gains, and rounds them.
+  void (*round)(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
+                int64_t last, const Rounded& to);
+  // Multiplies all rows with some pairs of groups.
+  void (*multiply)(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first,
+                   int64_t last, const Output& out);
+  // Puts one token's keys and values into the cache, and its queries where they are looked for.
+  void (*append)(const Heads& heads, int64_t row, int64_t token);
+  // Looks at the cache; `room` is for as many floats as heads.h says.
+  void (*attend)(const Heads& heads, const Tile& tile, float* room);
+};
+
+Kernels plain_kernels();
+#ifdef __x86_64__
+Kernels avx2_kernels();
+Kernels avx512_kernels();
+#endif
+
+}  // namespace quill

@@ -1,0 +1,65 @@
+"""Where Quill's own operators are on this machine, and what they make of its processor.
+
+Knows: the library that `make operators` builds from export/operators/kernels/. Does not know: graphs, how
+to build it (export/operators/build.py). The server finds the library through this module, so it
+imports only the standard library.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "kernels"
+BUILDER = Path(__file__).parent / "build.py"
+PLAIN = "plain"  # kernels without vectors: right, and slow
+
+
+def library_path() -> Path:
+    """Named by its sources and how they are compiled: a library of others isn't this one."""
+    digest = hashlib.sha256()
+    for path in (BUILDER, *sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return SOURCES / f"operators-{digest.hexdigest()[:12]}.so"
+
+
+def seal(library: Path) -> None:
+    """Writes down what the library is: a damaged one would end the process that loads it."""
+    _seal_of(library).write_text(_hash(library), encoding="ascii")
+
+
+def _seal_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _hash(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def operators_problem() -> str | None:
+    """Why there are no operators here, in words. None: there are."""
+    library = library_path()
+    if not library.exists():
+        return "Quill's own operators aren't built here (`make operators` does; it takes g++)"
+    try:
+        if _seal_of(library).read_text(encoding="ascii") != _hash(library):
+            return "Quill's own operators are damaged (`make operators` builds them again)"
+        kernels(library)
+    except (OSError, AttributeError) as error:
+        return f"Quill's own operators can't be loaded (`make operators` builds them): {error}"
+    return None
+
+
+def operators_are_fast() -> bool:
+    """Whether this processor has what they were written for."""
+    return operators_problem() is None and kernels(library_path()) != PLAIN
+
+
+@functools.cache
+def kernels(library: Path) -> str:
+    """Which kernels the library chooses: avx512, avx2 or plain."""
+    loaded = ctypes.CDLL(os.fspath(library))
+    loaded.QuillKernels.restype = ctypes.c_char_p
+    name: bytes = loaded.QuillKernels()
+    return name.decode()

@@ -1,0 +1,1 @@
+"""Which integers stand for a matrix, and in which layout."""

@@ -1,0 +1,101 @@
+"""Decides, for each matrix of a checkpoint, which integers stand for it.
+
+Knows: which weights the source already brought as integers, which need 8 bits.
+Does not know: how integers are found (export/quantise/quantisers.py) or stored (export/quantise/nbits_layout.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from quill.export.errors import UnsupportedModelError
+from quill.export.quantise.quantisers import eight_bits, k_quant
+from quill.export.quantise.quill_layout import with_halves
+from quill.model.checkpoint import Checkpoint
+from quill.model.config import ModelConfig
+from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+
+EMBEDDING = "embedding.weight"
+# Rows of a table that are added, not multiplied: there is no operator to gain speed with.
+NOT_QUANTISED = "position_embedding.weight"
+# The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
+EIGHT_BITS = (EMBEDDING, "projection.weight")
+HOW = {4: "k-quant", 8: "rounded to 8 bits"}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The integers of every matrix, and in words where they come from."""
+
+    weights: Mapping[str, QuantisedWeight]
+    description: str
+    is_source: bool  # all are the source's own: PyTorch computes with the same values
+
+
+def check_quantisable(config: ModelConfig) -> None:
+    """Refuses shapes whose matrices can't be cut into blocks of 32 inputs."""
+    widths = {
+        "d_model": config.d_model,
+        "d_ff": config.d_ff,
+        "num_heads x head_size": config.num_heads * config.head_size,
+    }
+    for name, width in widths.items():
+        if width % BLOCK_SIZE:
+            raise UnsupportedModelError(
+                f"{name} is {width}; weights in integers need multiples of {BLOCK_SIZE}. "
+                "Export with --precision fp32"
+            )
+
+
+def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
+    """Takes the source's own integers where there are any: quantising twice ruins a model.
+
+    At 8 bits those with a minimum for each block can't be kept: their layout has none.
+    """
+    check_quantisable(checkpoint.config)
+    weights, num_found = {}, 0
+    for name, weight_NI in checkpoint.weights.items():
+        if weight_NI.ndim == 2 and name != NOT_QUANTISED:
+            wide = bits == 8 or name in EIGHT_BITS
+            source = checkpoint.quantised.get(name)
+            # Rows are looked up at 8 bits only.
+            kept = _widened(source) if bits == 8 or name == EMBEDDING else source
+            num_found += kept is None
+            weights[name] = kept or (eight_bits if wide else k_quant)(weight_NI)
+    return Quantisation(
+        weights=weights,
+        description=_description(weights, num_found, HOW[bits]),
+        is_source=num_found == 0,
+    )
+
+
+def _widened(source: QuantisedWeight | None) -> QuantisedWeight | None:
+    """The same values with 8 bits, if they can be had so. q4_0 fits into them exactly."""
+    if source is None or source.kind == "q4_1":
+        return None
+    if source.kind == "q8_0":
+        return source
+    return QuantisedWeight("q8_0", source.values_NI().to(torch.int8) - 8, source.scale_NG)
+
+
+def _description(weights: Mapping[str, QuantisedWeight], num_found: int, how: str) -> str:
+    kinds = ", ".join(sorted({weight.kind for weight in weights.values()}))
+    if num_found == 0:
+        return f"the source's own values ({kinds})"
+    if num_found == len(weights):
+        return f"{how} ({kinds})"
+    return f"the source's own values, and {how} for {num_found} matrices ({kinds})"
+
+
+def in_halves(quantisation: Quantisation) -> Quantisation:
+    """With scales that Quill's own operators read faster; the source's own fit already."""
+    weights = {name: with_halves(weight) for name, weight in quantisation.weights.items()}
+    return replace(quantisation, weights=weights)
+
+
+def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> Checkpoint:
+    """The checkpoint with the values that its integers stand for."""
+    values = {name: weight.dequantise() for name, weight in quantisation.weights.items()}
+    return replace(checkpoint, weights=checkpoint.weights | values, quantised={})

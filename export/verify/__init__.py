@@ -1,0 +1,1 @@
+"""The proof that the files compute what PyTorch computes."""

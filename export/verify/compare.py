@@ -1,0 +1,170 @@
+"""Proves that the graphs compute what PyTorch computes.
+
+Knows: what a server does with the graphs (prefill, chunks, decode, ragged rows, moved rows).
+Does not know: how the graphs were made, how far they may be from PyTorch (export/precisions.py).
+
+Differences are in standard deviations of PyTorch's logits at the same position, so that they mean
+the same for every model. Keys and values are compared too: turning all positions by the same angle
+leaves every logit as it was, and would still break a cache that somebody else filled.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from quill.export.errors import VerificationError
+from quill.export.precisions import PRECISIONS, Precision, Tolerance
+from quill.export.verify.held_out import HeldOut, Passage
+from quill.export.verify.pytorch_reference import Answer, Array, Oracle
+from quill.export.verify.runner import Runner
+
+# T tokens · V vocabulary
+
+NUM_PROBES = 3
+NUM_STEPS = 64
+NUM_RAGGED_STEPS = 8
+MAX_PROBE = 112  # tokens: the decode steps, and a prompt before them
+
+
+class Comparison(NamedTuple):
+    """What the graphs gave in one situation, and what PyTorch gives."""
+
+    situation: str
+    found: Array  # (positions, numbers of a position)
+    expected: Array
+
+    def differences(self) -> Array:
+        """The largest difference at each position."""
+        spread = self.expected.std(axis=1)
+        largest = np.abs(self.found - self.expected).max(axis=1)
+        relative: Array = largest / np.maximum(spread, 1e-30)
+        return relative
+
+
+def probes(
+    oracle: Oracle, held_out: HeldOut, context: int, tick: Callable[[], None] = lambda: None
+) -> list[Answer]:
+    """Passages of different lengths with PyTorch's answers."""
+    longest = min(MAX_PROBE, context)
+    lengths = (longest, longest * 2 // 3, longest // 2)
+    assert len(lengths) == NUM_PROBES
+    answers = []
+    for index, length in enumerate(lengths):
+        passage = held_out.passages[index % len(held_out.passages)]
+        cut = Passage(passage.ids[:length], passage.source)
+        # A target of seq2seq may be a word or two: the model writes the rest itself.
+        answers.append(oracle.answer(oracle.greedy(cut, length - len(cut.ids))))
+        tick()
+    return answers
+
+
+def check_graphs(runner: Runner, answers: list[Answer], precision: Precision) -> float:
+    """Refuses graphs that stray from PyTorch. Answers the worst difference of any logit."""
+    tolerance, worst = PRECISIONS[precision].tolerance, 0.0
+    for comparison in compare(runner, answers):
+        differences = comparison.differences()
+        _check(comparison.situation, differences, tolerance, precision)
+        if not comparison.situation.startswith("cache"):
+            worst = max(worst, float(differences.max()))
+    return worst
+
+
+def _check(situation: str, differences: Array, allowed: Tolerance, precision: Precision) -> None:
+    worst, mean = float(differences.max()), float(differences.mean())
+    if not (worst <= allowed.worst and mean <= allowed.mean):  # also when they are NaN
+        raise VerificationError(
+            f"the {precision} graph doesn't compute what PyTorch computes: {situation}, the worst "
+            f"difference is {worst:.2g} and the mean {mean:.2g} of the spread; {allowed.worst:g} "
+            f"and {allowed.mean:g} are allowed"
+        )
+
+
+def compare(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
+    """Every situation that a server brings about."""
+    if answers[0].passage.source:
+        yield from _encoded(runner, answers[0])
+    else:
+        yield _prefilled(runner, answers[0])
+        yield _chunked(runner, answers[0])
+    yield _decoded(runner, answers[0])
+    yield from _caches("cache", runner.keys_and_values(0), answers[0].caches)
+    yield from _ragged(runner, answers)
+
+
+def _start(runner: Runner, slot: int, answer: Answer, length: int) -> None:
+    """Brings a slot to the first `length` tokens of a passage."""
+    passage = answer.passage
+    runner.rewind(slot)
+    if not passage.source:
+        runner.prefill(slot, passage.ids[:length])
+        return
+    runner.encode(slot, passage.source)
+    for token in passage.ids[:length]:
+        runner.decode([token], slot)
+
+
+def _encoded(runner: Runner, answer: Answer) -> Iterator[Comparison]:
+    runner.encode(0, answer.passage.source)
+    yield from _caches("cache of the source", runner.parked(0), answer.cross_caches)
+
+
+def _prefilled(runner: Runner, answer: Answer) -> Comparison:
+    ids = answer.passage.ids
+    runner.rewind(0)
+    return Comparison("in prefill", runner.prefill(0, ids, range(len(ids))), answer.logits_TV)
+
+
+def _chunked(runner: Runner, answer: Answer) -> Comparison:
+    """Chunks of 2, 3, 5, 8 … tokens, and the rest in one."""
+    ids, found, start, size, following = answer.passage.ids, [], 0, 2, 3
+    runner.rewind(0)
+    while start < len(ids):
+        if len(ids) - start - size < size:
+            size = len(ids) - start
+        found.append(runner.prefill(0, ids[start : start + size], range(size)))
+        start, size, following = start + size, following, size + following
+    return Comparison("in prefill by chunks", np.concatenate(found), answer.logits_TV)
+
+
+def _decoded(runner: Runner, answer: Answer) -> Comparison:
+    ids = answer.passage.ids
+    num_steps = min(NUM_STEPS, len(ids) - 2)
+    first = len(ids) - num_steps
+    _start(runner, 0, answer, first)
+    found = [runner.decode([token]) for token in ids[first:]]
+    return Comparison(
+        f"in {num_steps} decode steps", np.concatenate(found), answer.logits_TV[first:]
+    )
+
+
+def _ragged(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
+    """Three rows of different lengths; then the first one ends and the last moves to its slot."""
+    half = NUM_RAGGED_STEPS // 2
+    half = min(half, min(len(answer.passage.ids) for answer in answers) // 4)
+    for slot, answer in enumerate(answers):
+        _start(runner, slot, answer, len(answer.passage.ids) - 2 * half)
+    yield _steps("in ragged rows", runner, answers, [2 * half - i for i in range(half)])
+    runner.move(len(answers) - 1, 0)
+    remaining = [answers[-1], *answers[1:-1]]
+    yield _steps("after a row moved to another slot", runner, remaining, [*range(half, 0, -1)])
+
+
+def _steps(
+    situation: str, runner: Runner, answers: list[Answer], from_end: list[int]
+) -> Comparison:
+    found, expected = [], []
+    for place in from_end:
+        found.append(runner.decode([answer.passage.ids[-place] for answer in answers]))
+        expected.append(np.stack([answer.logits_TV[-place] for answer in answers]))
+    return Comparison(situation, np.concatenate(found), np.concatenate(expected))
+
+
+def _caches(situation: str, found: list[Array], expected: list[Array]) -> Iterator[Comparison]:
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        side = f"{situation}, {('keys', 'values')[index % 2]} of layer {index // 2}"
+        yield Comparison(side, _by_position(ours), _by_position(theirs))
+
+
+def _by_position(cache_KTH: Array) -> Array:
+    return cache_KTH.swapaxes(0, 1).reshape(cache_KTH.shape[1], -1).astype(np.float32)

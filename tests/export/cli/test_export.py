@@ -1,0 +1,144 @@
+"""`quill export`, as a person runs it."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from quill.__main__ import main
+from quill.export.bundle.manifest import read_manifest
+from quill.export.cli import export
+from quill.export.cli.export import parse_precisions, with_precisions
+from quill.export.errors import ExportError
+from quill.export.pipeline import Wishes
+from quill.model.checkpoint import save_checkpoint
+from quill.model.config import ModelConfig
+from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "checkpoint", make_checkpoint(LLAMA))
+    return tmp_path / "checkpoint"
+
+
+def test_export_writes_a_bundle_and_shows_a_table(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bundle"
+    assert main(["export", str(checkpoint), "--out", str(out), "--precision", "fp32"]) == 0
+    printed = capsys.readouterr()
+    assert "fp32: verifying" in printed.err
+    for word in ("fp32", "MB", "worst diff.", "perplexity", "ms a step"):
+        assert word in printed.out
+    manifest = read_manifest(out)
+    assert manifest.precisions == ("fp32",)
+    assert manifest.name == "bundle"
+
+
+def test_export_without_verification_says_so(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--no-verify"]
+    assert main([*arguments, "--precision", "fp32"]) == 0
+    assert "not verified" in capsys.readouterr().out
+    assert read_manifest(tmp_path / "b").graphs[0].verification is None
+
+
+def test_a_missing_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["export", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b")])
+    assert code == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("quill: there is no checkpoint at")
+    assert printed.count("\n") == 1
+
+
+def test_an_unknown_precision_is_refused_with_those_there_are(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--precision", "fp8"]
+    assert main(arguments) == 1
+    assert (
+        "unknown precision 'fp8'; there are fp32, int4, quill4, quill8, fp16, all"
+        in capsys.readouterr().err
+    )
+
+
+def test_precisions_come_in_a_fixed_order_and_once() -> None:
+    assert parse_precisions("int4, fp32,int4") == ("fp32", "int4")
+    with pytest.raises(ExportError, match="unknown precision ''"):
+        parse_precisions("fp32,")
+
+
+class Machine:
+    """What `with_precisions` finds where Quill runs, and what it says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._set = monkeypatch.setattr
+        self.console = Console(record=True, file=io.StringIO(), soft_wrap=True)
+        self.has(None, fast=True)
+
+    def has(self, problem: str | None, *, fast: bool) -> None:
+        self._set(export, "operators_problem", lambda: problem)
+        self._set(export, "operators_are_fast", lambda: fast)
+        self._set(export, "kernels", lambda _: "avx2")
+
+    def wishes(
+        self, wanted: str | None, config: ModelConfig = LLAMA, standing: tuple[str, ...] = ()
+    ) -> tuple[tuple[str, ...], str, str]:
+        found = with_precisions(Wishes(precisions=()), wanted, config, standing, self.console)
+        return found.precisions, found.keep, self.console.export_text()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_without_a_precision_the_best_for_this_machine_is_made_and_said(machine: Machine) -> None:
+    assert machine.wishes(None) == (
+        ("quill4", "quill8", "int4", "fp32"),
+        "best",
+        "Exporting quill4, which a server takes here (the fastest that is good enough, with "
+        "Quill's avx2 kernels)\n",
+    )
+    assert machine.wishes(None, SEQ2SEQ)[0][0] == "quill8"
+
+
+def test_without_operators_the_best_is_one_of_the_runtimes(machine: Machine) -> None:
+    machine.has("not built", fast=False)
+    assert machine.wishes(None) == (
+        ("int4", "fp32"),
+        "best",
+        "Exporting int4, which a server takes here (quill4 can't be had: not built)\n",
+    )
+    with pytest.raises(ExportError, match="quill8 can't be exported here: not built"):
+        machine.wishes("fp32,quill8")
+    precisions, keep, said = machine.wishes("all")
+    assert (precisions, keep) == (("fp32", "int4", "fp16"), "proven")
+    assert said == "Leaving quill4 out: not built\nLeaving quill8 out: not built\n"
+
+
+def test_on_a_processor_without_fast_kernels_they_come_last(machine: Machine) -> None:
+    machine.has(None, fast=False)
+    precisions, _, said = machine.wishes(None)
+    assert precisions == ("int4", "fp32", "quill4", "quill8")
+    assert "have no fast kernels for this processor" in said
+
+
+def test_a_shape_that_cannot_be_cut_into_blocks_is_exported_in_full(machine: Machine) -> None:
+    odd = dataclasses.replace(LLAMA, d_ff=100)
+    precisions, _, said = machine.wishes(None, odd)
+    assert precisions == ("fp32",)
+    assert "d_ff is 100" in said
+
+
+def test_only_what_is_better_than_what_stands_is_added(machine: Machine) -> None:
+    assert machine.wishes(None, standing=("int4",))[0] == ("quill4", "quill8")
+    assert machine.wishes(None, standing=("fp32", "quill4")) == ((), "best", "")
+    assert machine.wishes("fp32,int4", standing=("fp32",))[0] == ("int4",)
+    assert "fp32" not in machine.wishes("all", standing=("fp32",))[0]

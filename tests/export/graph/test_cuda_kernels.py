@@ -1,0 +1,57 @@
+"""The CUDA provider's kernels, checked without a GPU."""
+
+import dataclasses
+
+import onnx_ir as ir
+import pytest
+
+from quill.export.errors import UnsupportedModelError
+from quill.export.graph.cuda_kernels import KERNELS, check_cuda_kernels
+from quill.export.graph.prepare import Networks
+from quill.export.graph.trace import trace
+from quill.model.config import ModelConfig
+from tests.export.tiny import GPT, LLAMA, SEQ2SEQ, Exported, make_checkpoint
+
+
+def load(exported: Exported, precision: str) -> ir.Model:
+    return ir.load(exported.directory / exported.manifest.graphs_in(precision).decoder)
+
+
+def test_every_node_of_a_half_precision_graph_has_a_kernel(exported: Exported) -> None:
+    check_cuda_kernels(load(exported, "fp16"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(GPT, activation="gelu"),
+        dataclasses.replace(GPT, activation="silu", norm_placement="post"),
+        dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True),
+        dataclasses.replace(SEQ2SEQ, positions="rotary", norm="rms", activation="swiglu"),
+        dataclasses.replace(SEQ2SEQ, positions="learned", num_kv_heads=2),
+    ],
+    ids=["gelu", "silu", "sinusoidal", "rotary encoder", "grouped encoder"],
+)
+def test_other_settings_have_kernels_too(config: ModelConfig) -> None:
+    prepared = Networks(make_checkpoint(config)).prepare("fp16")
+    check_cuda_kernels(trace(prepared.decoder()))
+    encoder = prepared.encoder()
+    if encoder is not None:
+        check_cuda_kernels(trace(encoder))
+
+
+def test_full_precision_attention_is_refused(llama: Exported) -> None:
+    with pytest.raises(UnsupportedModelError, match="GroupQueryAttention takes no float,"):
+        check_cuda_kernels(load(llama, "fp32"))
+
+
+def test_an_operator_without_a_kernel_is_refused_by_name(llama: Exported) -> None:
+    model = load(llama, "fp16")
+    next(node for node in model.graph if node.op_type == "Sigmoid").op_type = "Swish"
+    with pytest.raises(UnsupportedModelError, match="no kernel for Swish"):
+        check_cuda_kernels(model)
+
+
+def test_attention_has_a_kernel_in_half_precision_only() -> None:
+    """Why a bundle carries a graph for each device."""
+    assert KERNELS["com.microsoft", "GroupQueryAttention"]["T"] == "float16"

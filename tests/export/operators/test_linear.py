@@ -1,0 +1,278 @@
+"""Quill's own operators: the source's values, the same bits alone and in a crowd, no crashes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.export import Dim
+
+from quill.export.graph.graphs import Graph
+from quill.export.graph.quill_layers import OwnEmbedding, OwnLinear
+from quill.export.graph.trace import trace
+from quill.export.quantise.quill_layout import lay_out, with_halves
+from quill.export.verify.runner import Array, open_session
+from quill.model.quantised import Kind, QuantisedWeight
+from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.operators import needs_operators
+
+pytestmark = needs_operators
+
+KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0"]
+
+
+def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantisedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_outputs, num_inputs // 32)
+    scale = (torch.rand(shape, generator=generator) * 0.1 + 0.01).half().float()
+    if kind == "q8_0":
+        q = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
+        return QuantisedWeight(kind, q.to(torch.int8), scale)
+    q = torch.randint(0, 256, (num_outputs, num_inputs // 2), generator=generator).to(torch.uint8)
+    minimum = (-scale * 7.3).half().float() if kind == "q4_1" else None
+    return QuantisedWeight(kind, q, scale, minimum)
+
+
+def normal(num_rows: int, width: int, seed: int = 1) -> Array:
+    return np.random.default_rng(seed).standard_normal((num_rows, width)).astype(np.float32)
+
+
+def exactly_rounded(num_rows: int, num_inputs: int) -> Array:
+    """Whole numbers with a 127 in each block: rounding to 8 bits leaves them as they are."""
+    x = np.random.default_rng(1).integers(-126, 127, (num_rows, num_inputs)).astype(np.float32)
+    x[:, ::32] = 127
+    return x
+
+
+class Summed(nn.Module):
+    """A linear layer with what it adds its products to."""
+
+    def __init__(self, linear: OwnLinear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        y: Tensor = self.linear(x, residual)
+        return y
+
+
+def save(module: nn.Module, directory: Path, *arguments: Array) -> Path:
+    rows = Dim("rows")
+    graph = Graph(
+        # Inside another module: torch.export miscounts the root's own buffers when some are None.
+        module=(module if isinstance(module, Summed) else nn.Sequential(module)).eval(),
+        arguments=tuple(torch.from_numpy(each[:2]) for each in arguments),
+        dynamic_shapes=tuple({0: rows} for _ in arguments),
+        input_names=["x", "residual"][: len(arguments)],
+        output_names=["y"],
+    )
+    path = directory / "module.onnx"
+    ir.save(trace(graph), path)
+    return path
+
+
+def run(path: Path, *arguments: Array, num_threads: int = 2) -> Array:
+    session = open_session(path, num_threads, operators=True)
+    names = [each.name for each in session.get_inputs()]
+    (y,) = session.run(None, dict(zip(names, arguments, strict=True)))
+    assert isinstance(y, np.ndarray)
+    return y
+
+
+# More columns than fill their groups, an odd number of groups, fewer columns than one group.
+@pytest.mark.parametrize("num_outputs", [50, 48, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_own_layer_multiplies_with_the_sources_values(
+    kind: Kind, num_outputs: int, tmp_path: Path
+) -> None:
+    weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
+    x = exactly_rounded(7, 96)
+    expected = (torch.from_numpy(x) @ weight.dequantise().T + bias).numpy()
+    found = run(save(OwnLinear(weight, bias), tmp_path, x), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_scales_that_16_bits_cannot_hold_are_kept_in_32(tmp_path: Path) -> None:
+    weight = make_weight("q4_1", 48, 96)
+    odd = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
+    assert lay_out(weight).halves
+    assert not lay_out(odd).halves
+    x = exactly_rounded(3, 96)
+    expected = (torch.from_numpy(x) @ odd.dequantise().T).numpy()
+    found = run(save(OwnLinear(odd), tmp_path, x), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_scales_made_here_are_rounded_to_16_bits_unless_that_loses_them() -> None:
+    weight = make_weight("q4_1", 48, 96)
+    odd = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
+    assert lay_out(with_halves(odd)).halves
+    torch.testing.assert_close(with_halves(odd).dequantise(), odd.dequantise(), rtol=0, atol=1e-2)
+    assert weight.minimum_NG is not None
+    tiny = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1e-6, weight.minimum_NG * 1e-6)
+    assert with_halves(tiny) is tiny
+
+
+def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Path) -> None:
+    """Inputs in blocks of equal size: what the norm leaves of them is rounded exactly again."""
+    weight = make_weight("q4_1", 64, 96)
+    norm = nn.RMSNorm(96, eps=1e-5)
+    x = exactly_rounded(5, 96)
+    linear = OwnLinear(weight)
+    linear.take_norm(norm)
+    residual = normal(5, 64)
+    expected = norm(torch.from_numpy(x)) @ weight.dequantise().T + torch.from_numpy(residual)
+    found = run(save(Summed(linear), tmp_path, x, residual), x, residual)
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
+    gated = OwnLinear(weight, gated=True)
+    gated.take_norm(norm)
+    gate, value = (norm(torch.from_numpy(x)) @ weight.dequantise().T).chunk(2, dim=-1)
+    expected = nn.functional.silu(gate) * value
+    found = run(save(gated, tmp_path, x), x)
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q4_1", False), ("q8_0", False)])
+def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
+    kind: Kind, gated: bool, tmp_path: Path
+) -> None:
+    linear = OwnLinear(make_weight(kind, 1600, 192), gated=gated)
+    linear.take_norm(nn.RMSNorm(192, eps=1e-5))
+    x = normal(300, 192)  # more than are rounded at a time
+    path = save(linear, tmp_path, x)
+    crowd = run(path, x)
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 257):
+        for num_threads in (1, 2):
+            found = run(path, x[-num_rows:], num_threads=num_threads)
+            np.testing.assert_array_equal(found, crowd[-num_rows:])
+
+
+@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False)])
+def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Path) -> None:
+    linear = OwnLinear(make_weight(kind, 96, 192), gated=gated)
+    linear.take_norm(nn.RMSNorm(192, eps=1e-5))
+    x = normal(9, 192)
+    x[3] *= 1e-35  # next to nothing
+    x[4] *= 1e30
+    x[5] = 0
+    x[6, 7], x[7, 8] = np.inf, np.nan
+    path = save(linear, tmp_path, x)
+    found = {kernels: computed_with(kernels, path, {"x": x}) for kernels in KERNELS}
+    plain = found.pop("plain")
+    assert plain is not None
+    assert np.isfinite(plain[[0, 1, 2, 3, 4, 5, 8]]).all()
+    assert np.isnan(plain[6:8]).all()
+    for y in found.values():
+        if y is not None:
+            np.testing.assert_array_equal(y, plain)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(
+    bad: float, tmp_path: Path
+) -> None:
+    linear = OwnLinear(make_weight("q4_1", 64, 96))
+    x = normal(5, 96)
+    path = save(linear, tmp_path, x)
+    good = run(path, x)
+    x[2, 40] = bad
+    found = run(path, x)
+    assert not np.isfinite(found[2]).any()
+    others = [0, 1, 3, 4]
+    np.testing.assert_array_equal(found[others], good[others])
+
+
+def test_no_rows_give_no_rows(tmp_path: Path) -> None:
+    path = save(OwnLinear(make_weight("q8_0", 48, 96)), tmp_path, normal(2, 96))
+    assert run(path, normal(0, 96)).shape == (0, 48)
+
+
+def test_an_own_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) -> None:
+    weight = make_weight("q8_0", 50, 96)
+    path = save(OwnEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
+    ids = np.array([0, 5, 49, 5, 16])
+    np.testing.assert_array_equal(run(path, ids), weight.dequantise().numpy()[ids])
+    for beyond in (50, -1, 2**40):
+        with pytest.raises(Exception, match="an id beyond the vocabulary"):
+            run(path, np.array([0, beyond]))
+
+
+def hand_made(directory: Path, **changes: Any) -> Path:
+    """A graph of one operator as somebody else may have written it."""
+    attributes = {"inputs": 96, "columns": 48, "bits": 8, "halves": 0, "gated": 0, "epsilon": 1e-5}
+    records = np.zeros(changes.pop("num_bytes", 3 * 3 * 576), np.uint8)
+    gains = np.ones(changes.pop("num_gains", 96), np.float32)
+    constant = changes.pop("constant", True)
+    width = changes.pop("width", 96)
+    node = helper.make_node("Linear", ["x", "records", "gains", "residual"], ["y"], domain="quill")
+    for name, value in (attributes | changes).items():
+        node.attribute.append(helper.make_attribute(name, value))
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, width]),
+        helper.make_tensor_value_info("residual", TensorProto.FLOAT, [None, None]),
+    ]
+    if not constant:  # an input that has a value of its own can be given another
+        inputs.append(helper.make_tensor_value_info("gains", TensorProto.FLOAT, None))
+    graph = helper.make_graph(
+        [node],
+        "one",
+        inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [
+            onnx.numpy_helper.from_array(records, "records"),
+            onnx.numpy_helper.from_array(gains, "gains"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
+    path = directory / "one.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def test_a_graph_made_by_hand_runs(tmp_path: Path) -> None:
+    residual = normal(2, 48)
+    np.testing.assert_array_equal(
+        run(hand_made(tmp_path), np.zeros((2, 96), np.float32), residual), residual
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inputs": 95}, "no such matrix"),
+        ({"inputs": -32}, "no such matrix"),
+        ({"columns": 0}, "no such matrix"),
+        ({"columns": 2**40}, "no such matrix"),
+        ({"bits": 5}, "no such matrix"),
+        ({"halves": 1}, "no such matrix"),
+        ({"gated": 1}, "no such matrix"),
+        ({"num_bytes": 1000}, "weights of another size"),
+        ({"num_gains": 95}, "weights of another size"),
+        ({"width": 64}, "inputs of another width"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_errors_not_crashes(
+    changes: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    width = changes.get("width", 96)
+    with pytest.raises(Exception, match=words):
+        run(hand_made(tmp_path, **changes), normal(2, width), normal(2, 48))
+
+
+def test_weights_that_are_no_constants_are_refused(tmp_path: Path) -> None:
+    """They could have another size in every step."""
+    session = open_session(hand_made(tmp_path, constant=False), operators=True)
+    given = {"x": normal(2, 96), "residual": normal(2, 48), "gains": np.ones(96, np.float32)}
+    with pytest.raises(Exception, match="weights that aren't constants"):
+        session.run(None, given)
+
+
+def test_a_residual_of_another_size_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="a residual of another size"):
+        run(hand_made(tmp_path), normal(2, 96), normal(1, 48))

@@ -1,0 +1,204 @@
+"""Writing a bundle: whole or absent, and only where it may be."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+
+from quill.export.bundle.manifest import check_files, read_manifest
+from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
+from quill.export.pipeline import Stage, Wishes, check_good, check_replaceable, write_bundle
+from quill.export.verify.proof import Tick
+from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantised_at_source
+from tests.operators import OWN
+
+FP32 = Wishes(precisions=("fp32",))
+
+
+def test_a_bundle_is_read_back_and_its_hashes_hold(exported: Exported) -> None:
+    manifest = read_manifest(exported.directory)
+    assert manifest == exported.manifest
+    check_files(exported.directory, manifest)
+
+
+def test_a_bundle_holds_its_files_and_no_others(llama: Exported) -> None:
+    names = {path.name for path in llama.directory.iterdir()}
+    graphs = {f"decoder.{p}.onnx" for p in ("fp32", "int4", *OWN, "fp16")}
+    weights = {f"weights.{p}.bin" for p in ("fp32", "int4", *OWN, "fp16")}
+    assert names == {"manifest.json", "tokenizer.json"} | graphs | weights
+
+
+def test_the_manifest_says_what_the_checkpoint_says(llama: Exported) -> None:
+    manifest, checkpoint = llama.manifest, llama.checkpoint
+    assert manifest.name == "tiny-llama"
+    assert manifest.family == "causal"
+    assert manifest.onnxruntime == onnxruntime.__version__
+    assert manifest.stop_ids == (0,)
+    assert manifest.special_tokens.eos == 0
+    assert manifest.chat_template == checkpoint.chat_template
+    assert manifest.generation == checkpoint.generation
+    assert manifest.provenance == checkpoint.provenance
+    assert manifest.sizes.num_parameters == checkpoint.build().num_parameters()
+
+
+def test_a_model_without_a_tokenizer_has_none_in_its_bundle(gpt: Exported) -> None:
+    assert gpt.manifest.tokenizer is None
+    assert not (gpt.directory / "tokenizer.json").exists()
+
+
+def test_the_measurements_are_in_the_manifest(exported: Exported) -> None:
+    for graphs in exported.manifest.graphs:
+        found = graphs.verification
+        assert found is not None
+        assert found.num_tokens > 100
+        assert found.step_ms > 0
+        assert found.perplexity == pytest.approx(found.reference_perplexity, rel=0.1)
+    fp32 = exported.manifest.graphs_in("fp32").verification
+    assert fp32 is not None
+    assert fp32.worst_difference < 1e-4
+    assert fp32.greedy_agreement == 1
+    assert fp32.perplexity == pytest.approx(fp32.reference_perplexity, rel=1e-6)
+
+
+def test_the_sources_integers_are_named_as_such(llama: Exported) -> None:
+    assert llama.manifest.graphs_in("int4").quantisation == "the source's own values (q4_1, q8_0)"
+    assert llama.manifest.graphs_in("fp32").quantisation is None
+
+
+def test_exporting_twice_gives_the_same_bytes(llama: Exported, tmp_path: Path) -> None:
+    wishes = Wishes(precisions=("int4",), verify=False)
+    again = write_bundle(tmp_path / "again", llama.checkpoint, wishes)
+    hashes = {file.name: file.sha256 for file in llama.manifest.files}
+    for file in again.files:
+        assert file.sha256 == hashes[file.name], file.name
+    assert again.graphs[0].verification is None
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(LLAMA)
+
+    @contextlib.contextmanager
+    def fail_when_verifying(title: str, total: int | None = None) -> Iterator[Tick]:
+        yield lambda: None
+        if "tracing" in title:
+            raise VerificationError("as if it had been found wrong")
+
+    with pytest.raises(VerificationError):
+        write_bundle(tmp_path / "bundle", checkpoint, FP32, fail_when_verifying)
+    assert list(tmp_path.iterdir()) == []
+
+
+def doubting(*precisions: str) -> Stage:
+    """As if the proofs of some precisions failed."""
+
+    @contextlib.contextmanager
+    def stage(title: str, total: int | None = None) -> Iterator[Tick]:
+        yield lambda: None
+        if title in [f"{name}: verifying" for name in precisions]:
+            raise VerificationError("as if it had been found wrong")
+
+    return stage
+
+
+def test_a_precision_that_fails_its_proof_is_left_out_in_words(tmp_path: Path) -> None:
+    said: list[str] = []
+    wishes = Wishes(precisions=("fp32", "int4"), keep="proven")
+    manifest = write_bundle(
+        tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("int4"), said.append
+    )
+    assert (manifest.precisions, manifest.left_out) == (("fp32",), ("int4",))
+    assert said == ["Leaving int4 out: as if it had been found wrong"]
+    assert not list((tmp_path / "bundle").glob("*int4*"))
+
+
+def test_what_was_asked_for_by_name_must_be_proven(tmp_path: Path) -> None:
+    wishes = Wishes(precisions=("fp32", "int4"))
+    with pytest.raises(
+        VerificationError, match=r"found wrong\. Nothing was written\. Export another"
+    ):
+        write_bundle(tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("int4"))
+
+
+@pytest.mark.parametrize(
+    ("doubted", "kept"), [([], "int4"), (["int4"], "fp32")], ids=["good", "not proven"]
+)
+def test_the_best_is_the_first_that_is_proven(
+    doubted: list[str], kept: str, tmp_path: Path
+) -> None:
+    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    wishes = Wishes(precisions=("int4", "fp32"), keep="best")
+    said: list[str] = []
+    manifest = write_bundle(
+        tmp_path / "bundle", checkpoint, wishes, doubting(*doubted), said.append
+    )
+    assert manifest.precisions == (kept,)
+    assert len(said) == len(doubted)
+
+
+def test_what_no_server_would_take_is_not_the_best(llama: Exported) -> None:
+    graphs = llama.manifest.graphs_in("int4")
+    assert graphs.verification is not None
+    check_good(graphs)
+    worse = dataclasses.replace(
+        graphs.verification, perplexity=1.03 * graphs.verification.reference_perplexity
+    )
+    with pytest.raises(VerificationError, match=r"3\.0% above .* 2% at the most"):
+        check_good(dataclasses.replace(graphs, verification=worse))
+
+
+def test_ctrl_c_leaves_the_old_bundle_in_place(llama: Exported, tmp_path: Path) -> None:
+    import shutil
+
+    out = tmp_path / "bundle"
+    shutil.copytree(llama.directory, out)
+
+    def interrupt(title: str, total: int | None = None) -> contextlib.AbstractContextManager[Tick]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(out, llama.checkpoint, FP32, interrupt)
+    assert list(tmp_path.iterdir()) == [out]
+    check_files(out, read_manifest(out))
+
+
+def test_only_a_bundle_or_an_empty_directory_is_replaced(tmp_path: Path) -> None:
+    check_replaceable(tmp_path / "new")
+    check_replaceable(tmp_path)
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(BundleError, match="isn't a bundle, so it isn't replaced"):
+        check_replaceable(tmp_path)
+    with pytest.raises(BundleError, match="isn't a bundle"):
+        check_replaceable(tmp_path / "thesis.txt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_size": 8}, "head size is 8; .* multiple of 16 with rotary"),
+        ({"head_size": 12, "positions": "learned"}, "head size is 12; .* multiple of 8 with lear"),
+        ({"context": 8}, "context is 8 tokens; at least 16"),
+    ],
+)
+def test_shapes_that_the_operator_lacks_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(LLAMA, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=message):
+        write_bundle(tmp_path / "bundle", make_checkpoint(config), FP32)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(BundleError, match="can't write the bundle"):
+        write_bundle(tmp_path / "file" / "bundle", make_checkpoint(LLAMA), FP32)
+
+
+def test_exporting_leaves_the_checkpoint_as_it_was(llama: Exported) -> None:
+    fresh = make_checkpoint(LLAMA)
+    norm = "decoder_norm.weight"
+    assert torch.equal(llama.checkpoint.weights[norm], fresh.weights[norm])
+    assert {tensor.dtype for tensor in llama.checkpoint.weights.values()} == {torch.float32}

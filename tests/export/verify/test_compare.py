@@ -1,0 +1,209 @@
+"""Verification: graphs that compute something else are caught, whatever is wrong with them."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from quill.export.bundle.manifest import Graphs
+from quill.export.errors import VerificationError
+from quill.export.verify.compare import Comparison, check_graphs, compare, probes
+from quill.export.verify.held_out import HeldOut, Passage
+from quill.export.verify.pytorch_reference import Answer, Oracle
+from quill.export.verify.runner import Runner
+from tests.export.tiny import Exported
+
+
+def answers_for(exported: Exported) -> list[Answer]:
+    config = exported.checkpoint.config
+    chance = np.random.default_rng(0)
+    source = tuple(chance.integers(0, config.vocab_size, 20).tolist())
+    passages = [
+        Passage(tuple(chance.integers(0, config.vocab_size, 48).tolist()), source[: 20 - 5 * i])
+        for i in range(3)
+    ]
+    if config.family == "causal":
+        passages = [Passage(passage.ids) for passage in passages]
+    return probes(Oracle(exported.checkpoint), HeldOut("random", passages), config.context)
+
+
+@pytest.fixture(scope="module")
+def llama_answers(llama: Exported) -> list[Answer]:
+    return answers_for(llama)
+
+
+@pytest.fixture(scope="module")
+def seq2seq_answers(seq2seq: Exported) -> list[Answer]:
+    return answers_for(seq2seq)
+
+
+def runner_for(exported: Exported, directory: Path, graphs: Graphs) -> Runner:
+    return Runner(directory, graphs, exported.manifest.sizes, 3, exported.manifest.sizes.context)
+
+
+def test_every_situation_of_a_server_is_compared(
+    llama: Exported, llama_answers: list[Answer]
+) -> None:
+    runner = runner_for(llama, llama.directory, llama.manifest.graphs_in("fp32"))
+    situations = [comparison.situation for comparison in compare(runner, llama_answers)]
+    assert situations[:3] == ["in prefill", "in prefill by chunks", "in 64 decode steps"]
+    assert situations[3] == "cache, keys of layer 0"
+    assert situations[-2:] == ["in ragged rows", "after a row moved to another slot"]
+
+
+def test_seq2seq_compares_the_parked_source_too(
+    seq2seq: Exported, seq2seq_answers: list[Answer]
+) -> None:
+    runner = runner_for(seq2seq, seq2seq.directory, seq2seq.manifest.graphs_in("fp32"))
+    situations = [comparison.situation for comparison in compare(runner, seq2seq_answers)]
+    assert situations[0] == "cache of the source, keys of layer 0"
+    assert "after a row moved to another slot" in situations
+
+
+def test_probes_have_different_lengths(llama_answers: list[Answer]) -> None:
+    lengths = [len(answer.passage.ids) for answer in llama_answers]
+    assert lengths[0] == 96  # the whole context
+    assert len(set(lengths)) == 3
+
+
+Damage = Callable[[onnx.ModelProto], None]
+
+
+def initializer(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def change_tensor(
+    model: onnx.ModelProto, name: str, change: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    tensor = initializer(model, name)
+    tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor).copy()), name))
+
+
+def nodes(model: onnx.ModelProto, operator: str) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == operator]
+
+
+def shift_rotary_table(model: onnx.ModelProto) -> None:
+    """Every position is taken for the next one: no logit changes, but every key does."""
+    for name in nodes(model, "GroupQueryAttention")[0].input[7:9]:
+        change_tensor(model, name, lambda table: np.roll(table, -1, axis=0))
+
+
+def stretch_rotary_table(model: onnx.ModelProto) -> None:
+    for name in nodes(model, "GroupQueryAttention")[0].input[7:9]:
+        change_tensor(model, name, lambda table: np.repeat(table, 2, axis=0)[: len(table)])
+
+
+def spoil_one_matrix(model: onnx.ModelProto) -> None:
+    change_tensor(model, nodes(model, "MatMul")[3].input[1], lambda matrix: matrix[:, ::-1])
+
+
+def spoil_one_row_of_the_embedding(model: onnx.ModelProto) -> None:
+    def zero(matrix: np.ndarray) -> np.ndarray:
+        matrix[7] = 0
+        return matrix
+
+    change_tensor(model, nodes(model, "Gemm")[0].input[1], zero)
+
+
+def exchange_gate_and_value(model: onnx.ModelProto) -> None:
+    split = nodes(model, "Split")[0]
+    split.output[0], split.output[1] = split.output[1], split.output[0]
+
+
+def sharpen_attention(model: onnx.ModelProto) -> None:
+    for attribute in nodes(model, "GroupQueryAttention")[1].attribute:
+        if attribute.name == "scale":
+            attribute.f *= 1.1
+
+
+def drop_a_residual(model: onnx.ModelProto) -> None:
+    add = nodes(model, "Add")[1]
+    add.input[0] = add.input[1]
+
+
+def give_nan(model: onnx.ModelProto) -> None:
+    change_tensor(model, nodes(model, "RMSNormalization")[0].input[1], lambda x: x * math.nan)
+
+
+DAMAGES: list[Damage] = [
+    shift_rotary_table,
+    stretch_rotary_table,
+    spoil_one_matrix,
+    spoil_one_row_of_the_embedding,
+    exchange_gate_and_value,
+    sharpen_attention,
+    drop_a_residual,
+    give_nan,
+]
+
+
+def damaged(exported: Exported, directory: Path, damage: Damage, role: str = "decoder") -> Runner:
+    """A copy of the fp32 graphs with something wrong in one of them."""
+    graphs = exported.manifest.graphs_in("fp32")
+    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
+    name = graphs.decoder if role == "decoder" else graphs.encoder
+    assert name is not None
+    model = onnx.load(directory / name)
+    damage(model)
+    onnx.save(model, directory / name)
+    return runner_for(exported, directory, graphs)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_graph_is_caught(
+    damage: Damage, llama: Exported, llama_answers: list[Answer], tmp_path: Path
+) -> None:
+    runner = damaged(llama, tmp_path, damage)
+    with pytest.raises(VerificationError, match="doesn't compute what PyTorch computes"):
+        check_graphs(runner, llama_answers, "fp32")
+
+
+def test_an_undamaged_copy_passes(
+    llama: Exported, llama_answers: list[Answer], tmp_path: Path
+) -> None:
+    runner = damaged(llama, tmp_path, lambda model: None)
+    assert check_graphs(runner, llama_answers, "fp32") < 1e-4
+
+
+def spoil_the_encoder(model: onnx.ModelProto) -> None:
+    change_tensor(model, nodes(model, "MatMul")[0].input[1], lambda matrix: matrix[:, ::-1])
+
+
+def test_a_damaged_encoder_is_caught(
+    seq2seq: Exported, seq2seq_answers: list[Answer], tmp_path: Path
+) -> None:
+    runner = damaged(seq2seq, tmp_path, spoil_the_encoder, "encoder")
+    with pytest.raises(VerificationError, match="cache of the source, keys of layer 0"):
+        check_graphs(runner, seq2seq_answers, "fp32")
+
+
+def exchange_two_layers(model: onnx.ModelProto) -> None:
+    first, second = nodes(model, "MatMulNBits")[0], nodes(model, "MatMulNBits")[4]
+    for index in (1, 2):
+        first.input[index], second.input[index] = second.input[index], first.input[index]
+
+
+def test_a_damaged_integer_graph_is_caught(
+    llama: Exported, llama_answers: list[Answer], tmp_path: Path
+) -> None:
+    shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
+    graphs = llama.manifest.graphs_in("int4")
+    model = onnx.load(tmp_path / graphs.decoder)
+    exchange_two_layers(model)
+    onnx.save(model, tmp_path / graphs.decoder)
+    with pytest.raises(VerificationError, match="the int4 graph"):
+        check_graphs(runner_for(llama, tmp_path, graphs), llama_answers, "int4")
+
+
+def test_a_difference_is_measured_in_spreads_of_its_position() -> None:
+    expected = np.array([[0.0, 2.0], [0.0, 20.0]])
+    found = np.array([[0.0, 2.5], [1.0, 20.0]])
+    differences = Comparison("here", found, expected).differences()
+    np.testing.assert_allclose(differences, [0.5, 0.1])
