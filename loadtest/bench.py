@@ -27,8 +27,8 @@ from quill.loadtest.bench_tasks import (
 from quill.loadtest.contest import ROOT, Result, Task, contest
 from quill.loadtest.errors import ContenderError, OptionError
 from quill.loadtest.machine import machine_facts, num_cores
-from quill.server.default_model import NAME as MODEL
-from quill.server.default_model import cache_directory
+from quill.server.serve.default_model import NAME as MODEL
+from quill.server.serve.default_model import cache_directory
 
 OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600

@@ -31,7 +31,7 @@ from quill.loadtest.peer_servers import llama_server
 from quill.loadtest.process_watch import peak_bytes_of
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.default_model import cache_directory
+from quill.server.serve.default_model import cache_directory
 
 PROMPT_LENGTHS = (16, 128)
 NUM_PROMPTS = 64

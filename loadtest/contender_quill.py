@@ -18,7 +18,7 @@ import onnxruntime
 from quill.loadtest.contender import About, Score, serve
 from quill.server.errors import CancelledError
 from quill.server.events import Batch, Event, FailEvent, PromptEvent
-from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Request, Sampling
 
 MAX_ROWS = 32

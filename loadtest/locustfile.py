@@ -31,7 +31,7 @@ from quill.loadtest.scenarios import SCENARIOS
 from quill.loadtest.user import StreamUser, address_of
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.access import Access, read_access
+from quill.server.client.access import Access, read_access
 
 _IDLE_S = 0.1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quill.loadtest.watching import Watcher
-from quill.server.access import Access
+from quill.server.client.access import Access
 
 LOOK_S = 0.25
 _TIMEOUT_S = 2.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
-from quill.server.access_options import add_proof
-from quill.server.argument_types import address
+from quill.server.cli.access_options import add_proof
+from quill.server.cli.argument_types import address
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.loadtest.errors import NoServerError
 from quill.loadtest.processes import wait_or_kill
-from quill.server.access import Access
-from quill.server.unreachable import Diagnosis, diagnose
+from quill.server.client.access import Access
+from quill.server.client.connection_errors import Diagnosis, diagnose
 
 _LOOK_S = 0.05
 _STOP_S = 60.0

@@ -33,7 +33,7 @@ from quill.loadtest.summary import lines
 from quill.loadtest.verify import Verdict, verify
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.access import Access, read_access
+from quill.server.client.access import Access, read_access
 
 EARLIER = (
     "The seed was given. If this server had answered the same requests before, its prefix cache "

@@ -15,7 +15,7 @@ import onnxruntime
 from quill.loadtest.contender import About, serve
 from quill.loadtest.translator import MAX_NEW_TOKENS, Translated
 from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
-from quill.server.loading import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request, Sampling
 
 MAX_ROWS = 32

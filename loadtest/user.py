@@ -26,7 +26,7 @@ from quill.loadtest.calling import TimedCall, call
 from quill.loadtest.records import RequestRecord
 from quill.loadtest.token_stats import TokenStats
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.access import Access
+from quill.server.client.access import Access
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 

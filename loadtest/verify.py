@@ -15,7 +15,7 @@ from quill.loadtest.errors import DifferentAnswerError
 from quill.loadtest.records import RequestRecord
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.access import Access
+from quill.server.client.access import Access
 
 WHOLE = ("EOS", "LENGTH", "STOP")
 REFUSED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")

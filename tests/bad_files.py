@@ -26,8 +26,8 @@ from quill.model.errors import ModelError
 from quill.model.gguf_file import GgufFile
 from quill.model.gguf_llama import read_gguf
 from quill.server.errors import ServerError
+from quill.server.loading.loader import prepare
 from quill.server.settings import Settings
-from quill.server.starting import prepare
 from tests import good_files
 from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate
 

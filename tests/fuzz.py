@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.good_files import write_good_files
-from tests.server.besieging import Besieger, SiegeError
+from tests.server.hostile_clients import Besieger, SiegeError
 from tests.server.process import ROOT, ServerProcess, server_process, wait_until
 
 AT_ONCE = 64

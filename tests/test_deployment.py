@@ -61,7 +61,7 @@ def test_image_asks_for_health_as_the_command_is_called() -> None:
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])$", dockerfile(), re.MULTILINE)
     (options,) = re.findall(r'QUILL_HEALTH="(.*)"', dockerfile())
     words = shlex.split(json.loads(check)[2].replace("$QUILL_HEALTH", options))
-    assert build_parser().parse_args(words[1:]).run == "quill.server.operating:health"
+    assert build_parser().parse_args(words[1:]).run == "quill.server.cli.operator:health"
 
 
 def test_pod_serves_protected_and_has_time_to_drain() -> None:
@@ -74,7 +74,7 @@ def test_pod_serves_protected_and_has_time_to_drain() -> None:
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_are_commands_that_exist(probe: str) -> None:
     words = container()[1][probe]["exec"]["command"]
-    assert build_parser().parse_args(words[1:]).run == "quill.server.operating:health"
+    assert build_parser().parse_args(words[1:]).run == "quill.server.cli.operator:health"
 
 
 def test_unit_serves_protected_and_has_time_to_drain() -> None:

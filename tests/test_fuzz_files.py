@@ -13,8 +13,8 @@ import pytest
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
+from quill.server.loading.loader import prepare
 from quill.server.settings import Settings
-from quill.server.starting import prepare
 from tests.fuzz import read_bad_files
 from tests.good_files import write_good_files
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "loadtest": {
         *(
             "protos",
-            "quill.server.loading",
+            "quill.server.loading.engine_factory",
             "quill.server.request",
             "quill.server.events",
             "quill.server.errors",
@@ -32,13 +32,13 @@ MAY_IMPORT = {
         *(
             "quill.export.operators.library",
             "quill.export.bundle.manifest",
-            "quill.server.default_model",
+            "quill.server.serve.default_model",
         ),
         *(
-            "quill.server.access",
-            "quill.server.access_options",
-            "quill.server.argument_types",
-            "quill.server.unreachable",
+            "quill.server.client.access",
+            "quill.server.cli.access_options",
+            "quill.server.cli.argument_types",
+            "quill.server.client.connection_errors",
         ),
     },
 }

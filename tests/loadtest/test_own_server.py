@@ -8,7 +8,7 @@ import pytest
 from quill.loadtest.errors import NoServerError
 from quill.loadtest.own_server import OwnServer, own_server, read_log, wait_until_healthy
 from quill.loadtest.processes import free_port
-from quill.server.access import Access
+from quill.server.client.access import Access
 
 
 def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> None:

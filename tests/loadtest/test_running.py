@@ -22,7 +22,7 @@ from quill.loadtest.records import RequestRecord, read_records, write_records
 from quill.loadtest.running import check_all_recorded
 from quill.loadtest.scenarios import make_ask
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.keys import add_key
+from quill.server.auth.key_file import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
 

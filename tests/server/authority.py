@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from quill.server.access import Access
+from quill.server.client.access import Access
 from quill.server.settings import TlsFiles
 
 _DAY = datetime.timedelta(days=1)

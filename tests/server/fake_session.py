@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.sampling import SamplingParameters, choose
-from quill.server.plan import Copy
 from quill.server.request import Request
+from quill.server.scheduler.plan import Copy
 
 VOCAB_SIZE = 50
 NOTHING = -1  # what a position holds before it is written

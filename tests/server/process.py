@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from quill.server.asking import Retries
-from quill.server.client import Client
-from tests.server.reciter import TIMEOUT_S
+from quill.server.client.retry import Retries
+from quill.server.client.sync_client import Client
+from tests.server.scripted_session import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"

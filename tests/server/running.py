@@ -15,17 +15,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.tokenizer import byte_tokenizer
-from quill.server.chat import ChatTemplate
-from quill.server.engine import Engine
-from quill.server.prefix_cache import PrefixCache
-from quill.server.record import Record
-from quill.server.scheduler import Limits
-from quill.server.served import ServedModel
-from quill.server.serving import Server
+from quill.server.engine.engine import Engine
+from quill.server.loading.instance import ModelInstance
+from quill.server.protocol.served_model import ServedModel
+from quill.server.runtime.prefix_cache import PrefixCache
+from quill.server.scheduler.scheduler import Limits
+from quill.server.serve.server import Server
 from quill.server.settings import Settings
-from quill.server.station import ModelInstance
-from quill.server.text import Text
-from tests.server.reciter import END, TIMEOUT_S, VOCAB_SIZE, Reciter
+from quill.server.telemetry.call_record import Record
+from quill.server.text.chat_template import ChatTemplate
+from quill.server.text.tokenizer import Text
+from tests.server.scripted_session import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
 CONTEXT = 200
 TEMPLATE = (

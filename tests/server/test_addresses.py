@@ -10,10 +10,10 @@ import pytest
 
 from quill.__main__ import build_parser
 from quill.server.addresses import write_address
-from quill.server.client import Client
+from quill.server.client.sync_client import Client
 from quill.server.settings import read_settings
-from tests.server.reciter import TIMEOUT_S
 from tests.server.running import running_server
+from tests.server.scripted_session import TIMEOUT_S
 
 
 def _has_ipv6() -> bool:

@@ -14,12 +14,12 @@ from quill.model.checkpoint import Checkpoint
 from quill.model.config import ModelConfig
 from quill.model.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.transformer import Transformer
-from quill.server.loading import Bundle
-from quill.server.opening import SessionSettings, open_graph
-from quill.server.session import OrtSession
-from quill.server.slots import Slots, SlotShape
-from quill.server.sources import Sources
-from quill.server.tiles import padded
+from quill.server.loading.engine_factory import Bundle
+from quill.server.runtime.model_runner import OrtSession
+from quill.server.runtime.onnx_session import SessionSettings, open_graph
+from quill.server.runtime.slots import Slots, SlotShape
+from quill.server.runtime.source_slots import Sources
+from quill.server.scheduler.batch_invariance import padded
 from tests.operators import SERVED
 
 CONTEXT = 128

@@ -1,0 +1,1 @@
+"""Every door: gRPC, health, the metrics page."""

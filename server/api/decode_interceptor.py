@@ -1,0 +1,68 @@
+"""Messages that can't be read are the client's fault, and are told so.
+
+Knows: how gRPC hands messages to a servicer. Does not know: what they mean.
+
+Left to itself grpc.aio logs a traceback for bytes that are no message, and answers UNKNOWN.
+"""
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from quill.server.api.calls import Calls
+from quill.server.errors import InvalidFieldError
+
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    reason: str
+
+
+class DecodeInterceptor(grpc.aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT for some services; the others are left as they are."""
+
+    def __init__(self, services: Collection[str], calls: Calls) -> None:
+        self._services = services
+        self._calls = calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        _, service, method = str(handler_call_details.method).split("/", 2)
+        if handler is None or service not in self._services:
+            return handler
+        make = grpc.unary_unary_rpc_method_handler
+        if handler.response_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+        return make(
+            self._refusing(method, handler.unary_stream or handler.unary_unary),
+            request_deserializer=_forgiving(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+    def _refusing(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+        async def answer(request: Any, context: Any) -> Any:
+            if not isinstance(request, _Unreadable):
+                return await behaviour(request, context)
+            async with self._calls.call(method, context):
+                raise InvalidFieldError("message", f"can't be read: {request.reason}")
+
+        return answer
+
+
+def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(message: bytes) -> Any:
+        try:
+            return deserialize(message)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read

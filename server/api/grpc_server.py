@@ -1,0 +1,92 @@
+"""The gRPC server: what it offers, who guards it, where it listens.
+
+Knows: grpc.aio, TLS, ports. Does not know: when it starts and stops, what calls do.
+"""
+
+import contextlib
+import resource
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.addresses import write_address
+from quill.server.api.administration import Administration
+from quill.server.api.auth_interceptor import AuthInterceptor
+from quill.server.api.calls import Calls
+from quill.server.api.decode_interceptor import DecodeInterceptor
+from quill.server.api.servicer import TextGeneration
+from quill.server.api.unknown_methods import make_unknown_methods_server
+from quill.server.auth.keyring import Keyring
+from quill.server.auth.tls import server_credentials
+from quill.server.errors import StartError
+from quill.server.settings import Settings
+
+SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+# Of one connection at once. Who never reads its answers keeps 30 KB of memory for each; an honest
+# client waits for its turn by itself. Wherever it could fill the queue twice, it may have as many.
+MAX_CALLS = 1024
+MAX_DESCRIPTORS = 2**16
+# How long a call may lie unread while the process gets no time. After 30 s, its own choice, gRPC
+# would say CANCELLED, which means that the caller left: nobody tries again. Deadlines still hold.
+MAX_UNREAD_S = 1800
+# How many may lie so. Above 1,000, its own choice, gRPC says CANCELLED to some at random: of 4,500
+# calls over five connections 1,486, which nobody tried again and no log had.
+MAX_UNREAD = 2**14
+ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
+
+
+def make_server(
+    settings: Settings,
+    keyring: Keyring | None,
+    calls: Calls,
+    servicer: TextGeneration,
+    administration: Administration,
+    health_servicer: health.aio.HealthServicer,
+) -> grpc.aio.Server:
+    """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
+    guards: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor((SERVICE, ADMINISTRATION), calls)]
+    names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    if keyring is not None:
+        guards = [AuthInterceptor(keyring, settings.open_reflection, calls), *guards]
+        names.append(ADMINISTRATION)
+    options = [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
+        ("grpc.server.max_pending_requests", MAX_UNREAD),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is an error
+    ]
+    server = make_unknown_methods_server(guards, options)
+    pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    pb_grpc.add_AdministrationServicer_to_server(administration, server)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def allow_connections() -> None:
+    """Each takes a file descriptor, and many systems give 1,024 to those who don't ask."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit yet
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def bind(server: grpc.aio.Server, settings: Settings) -> int:
+    """The port that it took."""
+    address = write_address(settings.host, settings.port)
+    credentials = None if settings.tls is None else server_credentials(settings.tls)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise StartError(
+            f"can't listen at {address}: is another server there? Give another --port, or 0 for "
+            "any free one"
+        ) from error

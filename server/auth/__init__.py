@@ -1,0 +1,1 @@
+"""Who calls, and how often it may."""

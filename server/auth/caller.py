@@ -1,0 +1,23 @@
+"""Who makes the call that is being answered.
+
+Knows: callers. Does not know: how they proved it.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """`name` is that of an API key or a client certificate; empty if anybody may call."""
+
+    name: str = ""
+    requests_per_minute: int | None = None  # None: no limit
+    max_concurrent: int | None = None
+    admin: bool = False
+
+
+ANYBODY = Caller()
+
+# Set by server/api/auth_interceptor.py, in the task that answers the call.
+CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)

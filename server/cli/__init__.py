@@ -1,0 +1,1 @@
+"""What a person types. Options import no grpc."""

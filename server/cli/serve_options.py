@@ -1,0 +1,146 @@
+"""The options of `quill serve`.
+
+Knows: argparse, what a person may choose. Does not know: what comes of it; it imports no grpc.
+"""
+
+import argparse
+from pathlib import Path
+
+from quill.server.cli.argument_types import metrics_port, natural, port, positive, seconds
+
+
+def add_protection(parser: argparse.ArgumentParser) -> None:
+    """For a server."""
+    parser.add_argument("--tls-cert", type=Path, metavar="PEM", help="the server's certificate")
+    parser.add_argument(
+        "--tls-key",
+        type=Path,
+        metavar="PEM",
+        help="its key. Both are read again when they change; streams go on",
+    )
+    parser.add_argument(
+        "--client-ca",
+        type=Path,
+        metavar="PEM",
+        help="only clients with a certificate signed by this authority may call",
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="only callers with one of these keys may call; made by `quill keys add`",
+    )
+    parser.add_argument(
+        "--open",
+        action="append",
+        default=[],
+        choices=("reflection", "metrics"),
+        help="to callers without a key, too; may be given twice (health always is)",
+    )
+    parser.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="callers of all keys share what prompts' beginnings came to. Faster where they begin "
+        "alike; but by timing one can find out what others asked",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other machines to call in the clear, or without proof of who they are",
+    )
+
+
+def add_serve(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a bundle over gRPC",
+        description="Serves a bundle over gRPC. What isn't given is chosen from the machine's "
+        "memory and the bundle, and printed.",
+    )
+    parser.add_argument(
+        "bundle",
+        nargs="?",
+        type=Path,
+        metavar="BUNDLE",
+        help="a directory made by export (default: SmolLM2-135M-Instruct, made on the first start)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
+    parser.add_argument("--port", type=port, default=50051, help="0 takes a free one and prints it")
+    parser.add_argument(
+        "--metrics-port",
+        default="auto",
+        metavar="PORT",
+        type=metrics_port,
+        help="for Prometheus; 'off' for none (default: the next port, or a free one)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="which graphs: fp32, int4, quill4, quill8 or fp16 (default: the bundle's fastest)",
+    )
+    _add_sizes(parser)
+    add_protection(parser)
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the same seed gives the same tokens in any batch (batch invariance); --no-exact is "
+        "faster for a lone request in int4 (default: exact)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM (default 30)",
+    )
+    parser.add_argument(
+        "--watchdog",
+        type=seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="health says NOT_SERVING while a step takes longer (default 60)",
+    )
+    parser.add_argument(
+        "--tracing",
+        action="store_true",
+        help="send OpenTelemetry spans; $OTEL_EXPORTER_OTLP_ENDPOINT says where to",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: an object a line, for machines (default text)",
+    )
+    parser.set_defaults(run="quill.server.serve.run:run", extra="serve")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-slots", type=positive, metavar="N", help="sequences that run at the same time"
+    )
+    parser.add_argument(
+        "--context", type=positive, metavar="TOKENS", help="prompt and answer together"
+    )
+    parser.add_argument("--threads", type=positive, metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--spinning",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="threads stay awake between steps, which is faster; --no-spinning is for cores that "
+        "other programs keep busy too (default: spinning)",
+    )
+    parser.add_argument(
+        "--queue",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="requests that may wait; one more is refused (default 256)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        type=natural,
+        metavar="MB",
+        help="memory for prompts that begin alike; 0 turns it off",
+    )

@@ -1,0 +1,1 @@
+"""For people who call a server; quill.client is its stable name."""

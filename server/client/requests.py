@@ -1,0 +1,77 @@
+"""What both clients share: making requests, reading errors, deciding when to try again.
+
+Knows: generation.proto, gRPC's errors and their rich details. Does not know: channels, waiting.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import grpc
+
+from quill.protos import generation_pb2 as pb
+from quill.server.client.call_error import CallError
+
+# What gRPC says for a server with too many calls that it hasn't looked at, or one that stops. Who
+# cancels a call itself hears other words.
+_DROPPED = (grpc.StatusCode.CANCELLED, "CANCELLED")
+
+# A text, token ids, or a conversation of {"role": …, "content": …}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Options(TypedDict, total=False):
+    """As in GenerateRequest, which says what each means and what it is when it isn't given."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    num_sequences: int
+    logprobs: int
+    prompt_logprobs: int
+    echo: bool
+    priority: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: pb.EarlyStopping
+
+
+def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    try:
+        return pb.GenerateRequest(**_input(prompt), **options)
+    except (ValueError, TypeError, OverflowError) as error:
+        reason = f"the request can't be written: {error}"
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason) from error
+
+
+def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
+    if isinstance(text, str):
+        return pb.ScoreRequest(text=text)
+    return pb.ScoreRequest(token_ids=pb.TokenIds(ids=text))
+
+
+def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """With a seed of its own, if it has none: so that it can be asked again."""
+    if not request.HasField("seed"):
+        request.seed = secrets.randbits(63)
+    return request
+
+
+def _input(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    ids = [each for each in prompt if isinstance(each, int)]
+    if len(ids) == len(prompt):
+        return {"prompt_ids": pb.TokenIds(ids=ids)}
+    messages = [pb.Message(**each) for each in prompt if isinstance(each, Mapping)]
+    return {"messages": pb.Conversation(messages=messages)}

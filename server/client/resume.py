@@ -1,0 +1,61 @@
+"""A stream that broke is asked for again, and goes on where it broke.
+
+Knows: chunks. Does not know: channels, waiting.
+The same seed gives the same tokens, also after a restart: so what a client has been given already
+can be left out of the same answer when it comes again. Another answer is an error.
+"""
+
+from collections import defaultdict
+
+import grpc
+
+from quill.protos import generation_pb2 as pb
+from quill.server.client.call_error import CallError
+
+
+class ResumeFilter:
+    """What the caller has of each sequence. `replay` when the answer begins again."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = defaultdict(list)
+        self._text: dict[int, str] = defaultdict(str)
+        self.replay()
+
+    def replay(self) -> None:
+        self._num_tokens: dict[int, int] = defaultdict(int)  # that came in this round
+        self._num_characters: dict[int, int] = defaultdict(int)
+        self._is_first: dict[int, bool] = dict.fromkeys(self._tokens, False)
+
+    def take(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk | None:
+        """What is new in it; None if nothing is."""
+        number = chunk.sequence
+        old = self._old(self._tokens[number], self._num_tokens[number], list(chunk.token_ids))
+        seen = self._num_characters[number]
+        old_text = self._old(list(self._text[number]), seen, list(chunk.text))
+        self._num_tokens[number] += len(chunk.token_ids)
+        self._num_characters[number] += len(chunk.text)
+        self._tokens[number] += chunk.token_ids[old:]
+        self._text[number] += chunk.text[old_text:]
+        return self._rest(chunk, old, old_text)
+
+    def _rest(self, chunk: pb.GenerateChunk, old: int, old_text: int) -> pb.GenerateChunk | None:
+        rest = pb.GenerateChunk()
+        rest.CopyFrom(chunk)
+        del rest.token_ids[:old]
+        del rest.logprobs[:old]
+        rest.text = chunk.text[old_text:]
+        if not self._is_first.setdefault(chunk.sequence, True):
+            rest.ClearField("prompt_logprobs")  # they came with what was given before
+        is_new = rest.token_ids or rest.text or rest.finish_reason or rest.prompt_logprobs
+        return rest if is_new else None
+
+    def _old(self, given: list[int] | list[str], seen: int, came: list[int] | list[str]) -> int:
+        """How many of what came were given before."""
+        before = given[seen : seen + len(came)]
+        if before != came[: len(before)]:
+            raise CallError(
+                grpc.StatusCode.DATA_LOSS,
+                "the stream broke, and the answer that came instead is another one. Is another "
+                "model served now, or was the server started with --no-exact?",
+            )
+        return len(before)

@@ -1,0 +1,139 @@
+"""From a bundle to all that a server needs: the engine, and what clients may rely upon.
+
+Knows: bundles, what wasn't chosen and must be. Does not know: ports, signals, calls.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+
+from quill.export.bundle.manifest import read_manifest
+from quill.export.precisions import Family
+from quill.server.engine.engine import Engine
+from quill.server.errors import StartError
+from quill.server.events import FailEvent
+from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
+from quill.server.loading.graph_choice import Choice, choose_graphs
+from quill.server.loading.instance import ModelInstance
+from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
+from quill.server.machine.heap import drop_startup_pages
+from quill.server.machine.resources import available_bytes
+from quill.server.protocol.served_model import ServedModel
+from quill.server.request import Request
+from quill.server.runtime.onnx_session import cuda_free_bytes
+from quill.server.settings import Settings
+from quill.server.text.chat_template import ChatTemplate
+from quill.server.text.tokenizer import Text
+
+logger = logging.getLogger(__name__)
+
+
+Load = Callable[[], ModelInstance]
+
+
+def prepare(directory: Path, settings: Settings) -> Load:
+    """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
+    manifest = read_manifest(directory)
+    choice = choose_graphs(manifest, settings.device, settings.precision)
+    on_cuda = choice.graphs.device == "cuda"
+    # A translation's prompt is one token; its source is read once, for itself.
+    uncached = on_cuda or manifest.family == "seq2seq"
+    sizing = choose_sizes(
+        manifest,
+        choice.graphs,
+        cuda_free_bytes() if on_cuda else available_bytes(),
+        max_rows=settings.max_rows,
+        context=settings.context,
+        cache_bytes=settings.cache_bytes or 0 if uncached else settings.cache_bytes,
+    )
+    threads = choose_threads(settings.threads)
+    _say_choice(manifest.name, choice, sizing, threads)
+    engine_settings = EngineSettings(
+        max_rows=sizing.max_rows,
+        context=sizing.context,
+        cache_bytes=sizing.cache_bytes,
+        num_threads=threads,
+        spinning=settings.spinning,
+        exact=settings.exact,
+    )
+    return lambda: _load(directory, choice, engine_settings, settings)
+
+
+def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
+    graphs = choice.graphs
+    logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
+    logger.info(
+        "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
+        sizing.max_rows,
+        sizing.context,
+        gigabytes(sizing.max_rows * sizing.slot_bytes),
+        gigabytes(sizing.cache_bytes),
+        gigabytes(sizing.weight_bytes),
+        threads,
+    )
+
+
+def _load(
+    directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
+) -> ModelInstance:
+    bundle = open_bundle(directory, choice.graphs.precision)
+    try:
+        engine = open_engine(bundle, engine_settings)
+        warm_up(engine, bundle.manifest.family)
+        instance = ModelInstance(describe(bundle, engine_settings, settings), engine)
+    except MemoryError as error:
+        raise StartError(
+            f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
+            "the process more, or try a smaller --max-slots, --context or --prefix-cache"
+        ) from error
+    drop_startup_pages()
+    return instance
+
+
+def warm_up(engine: Engine, family: Family) -> None:
+    """The first run of a graph takes far longer than those after it: nobody should wait for it."""
+    ids = {"prompt_ids": (0, 0)} if family == "causal" else {"prompt_ids": (0,), "source_ids": (0,)}
+    engine.submit(Request(request_id="warm-up", **ids, max_new_tokens=2), 0.0)
+    while not engine.is_idle:
+        for event in engine.step().events:
+            if isinstance(event, FailEvent):
+                raise StartError(f"the model was loaded and can't run: {event.error}")
+
+
+def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> ServedModel:
+    text = _open_text(bundle)
+    return ServedModel(
+        manifest=bundle.manifest,
+        graphs=bundle.graphs,
+        device=bundle.graphs.device,
+        runtime_version=onnxruntime.__version__,
+        deterministic=bundle.is_invariant and engine_settings.exact,
+        context=engine_settings.context,
+        max_rows=engine_settings.max_rows,
+        max_waiting=settings.max_waiting,
+        max_message_bytes=settings.max_message_bytes,
+        text=text,
+        template=_open_template(bundle, text),
+    )
+
+
+def _open_text(bundle: Bundle) -> Text | None:
+    manifest = bundle.manifest
+    if manifest.tokenizer is None:
+        return None
+    bos = manifest.special_tokens.bos if manifest.prepend_bos else None
+    # A source ends as those did that the model learnt from.
+    eos = manifest.special_tokens.eos if manifest.family == "seq2seq" else None
+    return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
+
+
+def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:
+    manifest = bundle.manifest
+    if manifest.chat_template is None or text is None:
+        return None
+    special = manifest.special_tokens
+    parts = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
+    names = {f"{part}_token": text.piece(id) for part, id in parts.items() if id is not None}
+    return ChatTemplate(manifest.chat_template, names)

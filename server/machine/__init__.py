@@ -1,0 +1,1 @@
+"""What Linux and the processor are asked."""

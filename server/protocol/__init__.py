@@ -1,0 +1,1 @@
+"""generation.proto becomes requests, and events become generation.proto: protobuf stops here."""

@@ -1,0 +1,167 @@
+"""Puts a request's events together to what the client is told.
+
+Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event loop.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from quill.server.events import (
+    Event,
+    FailEvent,
+    FinishEvent,
+    HypothesisEvent,
+    PositionLogprobs,
+    PromptEvent,
+    StartEvent,
+    TokenEvent,
+)
+from quill.server.protocol.requests import ParsedRequest
+from quill.server.text.stop_strings import StopStrings
+from quill.server.text.tokenizer import Text
+
+
+@dataclass
+class Chunk:
+    """What came to one sequence since the chunk before."""
+
+    sequence: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish: FinishEvent | None = None
+
+
+class Answer:
+    """All sequences of one request. `end` is called with each whose stop string has appeared."""
+
+    def __init__(
+        self, parsed: ParsedRequest, text: Text | None, end: Callable[[int], None]
+    ) -> None:
+        self._parsed = parsed
+        self._end = end
+        self._sequences = [_Sequence(parsed, text) for _ in range(parsed.request.num_sequences)]
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        self._num_open = len(self._sequences)
+        self._has_begun = False
+        self.num_cached: int | None = None  # None: the prompt hasn't been read yet
+
+    @property
+    def is_over(self) -> bool:
+        return not self._num_open
+
+    @property
+    def num_generated(self) -> int:
+        return sum(sequence.num_tokens for sequence in self._sequences)
+
+    def take(self, events: Iterable[Event]) -> list[Chunk]:
+        """One chunk for each sequence that has something new. Raises what ended the request."""
+        chunks: dict[int, Chunk] = {}
+        for event in events:
+            if isinstance(event, FailEvent):
+                raise event.error
+            if isinstance(event, PromptEvent):
+                self._prompt_logprobs += event.logprobs
+            elif isinstance(event, StartEvent):
+                self.num_cached = event.cached
+            else:
+                self._begin(chunks)
+                chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
+                self._add(chunk, event)
+        return [chunks[sequence] for sequence in sorted(chunks)]
+
+    def _add(self, chunk: Chunk, event: TokenEvent | HypothesisEvent | FinishEvent) -> None:
+        sequence = self._sequences[event.sequence]
+        if isinstance(event, FinishEvent):
+            sequence.finish(chunk, event)
+            self._num_open -= 1
+        elif isinstance(event, HypothesisEvent):
+            for token in _tokens(event):
+                sequence.add(chunk, token)
+        elif sequence.add(chunk, event):
+            self._end(event.sequence)
+
+    def _begin(self, chunks: dict[int, Chunk]) -> None:
+        """Before the first token: the prompt, if it was asked for."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        parsed = self._parsed
+        if parsed.prompt_logprobs is not None:
+            logprobs = _shortened(self._prompt_logprobs, parsed.prompt_logprobs)
+            chunks.setdefault(0, Chunk(0)).prompt_logprobs = logprobs
+        if parsed.echo:
+            for index in range(len(self._sequences)):
+                self._echo(chunks.setdefault(index, Chunk(index)))
+
+    def _echo(self, chunk: Chunk) -> None:
+        prompt_ids = self._parsed.request.prompt_ids
+        chunk.token_ids += prompt_ids
+        chunk.text += self._sequences[chunk.sequence].read(prompt_ids)
+        if self._parsed.logprobs is not None:
+            chunk.logprobs += _shortened(self._prompt_logprobs, self._parsed.logprobs)
+
+
+class _Sequence:
+    def __init__(self, parsed: ParsedRequest, text: Text | None) -> None:
+        self._ends = parsed.request.stop_ids | parsed.request.eos_ids
+        self._decoder = None if text is None else text.decoder()
+        self._stops = StopStrings(parsed.stop)
+        self.num_tokens = 0
+        self._is_stopped = False
+
+    def read(self, prompt_ids: Sequence[int]) -> str:
+        """The prompt's text. A character that it begins may end in the answer."""
+        if self._decoder is None:
+            return ""
+        return "".join(map(self._decoder.add, prompt_ids))
+
+    def add(self, chunk: Chunk, event: TokenEvent) -> bool:
+        """Whether a stop string ends here. What the engine made after that is dropped."""
+        if self._is_stopped:
+            return False
+        self.num_tokens += 1
+        chunk.token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            chunk.logprobs.append(event.logprobs)
+        if self._decoder is not None and event.token_id not in self._ends:
+            self._show(chunk, self._decoder.add(event.token_id))
+        return self._is_stopped
+
+    def finish(self, chunk: Chunk, event: FinishEvent) -> None:
+        if self._decoder is not None and not self._is_stopped:
+            self._show(chunk, self._decoder.end())
+            if not self._is_stopped:
+                chunk.text += self._stops.end()
+        usage = replace(event.usage, generated=self.num_tokens)
+        reason = "stop" if self._is_stopped else event.reason
+        chunk.finish = replace(event, reason=reason, usage=usage)
+
+    def _show(self, chunk: Chunk, text: str) -> None:
+        released = self._stops.add(text)
+        chunk.text += released.text
+        self._is_stopped = released.found
+
+
+def _tokens(event: HypothesisEvent) -> Iterator[TokenEvent]:
+    logprobs = event.logprobs or [None] * len(event.token_ids)
+    for token_id, report in zip(event.token_ids, logprobs, strict=True):
+        yield TokenEvent(event.request_id, event.sequence, token_id, report)
+
+
+def _shortened(logprobs: Sequence[PositionLogprobs], num_top: int) -> list[PositionLogprobs]:
+    return [replace(each, top=each.top[:num_top]) for each in logprobs]
+
+
+def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
+    """All chunks of an answer, as one for each sequence."""
+    whole = [Chunk(sequence) for sequence in range(num_sequences)]
+    for chunk in chunks:
+        into = whole[chunk.sequence]
+        into.text += chunk.text
+        into.token_ids += chunk.token_ids
+        into.logprobs += chunk.logprobs
+        into.prompt_logprobs += chunk.prompt_logprobs
+        into.finish = chunk.finish or into.finish
+    return whole

@@ -1,0 +1,74 @@
+"""What is served, and within which limits: all that a client may rely upon.
+
+Knows: the manifest, the limits that the server was started with.
+Does not know: who is being served, protobuf.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quill.export.bundle.manifest import Graphs, Manifest
+from quill.export.precisions import Device
+from quill.server.errors import InvalidFieldError, StartError
+from quill.server.request import Sampling
+from quill.server.text.chat_template import ChatTemplate
+from quill.server.text.tokenizer import Text
+
+MAX_SEQUENCES = 16
+DEFAULT_MAX_NEW_TOKENS = 256
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One bundle, as it is served."""
+
+    manifest: Manifest
+    graphs: Graphs
+    device: Device
+    runtime_version: str
+    deterministic: bool
+    context: int  # tokens of prompt and answer together
+    max_rows: int
+    max_waiting: int
+    max_message_bytes: int
+    text: Text | None  # None: the model speaks token ids only
+    template: ChatTemplate | None
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.default_sampling
+        except InvalidFieldError as error:
+            raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.sizes.vocab_size
+
+    @property
+    def is_translator(self) -> bool:
+        """Whether it reads its input with an encoder, instead of continuing it."""
+        return self.manifest.family == "seq2seq"
+
+    @property
+    def max_num_sequences(self) -> int:
+        return min(self.max_rows, MAX_SEQUENCES)
+
+    @property
+    def max_num_beams(self) -> int:
+        return self.max_num_sequences
+
+    @property
+    def default_max_new_tokens(self) -> int:
+        wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        return max(1, min(int(wanted), self.context))
+
+    @property
+    def default_sampling(self) -> Sampling:
+        return Sampling(**self.sampling_defaults)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The author's, by field name; what isn't here is off."""
+        generation = self.manifest.generation
+        return {name: generation[name] for name in SAMPLING_DEFAULTS if name in generation}

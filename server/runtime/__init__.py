@@ -1,0 +1,1 @@
+"""One step on ONNX Runtime, and the memory that rows keep."""

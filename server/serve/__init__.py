@@ -1,0 +1,1 @@
+"""`quill serve`: start, drain, stop."""

@@ -1,0 +1,43 @@
+"""`quill serve`: from the command's arguments to a server that runs until a signal ends it.
+
+Knows: settings, which bundle, the event loop. Does not know: what a server consists of.
+"""
+
+import argparse
+import asyncio
+import signal
+
+from quill.server.api.grpc_server import allow_connections
+from quill.server.loading.loader import Load, prepare
+from quill.server.serve.default_model import default_bundle
+from quill.server.serve.server import Server
+from quill.server.settings import Settings, check_exposure, read_settings
+from quill.server.telemetry.log_format import set_up_logging
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = read_settings(args)
+    set_up_logging(settings.log_format)
+    check_exposure(settings)
+    allow_connections()
+    directory = args.bundle or default_bundle(settings.device, settings.precision)
+    load = prepare(directory, settings)
+    asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
+
+
+async def serve(load: Load, settings: Settings, load_again: Load) -> None:
+    """Until a signal comes."""
+    server = Server(load, settings, load_again)
+    loop = asyncio.get_running_loop()
+    handlers = {
+        signal.SIGTERM: server.stop,
+        signal.SIGINT: server.stop,
+        signal.SIGHUP: server.reload_soon,
+    }
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        await server.run()
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,211 @@
+"""`quill serve`: a server from the opening of its port to its end in good order.
+
+Knows: the order of starting and stopping, signals. Does not know: what calls do.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from quill.export.precisions import Family
+from quill.server.addresses import write_address
+from quill.server.api.administration import Administration
+from quill.server.api.calls import Calls
+from quill.server.api.grpc_server import SERVICE, bind, make_server
+from quill.server.api.health import Health
+from quill.server.api.metrics_endpoint import serve_metrics
+from quill.server.api.servicer import TextGeneration
+from quill.server.auth.keyring import Keyring
+from quill.server.engine.admission import Admission
+from quill.server.engine.dispatcher import Dispatcher
+from quill.server.errors import ReloadError, StartError
+from quill.server.loading.loader import Load
+from quill.server.loading.reload import Reloader
+from quill.server.machine.hang_up import hang_up, stop_listening
+from quill.server.protocol.served_model import ServedModel
+from quill.server.serve.ready_message import line_to_type, metrics_url
+from quill.server.settings import Settings
+from quill.server.telemetry.call_record import Record
+from quill.server.telemetry.metrics import Metrics
+from quill.server.telemetry.tracing import open_tracing
+
+logger = logging.getLogger(__name__)
+
+# How long nobody may have called before connections end, and how long that is waited for: calls
+# that are under way are refused in words, and logged.
+QUIET_S = 0.05
+MAX_QUIET_S = 1.0
+
+
+class Server:
+    """One server, from the opening of its port to its end. Belongs to one event loop."""
+
+    def __init__(self, load: Load, settings: Settings, load_again: Load | None = None) -> None:
+        self._load = load
+        self._load_again = load_again or load
+        self._settings = settings
+        self.metrics = Metrics()
+        self.health = Health(SERVICE)
+        self._tracing = open_tracing() if settings.tracing else None
+        self.calls = Calls(self._report, settings.tracing)
+        loop = asyncio.get_running_loop()
+        self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
+        self.reloader = Reloader(
+            self.dispatcher.publish, self.health.note_soon, settings.max_step_s
+        )
+        self.port = 0
+        self.metrics_port: int | None = None
+        self.listening = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.closing = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._stopping_at_once = asyncio.Event()
+        self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self._reloads: set[asyncio.Task[ServedModel]] = set()
+
+    def stop(self) -> None:
+        """The first time in good order, the second time at once."""
+        if self._stopping.is_set():
+            self._stopping_at_once.set()
+        self._stopping.set()
+
+    async def reload(self) -> ServedModel:
+        """Serves the bundle as it is on disk now. A bad one is refused."""
+        try:
+            instance = await self.reloader.reload(self._load_again)
+        except ReloadError as error:
+            logger.error("%s", error)
+            raise
+        self.metrics.set_slots(instance.served.max_rows)
+        return instance.served
+
+    def reload_soon(self) -> None:
+        """The same, for a signal: the log says how it went."""
+        task = asyncio.ensure_future(self.reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._end_reload)
+
+    def _end_reload(self, task: "asyncio.Task[ServedModel]") -> None:
+        self._reloads.discard(task)
+        if not task.cancelled() and not isinstance(task.exception(), ReloadError | None):
+            logger.error("a bug in reloading", exc_info=task.exception())
+
+    async def run(self) -> None:
+        server = await self._listen()
+        watching = asyncio.ensure_future(self.reloader.watch())
+        try:
+            if await self._open():
+                await self._stopping.wait()
+                await self._drain()
+        finally:
+            watching.cancel()
+            await self._close(server)
+
+    async def _listen(self) -> grpc.aio.Server:
+        timeout_s, share_cache = self._settings.write_timeout_s, self._settings.share_cache
+        server = make_server(
+            self._settings,
+            self._keyring,
+            self.calls,
+            TextGeneration(self.dispatcher, self.reloader, self.calls, timeout_s, share_cache),
+            Administration(self.calls, None if self._keyring is None else self.reload),
+            self.health.servicer,
+        )
+        await self.health.begin()
+        self.port = bind(server, self._settings)
+        await server.start()
+        self.listening.set()
+        return server
+
+    async def _open(self) -> bool:
+        """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
+        loading = asyncio.ensure_future(self.reloader.take_over(self._load))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            loading.cancel()
+            return False
+        served = loading.result().served
+        self.metrics.set_slots(served.max_rows)
+        self.dispatcher.open()
+        self._open_metrics()
+        await self.health.note("loading", False)
+        self._say_ready(served.manifest.family)
+        self.ready.set()
+        return True
+
+    def _open_metrics(self) -> None:
+        settings, port = self._settings, self._settings.metrics_port
+        if port is None:
+            return
+        try:
+            self._serve_metrics(port)
+        except StartError:
+            if not settings.any_metrics_port:
+                raise
+            logger.warning("port %d is taken: the metrics get a free one", port)
+            self._serve_metrics(0)
+
+    def _serve_metrics(self, port: int) -> None:
+        settings = self._settings
+        keyring = None if settings.open_metrics else self._keyring
+        self.metrics_port, self._stop_metrics = serve_metrics(
+            self.metrics.registry, settings.host, port, settings.tls, keyring
+        )
+
+    def _say_ready(self, family: Family) -> None:
+        settings, metrics = self._settings, None
+        if self.metrics_port is not None:
+            metrics = metrics_url(settings, self.metrics_port)
+            logger.info("metrics at %s", metrics)
+        address = write_address(settings.host, self.port)
+        if settings.log_format == "json":  # nobody is there to type
+            fields = {"address": address, "metrics": metrics}
+            logger.info("serving at %s", address, extra={"fields": fields})
+            return
+        _say(f"Serving at {address}. Now type:")
+        _say(f"  {line_to_type(settings, self.port, family)}")
+
+    async def _drain(self) -> None:
+        await self.health.note("stopping", True)
+        self.dispatcher.close()
+        logger.info("stopping: %d requests are running or waiting", len(self.dispatcher))
+        waits = {
+            asyncio.ensure_future(self.dispatcher.wait_until_empty()),
+            asyncio.ensure_future(self._stopping_at_once.wait()),
+        }
+        await asyncio.wait(
+            waits, timeout=self._settings.grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for wait in waits:
+            wait.cancel()
+
+    async def _close(self, server: grpc.aio.Server) -> None:
+        """What is still running, or on its way to us, ends with UNAVAILABLE."""
+        self.closing.set()
+        await self.reloader.close()
+        self._stop_metrics()
+        stop_listening(self.port)
+        await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)
+        hang_up(self.port)
+        await server.stop(1.0)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+        logger.info("stopped")
+
+    def _report(self, record: Record) -> None:
+        self.metrics.finish(record)
+        record.log()
+        if self._tracing is not None:
+            self._tracing.report(record)
+
+
+def _say(line: str) -> None:
+    """A full disk, or a reader who has left, is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

@@ -1,0 +1,1 @@
+"""What is told afterwards: records, logs, metrics, spans."""

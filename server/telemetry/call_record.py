@@ -1,0 +1,60 @@
+"""One call, from its arrival to its end, in numbers: what the log and the metrics are told.
+
+Knows: tokens, times, how it ended. Does not know: what was said: a prompt is never logged.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from quill.server.events import FinishEvent
+
+logger = logging.getLogger(__name__)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass
+class Record:
+    method: str
+    caller: str = ""  # the name of its API key or certificate, never the key
+    request_id: str = field(default_factory=new_request_id)
+    arrived_s: float = field(default_factory=time.monotonic)
+    outcome: str = "OK"  # the name of a gRPC status
+    bad_field: str = ""  # the name of the one that was refused, never what it held
+    finish_reasons: list[str] = field(default_factory=list)
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+    queue_ms: float | None = None
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+    submitted_s: float | None = None  # when it was handed to the engine
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # empty unless tracing is on
+
+    def note(self, finish: FinishEvent) -> None:
+        """One of its sequences has ended."""
+        self.finish_reasons.append(finish.reason)
+        self.queue_ms = finish.timings.queue_ms
+        if finish.timings.first_token_ms:
+            self.first_token_ms = finish.timings.first_token_ms
+
+    def close(self) -> None:
+        self.total_ms = 1000 * (time.monotonic() - self.arrived_s)
+
+    def log(self) -> None:
+        """One line, whatever happened."""
+        logger.info("request", extra={"fields": self._fields()})
+
+    def _fields(self) -> dict[str, object]:
+        fields = asdict(self)
+        for name in ("arrived_s", "submitted_s", "trace_headers"):
+            del fields[name]
+        fields["finish_reasons"] = ",".join(self.finish_reasons)
+        for name in ("queue_ms", "first_token_ms", "total_ms"):
+            fields[name] = None if fields[name] is None else round(fields[name], 1)
+        return {name: value for name, value in fields.items() if value not in (None, "")}

@@ -1,0 +1,41 @@
+"""How a line of the log looks: for people, or as JSON for machines.
+
+Knows: logging's records. Does not know: who writes them, what was said.
+"""
+
+import json
+import logging
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level, message, then name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        fields = getattr(record, "fields", {})
+        return line + "".join(f" {name}={value}" for name, value in fields.items())
+
+
+class JsonFormatter(logging.Formatter):
+    """For machines: one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logging(log_format: str) -> None:
+    """To stderr: stdout is for what a person asked for."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,0 +1,121 @@
+"""Numbers for Prometheus.
+
+Knows: batches, records of calls. Does not know: who reads them, gRPC.
+The names are documented in the README: change them there too.
+"""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
+from quill.server.telemetry.call_record import Record
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Belongs to the event loop's thread; read from the HTTP server's."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        self._num_slots = 1
+        self._last_token_s: dict[tuple[str, int], float] = {}
+        self._make_counters()
+        self._make_gauges()
+        self._make_histograms()
+
+    def _make_counters(self) -> None:
+        registry = self.registry
+        self._requests = Counter(
+            "quill_requests", "Calls by how they ended", ["method", "outcome"], registry=registry
+        )
+        self._tokens = Counter(
+            "quill_tokens",
+            "Tokens of finished sequences' prompts, of those from the prefix cache, and generated",
+            ["kind"],
+            registry=registry,
+        )
+        self._cache_hits = Counter(
+            "quill_prefix_cache_hits", "Prompts whose beginning was known", registry=registry
+        )
+        self._cache_misses = Counter(
+            "quill_prefix_cache_misses", "Prompts that were read in full", registry=registry
+        )
+        self._cancellations = Counter(
+            "quill_cancellations", "Calls whose client left", registry=registry
+        )
+
+    def _make_gauges(self) -> None:
+        registry = self.registry
+        self._waiting = Gauge("quill_queue_depth", "Requests that wait", registry=registry)
+        self._rows = Gauge("quill_running_rows", "Sequences in the last step", registry=registry)
+        self._slots = Gauge("quill_slots", "Sequences that can run at once", registry=registry)
+        self._slot_use = Gauge(
+            "quill_slot_use_ratio", "Running rows as a share of the slots", registry=registry
+        )
+
+    def _make_histograms(self) -> None:
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(name, text, labels, registry=self.registry, buckets=_SECONDS)
+
+        self._first_token = histogram(
+            "quill_time_to_first_token_seconds", "From arrival to the first token"
+        )
+        self._between = histogram(
+            "quill_time_between_tokens_seconds", "Between two tokens of a sequence"
+        )
+        self._queue = histogram("quill_queue_time_seconds", "From arrival to the first step")
+        self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
+        self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
+
+    def set_slots(self, num_slots: int) -> None:
+        self._slots.set(num_slots)
+        self._num_slots = num_slots
+
+    def observe(self, batch: Batch) -> None:
+        """One round of the engine."""
+        if batch.step is not None:
+            self._step.labels(batch.step.kind).observe(batch.step.duration_s)
+        if batch.crowd is not None:
+            self._rows.set(batch.crowd.num_rows)
+            self._slot_use.set(batch.crowd.num_rows / self._num_slots)
+            self._waiting.set(batch.crowd.num_waiting)
+        now_s = self._clock()
+        for event in batch.events:
+            if isinstance(event, TokenEvent):
+                self._note_token(event, now_s)
+            elif isinstance(event, StartEvent):
+                if event.was_looked_up:
+                    (self._cache_hits if event.cached else self._cache_misses).inc()
+            elif isinstance(event, FinishEvent):
+                self._last_token_s.pop((event.request_id, event.sequence), None)
+            elif isinstance(event, FailEvent):
+                self._forget(event.request_id)
+
+    def _note_token(self, event: TokenEvent, now_s: float) -> None:
+        key = (event.request_id, event.sequence)
+        before_s = self._last_token_s.get(key)
+        if before_s is not None:
+            self._between.observe(now_s - before_s)
+        self._last_token_s[key] = now_s
+
+    def _forget(self, request_id: str) -> None:
+        for key in [key for key in self._last_token_s if key[0] == request_id]:
+            del self._last_token_s[key]
+
+    def finish(self, record: Record) -> None:
+        """A call has ended."""
+        self._requests.labels(record.method, record.outcome).inc()
+        self._total.labels(record.method).observe(record.total_ms / 1000)
+        if record.outcome == "CANCELLED":
+            self._cancellations.inc()
+        self._tokens.labels("prompt").inc(record.num_prompt)
+        self._tokens.labels("cached").inc(record.num_cached)
+        self._tokens.labels("generated").inc(record.num_generated)
+        if record.queue_ms is not None:
+            self._queue.observe(record.queue_ms / 1000)
+        if record.first_token_ms is not None:
+            self._first_token.observe(record.first_token_ms / 1000)

@@ -1,0 +1,1 @@
+"""Text becomes token ids and token ids become text."""

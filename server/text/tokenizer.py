@@ -1,0 +1,158 @@
+"""Text to token ids and back.
+
+Knows: the bundle's tokenizer, which tokens are special. Does not know: requests, templates, gRPC.
+
+Special tokens inside a person's text are plain text: whoever writes "<|endoftext|>" in a prompt
+must not end anything. Only a chat template's own special tokens count. The same rule as the
+reference, model/tokenizer.py, written twice on purpose: the server needs nothing of that room.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+
+from quill.server.errors import StartError, StepError
+from quill.server.text.detokenizer import ByteDecoder, Decoder, WindowDecoder
+
+logger = logging.getLogger(__name__)
+
+# Stands inside the special tokens that people write in a conversation, so that they aren't taken
+# for the template's own. Unicode promises that it is never a character of any text.
+_MARK = "\ufdd0"
+# The library holds everybody up while it reads: 4 million characters took seconds.
+MAX_CHARACTERS_PER_TOKEN = 32
+
+
+@contextmanager
+def _panics_caught() -> Iterator[None]:
+    """The library's panics are no Exceptions: one would leave a call without an end, or end the
+    server. Their words are on stderr already; they may quote a prompt, so no more is made of them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        logger.error("the tokenizer failed; the lines before this one have its own words")
+        raise StepError("the tokenizer failed; the server's stderr has more") from error
+
+
+class Text:
+    """A tokenizer.json. Safe to use from several threads."""
+
+    def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
+        """The tokens that begin and end what a model reads, if that begins or ends with one."""
+        self._parsing = _open(tokenizer_json)
+        # The library keeps this choice in the object. One object for each keeps calls independent.
+        self._plain = _open(tokenizer_json)
+        self._plain.encode_special_tokens = True
+        self._bos = bos
+        self._eos = eos
+        added = self._parsing.get_added_tokens_decoder()
+        self._special = {token.content: id for id, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special.values())
+        decoder = json.loads(tokenizer_json).get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}
+        longest = max(map(len, self._parsing.get_vocab()), default=1)
+        # Of a text as a whole: a token can stand for more, but hardly every token of a long text.
+        self.max_characters_per_token = min(4 * longest, MAX_CHARACTERS_PER_TOKEN)
+
+    @classmethod
+    def load(cls, path: Path, bos: int | None, eos: int | None = None) -> "Text":
+        try:
+            with _panics_caught():
+                return cls(path.read_text("utf-8"), bos, eos)
+        except Exception as error:  # the library raises bare ones
+            raise StartError(f"{path} can't be read as a tokenizer: {error}") from error
+
+    @_panics_caught()
+    def encode(self, text: str, whole: bool = True) -> list[int]:
+        """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
+        ids = self._begun(self._plain.encode(text, add_special_tokens=False).ids, whole)
+        return [*ids, self._eos] if whole and self._eos is not None else ids
+
+    @_panics_caught()
+    def encode_rendered(self, text: str) -> list[int]:
+        """What a template made: its special tokens count, marked ones are plain text again."""
+        if _MARK not in text:
+            ids = self._parsing.encode(text, add_special_tokens=False).ids
+        else:
+            ids = [id for part in self._parts(text) for id in self._encode_part(part)]
+        return self._begun(ids, begin=not ids or ids[0] != self._bos)
+
+    def mark(self, text: str) -> str:
+        """A person's words, with their special tokens marked as plain text."""
+        text = text.replace(_MARK, "")
+        for token in self._special:
+            text = text.replace(token, token[:1] + _MARK + token[1:])
+        return text
+
+    @_panics_caught()
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Bytes that make no whole character become U+FFFD."""
+        return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special))
+
+    def piece(self, token_id: int) -> str:
+        """A token by itself."""
+        if self._is_byte_level:
+            return self._bytes_of(token_id).decode("utf-8", "replace")
+        return self.decode([token_id], skip_special=False)
+
+    def decoder(self) -> Decoder:
+        """Turns an answer's tokens into text, one after another."""
+        if self._is_byte_level:
+            return ByteDecoder(self._visible_bytes_of)
+        return WindowDecoder(self.decode)
+
+    def _begun(self, ids: Sequence[int], begin: bool) -> list[int]:
+        return [self._bos, *ids] if begin and self._bos is not None else list(ids)
+
+    def _parts(self, text: str) -> list[str]:
+        """Cut so that each special token is a part of its own."""
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+
+    def _encode_part(self, part: str) -> list[int]:
+        if part in self._special:
+            return [self._special[part]]
+        return self.encode(part.replace(_MARK, ""), whole=False)
+
+    def _visible_bytes_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self._bytes_of(token_id)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id not in self._bytes:
+            self._bytes[token_id] = _bytes_of_piece(self._parsing.id_to_token(token_id) or "")
+        return self._bytes[token_id]
+
+
+def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
+    """Without padding and cutting: lengths are ours to decide."""
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _bytes_of_piece(piece: str) -> bytes:
+    """As the library's byte-level decoder: each character stands for a byte, or none does."""
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return piece.encode("utf-8")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that stands for each byte: itself if visible, else one from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    stand_ins = {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | stand_ins
+
+
+_BYTES = _byte_characters()

@@ -1,0 +1,213 @@
+"""`quill generate` and `quill chat`, through the front door."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from quill.__main__ import main
+from quill.protos import generation_pb2 as pb
+from quill.server.cli import generate
+from quill.server.client.call_error import CallError
+from quill.server.client.requests import Options
+from tests.server.running import Running, make_manifest, make_served, running_server
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def run(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, what was printed, and what was said about errors."""
+
+    def call(command: str, *arguments: str) -> tuple[int, str, str]:
+        code = main([command, "--address", running.address, "--timeout", "30", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_text_is_continued(run: Run) -> None:
+    assert run("generate", "abc", "--max-new-tokens", "4") == (0, "defg\n", "")
+
+
+def test_prompt_may_come_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab"))
+    assert run("generate", "-", "--stop", "f", "--echo")[1] == "abcde\n"
+
+
+def test_json_has_everything(run: Run) -> None:
+    _, printed, _ = run("generate", "abc", "--max-new-tokens", "2", "--seed", "4", "--json")
+    answer = json.loads(printed)
+    assert answer["sequences"][0]["text"] == "de"
+    assert answer["seed"] == "4"
+
+
+def test_several_sequences_are_numbered(run: Run) -> None:
+    _, printed, _ = run("generate", "abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    assert printed == "[0] de\n[1] de\n"
+
+
+@pytest.mark.parametrize("given", [(), ("--temperature", "0"), ("--json",), ("--beams", "1")])
+def test_answers_that_are_equal_because_nothing_was_drawn_come_with_a_note(
+    run: Run, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    several = ("abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    note = run("generate", *several, *given)[2]  # the model's own temperature is 0
+    assert note.startswith("(the 2 answers are equal: at temperature 0 ")
+    assert "--temperature" in note
+    assert note.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [("--temperature", "1"), ("--beams", "2")])
+def test_answers_that_were_drawn_or_searched_come_without_that_note(
+    run: Run, given: tuple[str, ...]
+) -> None:
+    several = ("abc", "--max-new-tokens", "2", "--num-sequences", "2")
+    assert run("generate", *several, *given)[2] == ""
+
+
+def test_refusal_is_one_line(run: Run) -> None:
+    code, _, errors = run("generate", "abc", "--top-p", "2")
+    assert code == 1
+    assert errors.startswith("quill: top_p is 2.0; it must be")
+    assert errors.count("\n") == 1
+
+
+def test_seed_is_told_on_a_terminal_if_it_was_not_given(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    told = re.compile(r"\(--seed \d+ gives this answer again\)\n")
+    short = ("abc", "--max-new-tokens", "2")
+    for option in ("--max-new-tokens 2", "--num-sequences 2 --temperature 1"):
+        assert told.fullmatch(run("generate", *short, *option.split())[2])
+    for option in ("--seed 4", "--beams 2", "--json"):
+        assert run("generate", *short, *option.split())[2] == ""
+
+
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_logprobs_that_would_not_be_shown_are_refused(run: Run, option: str) -> None:
+    code, printed, errors = run("generate", "abc", option, "2")
+    assert (code, printed) == (1, "")
+    assert "are shown by --json alone" in errors
+    assert run("generate", "abc", option, "2", "--json", "--max-new-tokens", "2")[0] == 0
+
+
+def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken() -> Iterator[pb.GenerateChunk]:
+        yield pb.GenerateChunk(text="de")
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+
+    with pytest.raises(CallError):
+        generate._show(broken())
+    assert capsys.readouterr().out == "de\n"
+
+
+def test_answer_that_the_timeout_cut_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = pb.FINISH_REASON_DEADLINE
+    assert generate._show([pb.GenerateChunk(text="de", finish_reason=reason, seed=3)]) == 3
+    assert capsys.readouterr() == ("de\n", "(cut off by --timeout)\n")
+
+
+def test_logit_bias_is_read(run: Run) -> None:
+    token = ord("q") + 1
+    options = ("--max-new-tokens", "1", "--logit-bias", f"{token}:100")
+    assert run("generate", "abc", *options)[1] == "q\n"
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    remaining = iter(lines)
+
+    def answer(_: str) -> str:
+        line = next(remaining, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+
+
+def test_chat_remembers_what_was_said(
+    run: Run, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "hi", "", "so", "/quit", "never")
+    while not running.records.empty():
+        running.records.get()
+    _, printed, _ = run("chat", "--max-new-tokens", "3")
+    assert printed.count("lmn") == 2
+    running.next_record("OK")  # GetModel
+    first, second = running.next_record("OK"), running.next_record("OK")
+    # The template writes "u:hi" + end, then for the second turn "a:lmn" + end and "u:so" + end.
+    assert (first.num_prompt, second.num_prompt) == (6, 6 + 6 + 5)
+
+
+def test_chat_draws_with_care_where_nobody_says_how() -> None:
+    careful: Options = {"temperature": 0.4, "top_p": 0.9}
+    plain, willed = pb.Model(), pb.Model(defaults={"temperature": 0.7})
+    assert generate.with_chat_defaults({"top_p": 0.5}, careful, plain) == {
+        "temperature": 0.4,
+        "top_p": 0.5,
+    }
+    assert generate.with_chat_defaults({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
+    assert generate.with_chat_defaults({"num_beams": 4}, careful, plain) == {"num_beams": 4}
+
+
+@pytest.mark.parametrize("option", [("--logprobs", "0"), ("--num-sequences", "2"), ("--echo",)])
+def test_chat_refuses_what_it_could_not_show(run: Run, option: tuple[str, ...]) -> None:
+    code, _, errors = run("chat", *option)
+    assert code == 1
+    assert "a chat shows one plain answer" in errors
+
+
+def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:
+    served = make_served(template=None, manifest=make_manifest(chat_template=None))
+    with running_server(served=served) as server:
+        assert main(["chat", "--address", server.address]) == 1
+    assert "has no chat template. Use `quill generate`" in capsys.readouterr().err
+
+
+def test_chat_survives_a_refusal_and_ctrl_c_at_the_prompt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "x" * 300, KeyboardInterrupt, "hi")
+    code, printed, _ = run("chat", "--max-new-tokens", "3")
+    assert code == 0
+    assert "messages has" in printed
+    assert "lmn" in printed
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    run: Run, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "hi")
+    interrupted = iter([KeyboardInterrupt])
+
+    def show(*pieces: str, **options: object) -> None:
+        printed.append(" ".join(pieces))
+        if pieces and pieces[0].startswith("l"):
+            raise next(interrupted)
+
+    printed: list[str] = []
+    monkeypatch.setattr(generate, "print", show, raising=False)
+    running.session.hold()
+    running.session.let_go(1)
+    code, *_ = run("chat")
+    running.session.let_go()
+    assert code == 0
+    assert " [stopped]" in printed
+    running.next_record("CANCELLED")

@@ -1,0 +1,76 @@
+"""An answer that comes again is given only from where it broke."""
+
+import grpc
+import pytest
+
+from quill.protos import generation_pb2 as pb
+from quill.server.client.call_error import CallError
+from quill.server.client.requests import make_request, seeded
+from quill.server.client.resume import ResumeFilter
+
+
+def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:
+    """A token for each character, with its logprob."""
+    ids = [ord(character) for character in text]
+    said = pb.GenerateChunk(sequence=sequence, text=text, token_ids=ids)
+    said.logprobs.extend(pb.TokenLogprobs(token_id=id) for id in ids)
+    if last:
+        said.finish_reason = pb.FINISH_REASON_LENGTH
+    return said
+
+
+def take(given: ResumeFilter, *chunks: pb.GenerateChunk) -> list[str]:
+    new = [given.take(each) for each in chunks]
+    for each in new:
+        if each is not None:
+            assert [ord(character) for character in each.text] == list(each.token_ids)
+            assert [said.token_id for said in each.logprobs] == list(each.token_ids)
+    return [each.text for each in new if each is not None]
+
+
+def test_what_was_given_is_left_out_however_it_is_cut() -> None:
+    given = ResumeFilter()
+    assert take(given, chunk("ab"), chunk("c")) == ["ab", "c"]
+    given.replay()
+    assert take(given, chunk("a"), chunk("bcd"), chunk("e", last=True)) == ["d", "e"]
+
+
+def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
+    given = ResumeFilter()
+    take(given, chunk("ab"))
+    given.replay()
+    last = given.take(chunk("ab", last=True))
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_LENGTH)
+
+
+def test_sequences_are_kept_apart() -> None:
+    given = ResumeFilter()
+    take(given, chunk("ab", 0), chunk("x", 1))
+    given.replay()
+    assert take(given, chunk("xy", 1), chunk("abc", 0)) == ["y", "c"]
+
+
+def test_prompts_logprobs_are_given_once() -> None:
+    first = chunk("a")
+    first.prompt_logprobs.add(token_id=1)
+    given = ResumeFilter()
+    told = given.take(first)
+    assert told is not None
+    assert len(told.prompt_logprobs) == 1
+    given.replay()
+    assert given.take(first) is None
+
+
+def test_another_answer_is_an_error_and_not_a_mixture() -> None:
+    given = ResumeFilter()
+    take(given, chunk("ab"))
+    given.replay()
+    with pytest.raises(CallError, match="another one") as caught:
+        given.take(chunk("ax"))
+    assert caught.value.code is grpc.StatusCode.DATA_LOSS
+
+
+def test_request_gets_a_seed_only_if_it_has_none() -> None:
+    assert seeded(make_request("a", {"seed": 0})).seed == 0
+    assert seeded(make_request("a", {})).HasField("seed")

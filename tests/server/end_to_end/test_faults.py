@@ -1,0 +1,182 @@
+"""Faults in a real server process: nothing is lost in silence, no slot leaks, others go on."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quill.server.client.call_error import CallError
+from quill.server.client.retry import Retries
+from quill.server.client.sync_client import Client
+from tests.server.faults import CODE, Faults
+from tests.server.process import (
+    NEVER,
+    PATIENCE_S,
+    PROMPT,
+    ServerProcess,
+    ask,
+    server_process,
+    wait_until,
+)
+from tests.server.tiny_bundle import TinyBundle
+
+PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
+LENGTH = 100
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_bundle: TinyBundle, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with server_process(
+        tiny_bundle.directory, log, "--watchdog", "0.5", code=CODE, environment=faults.environment
+    ) as running:
+        yield running
+
+
+def code_of(call: Callable[[], object]) -> grpc.StatusCode:
+    with pytest.raises(CallError) as caught:
+        call()
+    return caught.value.code
+
+
+def health(server: ServerProcess) -> int:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status)
+
+
+def test_step_that_raises_once_fails_its_own_request(server: ServerProcess, faults: Faults) -> None:
+    expected = ask(server)
+    faults.start("raise-once")
+    assert code_of(lambda: ask(server)) is grpc.StatusCode.INTERNAL
+    assert ask(server) == expected
+    wait_until(server.is_idle, "the slot is free")
+    assert "injected, once" in server.log
+
+
+def test_steps_that_raise_for_ever_make_the_server_unhealthy_until_they_stop(
+    server: ServerProcess, faults: Faults
+) -> None:
+    expected = ask(server)
+    faults.start("raise")
+    while health(server) == SERVING:
+        assert code_of(lambda: ask(server)) is grpc.StatusCode.INTERNAL
+    faults.end("raise")
+    assert ask(server) == expected
+    wait_until(lambda: health(server) == SERVING, "health says so")
+    wait_until(server.is_idle, "the slots are free")
+
+
+def test_step_that_hangs_turns_health_and_goes_on_when_it_is_over(
+    server: ServerProcess, faults: Faults
+) -> None:
+    expected = ask(server)
+    faults.hang()
+    answers: list[list[int]] = []
+    caller = threading.Thread(target=lambda: answers.append(ask(server)))
+    caller.start()
+    wait_until(lambda: health(server) == NOT_SERVING, "the watchdog barks")
+    assert "a step has run for" in server.log
+    # Whoever is in a hurry is told, though the engine can't move.
+    with Client(server.address, NEVER) as client:
+        code = code_of(lambda: client.generate(PROMPT, timeout_s=0.5))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    faults.let_go()
+    caller.join(PATIENCE_S)
+    assert answers == [expected]
+    wait_until(lambda: health(server) == SERVING, "health says so")
+    wait_until(server.is_idle, "the slots are free")
+
+
+def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
+    server: ServerProcess, faults: Faults
+) -> None:
+    expected = ask(server, max_new_tokens=LENGTH)
+    faults.start("slow")
+    with Client(server.address, NEVER) as client:
+        chunks = client.stream(PROMPT, seed=3, max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
+        tokens = list(next(chunks).token_ids)
+        server.signal(signal.SIGSTOP)
+        # This is how five seconds are waited for: a client that gives up after them.
+        with Client(server.address, NEVER) as hurried:
+            code = code_of(lambda: hurried.generate(PROMPT, timeout_s=5.0))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        server.signal(signal.SIGCONT)
+        faults.end("slow")
+        for chunk in chunks:
+            tokens += chunk.token_ids
+    assert tokens == expected
+    wait_until(server.is_idle, "the slots are free, the hurried client's too")
+
+
+def test_bundle_that_is_replaced_on_disk_does_not_change_what_is_served(
+    tiny_bundle: TinyBundle, server: ServerProcess
+) -> None:
+    """New files take the old ones' names, as rsync and mv do it; a reload is another matter."""
+    expected = ask(server, seed=9)
+    before = {path: path.read_bytes() for path in tiny_bundle.directory.iterdir()}
+    try:
+        for path in before:
+            path.unlink()
+            path.write_bytes(b"something else")
+        assert ask(server, seed=9) == expected
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+    wait_until(server.is_idle, "the slot is free")
+
+
+def test_flood_of_cancels_leaves_nothing_behind(server: ServerProcess) -> None:
+    expected = ask(server)
+    cancelled = server.num_ended("CANCELLED")
+    with Client(server.address, NEVER) as client:
+        for number in range(200):
+            chunks = client.stream([*PROMPT, number], max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
+            next(chunks)
+            chunks.close()
+    assert ask(server) == expected
+    wait_until(server.is_idle, "the slots are free")
+    wait_until(
+        lambda: server.num_ended("CANCELLED") + server.num_ended("OK") >= cancelled + 200,
+        "every one has ended",
+    )
+
+
+def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
+    tiny_bundle: TinyBundle, faults: Faults, tmp_path: Path
+) -> None:
+    faults.start("slow")
+    bundle, log = tiny_bundle.directory, tmp_path / "log"
+    environment = faults.environment
+    with (
+        server_process(bundle, log, code=CODE, environment=environment) as first,
+        Client(first.address, NEVER) as plain,
+        Client(first.address, PATIENT) as patient,
+    ):
+        begun = [
+            plain.stream(PROMPT, seed=5, max_new_tokens=LENGTH, timeout_s=PATIENCE_S),
+            patient.stream(PROMPT, seed=5, max_new_tokens=LENGTH, resume=True),
+        ]
+        tokens = [list(next(chunks).token_ids) for chunks in begun]
+        first.signal(signal.SIGKILL)
+        first.process.wait()
+        assert code_of(lambda: list(begun[0])) is grpc.StatusCode.UNAVAILABLE
+        faults.end("slow")
+        with server_process(bundle, log, port=first.port) as second:
+            for chunk in begun[1]:
+                tokens[1] += chunk.token_ids
+            assert tokens[1] == ask(second, seed=5, max_new_tokens=LENGTH)
+            wait_until(second.is_idle, "the slots are free")

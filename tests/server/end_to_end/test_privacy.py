@@ -1,0 +1,97 @@
+"""A server tells nobody that it runs: no name is looked up, and nothing is written at home."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.process import ask, server_process, wait_until
+from tests.server.tiny_bundle import TinyBundle
+
+HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+VARIABLE = "ORT_DISABLE_TELEMETRY"
+# Each name that a process wants to know goes into a file, and isn't looked up.
+SPY = r"""
+#include <fcntl.h>
+#include <netdb.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+extern "C" int getaddrinfo(const char* name, const char*, const addrinfo*, addrinfo**) {
+  int file = open(getenv("SPY_LOG"), O_WRONLY | O_CREAT | O_APPEND, 0600);
+  if (name != nullptr && (write(file, name, strlen(name)) < 0 || write(file, "\n", 1) < 0)) abort();
+  close(file);
+  return EAI_NONAME;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def spy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ here to make the spy with")
+    library = tmp_path_factory.mktemp("spy") / "spy.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=SPY, text=True, check=True)
+    return library
+
+
+def spied_on(spy: Path, home: Path, **changes: str) -> dict[str, str]:
+    """The environment of a process with a new home, whose questions are in `names` beside it."""
+    home.mkdir()
+    homes = {name: str(home / name.lower()) for name in HOMES}
+    watched = {"LD_PRELOAD": str(spy), "SPY_LOG": str(home.with_suffix(".names"))}
+    return homes | watched | changes
+
+
+def files_in(home: Path) -> list[Path]:
+    return [path.relative_to(home) for path in home.rglob("*") if path.is_file()]
+
+
+def names_for(home: Path) -> str:
+    log = home.with_suffix(".names")
+    return log.read_text() if log.exists() else ""
+
+
+def test_server_looks_no_name_up_and_leaves_nothing_at_home(
+    spy: Path, tiny_bundle: TinyBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    quiet, chatty = tmp_path / "quiet", tmp_path / "chatty"
+    ours, asked_for = spied_on(spy, quiet), spied_on(spy, chatty, **{VARIABLE: "0"})
+    bundle = tiny_bundle.directory
+    with (
+        server_process(bundle, tmp_path / "quiet.log", environment=ours) as server,
+        server_process(bundle, tmp_path / "chatty.log", environment=asked_for) as other,
+    ):
+        assert ask(server) == ask(other)
+        # The second one shows what is looked for, and when the first one would have done it.
+        wait_until(lambda: names_for(chatty) != "", "the runtime calls its maker if it may")
+        assert names_for(quiet) == ""
+    assert any(path.name == "deviceid" for path in files_in(chatty))
+    assert files_in(quiet) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "quill.export.pipeline",
+        "quill.export.verify.runner",
+        "quill.server.runtime.model_runner",
+        "quill.loadtest.translator_quill",
+    ],
+)
+def test_whoever_imports_a_room_is_not_told_of_either(module: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    homes = {name: str(tmp_path / name) for name in HOMES}
+    subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        env=environment | homes,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert [path for path in files_in(tmp_path) if "Microsoft" in path.parts] == []

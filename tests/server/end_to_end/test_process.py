@@ -1,0 +1,187 @@
+"""`quill serve` as a process of its own, in which importing torch raises."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
+from quill.export.errors import BundleError
+from quill.model.tokenizer import byte_tokenizer
+from quill.server.client.sync_client import Client
+from quill.server.engine.engine import Engine
+from quill.server.errors import StartError
+from quill.server.loading.loader import prepare, warm_up
+from quill.server.runtime.prefix_cache import PrefixCache
+from quill.server.scheduler.scheduler import Limits
+from quill.server.settings import Settings
+from tests.server.scripted_session import Reciter
+from tests.server.tiny_bundle import TinyBundle
+
+ROOT = Path(__file__).resolve().parents[3]
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = sys.modules['quill.model.transformer'] = None\n"
+    "from quill.__main__ import main; sys.exit(main())"
+)
+SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")
+
+
+def command(bundle: Path) -> list[str]:
+    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-slots", "2"]
+    return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
+
+
+@contextmanager
+def serving(bundle: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    process = subprocess.Popen(
+        command(bundle), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("Serving at "), process.communicate()[1]
+        yield process, line.removeprefix("Serving at ").partition(". ")[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
+    tiny_bundle: TinyBundle,
+) -> None:
+    with serving(tiny_bundle.directory) as (process, address):
+        with Client(address) as client:
+            model = client.model(timeout_s=60)
+            assert not model.has_tokenizer
+            answers = [
+                client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60) for _ in range(2)
+            ]
+        assert answers[0].sequences[0].token_ids == answers[1].sequences[0].token_ids
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert "stopped" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("metrics", ["off", "0"])
+def test_log_for_machines_is_json_from_the_first_line_to_the_last(
+    tiny_bundle: TinyBundle, metrics: str
+) -> None:
+    process = subprocess.Popen(
+        [*command(tiny_bundle.directory), "--log-format", "json", "--metrics-port", metrics],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # as containers have it
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        entries = []
+        for line in process.stdout:
+            entries.append(json.loads(line))
+            if entries[-1]["message"].startswith("serving at "):
+                with Client(entries[-1]["address"]) as client:
+                    client.generate([5, 6, 7], max_new_tokens=2, timeout_s=60)
+                assert (entries[-1]["metrics"] is None) == (metrics == "off")
+                if metrics != "off":
+                    with urllib.request.urlopen(entries[-1]["metrics"], timeout=60) as reply:
+                        assert b"quill_slots" in reply.read()
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    messages = [each["message"] for each in entries]
+    assert "request" in messages
+    assert messages[-1] == "stopped"
+
+
+def test_bundle_that_is_missing_is_one_line_and_an_exit_code() -> None:
+    done = subprocess.run(
+        command(Path("/nowhere")), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("quill: there is no bundle at /nowhere")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def bundle(tiny_bundle: TinyBundle, tmp_path: Path) -> Path:
+    """A copy to do harm to."""
+    return Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+
+
+def change_manifest(bundle: Path, **changes: Any) -> None:
+    path = bundle / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
+    served = prepare(bundle, SMALL)().served
+    assert (served.max_rows, served.text) == (2, None)
+
+
+def test_model_that_cannot_run_is_not_served() -> None:
+    session = Reciter()
+    engine = Engine(session, Limits(max_rows=1, context=8), PrefixCache(0))
+    warm_up(engine, "causal")
+    assert session.num_steps == 2
+    session.failures.append(RuntimeError("injected"))
+    with pytest.raises(StartError, match="can't run"):
+        warm_up(engine, "causal")
+
+
+def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None:
+    byte_tokenizer().save(bundle / "tokenizer.json")
+    files = json.loads((bundle / MANIFEST_FILE).read_text())["files"]
+    change_manifest(
+        bundle,
+        tokenizer="tokenizer.json",
+        files=[*files, vars(describe_file(bundle, "tokenizer.json"))],
+        special_tokens={"bos": 0, "eos": 0, "pad": None, "unk": None},
+        prepend_bos=True,
+        chat_template="{{ bos_token + messages[0].content }}",
+    )
+    served = prepare(bundle, SMALL)().served
+    assert served.text is not None
+    assert served.text.encode("a") == [0, ord("a") + 1]
+    assert served.template is not None
+    rendered = served.template.render([{"role": "user", "content": "a"}])
+    assert served.text.encode_rendered(rendered) == [0, ord("a") + 1]
+
+
+def test_bundle_with_a_flipped_byte_is_refused(bundle: Path) -> None:
+    weights = bundle / "weights.fp32.bin"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(BundleError, match=r"weights\.fp32\.bin has the SHA-256"):
+        prepare(bundle, SMALL)()
+
+
+def test_bundle_with_a_missing_file_is_refused(bundle: Path) -> None:
+    (bundle / "decoder.fp32.onnx").unlink()
+    with pytest.raises(BundleError, match=r"can't read .*decoder\.fp32\.onnx"):
+        prepare(bundle, SMALL)()
+
+
+def test_bundle_of_a_newer_format_is_refused(bundle: Path) -> None:
+    change_manifest(bundle, format_version=2)
+    with pytest.raises(BundleError, match="format version 2"):
+        prepare(bundle, SMALL)
+
+
+def test_bundle_of_another_runtime_is_refused(bundle: Path) -> None:
+    change_manifest(bundle, onnxruntime="1.0.0")
+    with pytest.raises(StartError, match=r"ONNX Runtime 1\.0\.0"):
+        prepare(bundle, SMALL)()

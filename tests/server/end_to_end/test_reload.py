@@ -1,0 +1,294 @@
+"""Another bundle takes over: nobody notices, and nothing of the old one stays."""
+
+import gc
+import json
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from quill.__main__ import main
+from quill.export.bundle.manifest import MANIFEST_FILE
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.auth.key_file import add_key
+from quill.server.client.access import Access
+from quill.server.client.sync_client import Client
+from quill.server.engine.engine import Engine
+from quill.server.errors import ReloadError, StartError
+from quill.server.loading.instance import ModelInstance
+from quill.server.runtime.prefix_cache import PrefixCache
+from quill.server.scheduler.scheduler import Limits
+from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
+from tests.server.end_to_end.test_process import serving
+from tests.server.running import (
+    NOT_SERVING,
+    SERVING,
+    Running,
+    health_of,
+    make_manifest,
+    make_served,
+    running_server,
+)
+from tests.server.scripted_session import TIMEOUT_S, Reciter
+from tests.server.tiny_bundle import TinyBundle
+
+
+def second(max_rows: int = 2) -> ModelInstance:
+    """Another bundle, by its name and its slots."""
+    served = make_served(max_rows, manifest=make_manifest(name="second"))
+    limits = Limits(max_rows=max_rows, context=served.context)
+    return ModelInstance(served, Engine(Reciter(), limits, PrefixCache(0)))
+
+
+def name_of(running: Running) -> str:
+    with Client(running.address, NEVER) as client:
+        return client.model(timeout_s=TIMEOUT_S).name
+
+
+def test_new_calls_go_to_the_new_bundle_and_old_ones_are_finished_on_the_old() -> None:
+    with running_server() as running:
+        running.load_again = second
+        old = weakref.ref(running.server.reloader.instance.engine)  # type: ignore[union-attr]
+        caller = start_one(running, max_new_tokens=20)
+        running.call(running.server.reload())
+        assert name_of(running) == "second"
+        assert ask(running) == "de"
+        assert running.session.num_steps == 1, "the old one is held, the new one isn't"
+        assert old() is not None
+        running.session.let_go()
+        assert caller.text() == "efghijklmnopqrstuvw"
+        caller.close()
+        running.wait_for(lambda: old() is None)
+        assert health_of(running) == SERVING
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what frees by itself, or collects on purpose, frees."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
+    looked = threading.Event()
+
+    def look(busy_since_s: float | None, describe: Callable[[], str]) -> bool:
+        looked.set()
+        return False
+
+    with running_server(max_step_s=2.0) as running:
+        running.load_again = second
+        reloader = running.server.reloader
+        old = weakref.ref(reloader.instance.engine)  # type: ignore[union-attr]
+        reloader._watchdog.look = look  # type: ignore[method-assign]
+        assert looked.wait(TIMEOUT_S), "the watchdog must not hold on to what it has seen"
+        running.call(running.server.reload())
+        running.wait_for(lambda: not reloader._retiring)
+        assert old() is None
+
+
+def test_waiting_calls_are_finished_too() -> None:
+    with running_server(max_rows=1) as running:
+        running.load_again = second
+        first = start_one(running, max_new_tokens=3)
+        waiting = Caller(running, max_new_tokens=3)
+        running.wait_for_waiting(1)
+        running.call(running.server.reload())
+        running.session.let_go()
+        assert (first.text(), waiting.text()) == ("ef", "def")
+        first.close()
+        waiting.close()
+
+
+@pytest.mark.parametrize("error", [StartError("damaged"), RuntimeError("a bug in the runtime")])
+def test_bad_bundle_is_refused_and_the_old_one_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> ModelInstance:
+        raise error
+
+    with running_server() as running:
+        running.load_again = load
+        with pytest.raises(ReloadError, match=f"the old one goes on: {error}"):
+            running.call(running.server.reload())
+        assert caplog.text.count(f"the old one goes on: {error}") == 1
+        assert (health_of(running), ask(running)) == (SERVING, "de")
+        running.load_again = second
+        running.call(running.server.reload())
+        assert name_of(running) == "second"
+
+
+def test_one_at_a_time() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load() -> ModelInstance:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        return second()
+
+    with running_server() as running:
+        running.load_again = load
+        running._loop.call_soon_threadsafe(running.server.reload_soon)
+        assert begun.wait(TIMEOUT_S)
+        with pytest.raises(ReloadError, match="already"):
+            running.call(running.server.reload())
+        assert ask(running) == "de"
+        go_on.set()
+        running.wait_for(lambda: name_of_instance(running) == "second")
+
+
+def name_of_instance(running: Running) -> str:
+    instance = running.server.reloader.instance
+    assert instance is not None
+    return instance.served.manifest.name
+
+
+def test_new_bundle_cures_a_server_whose_steps_hang() -> None:
+    with running_server(max_step_s=0.1) as running:
+        running.session.hold()
+        caller = Caller(running)
+        running.wait_for(lambda: "hanging" in running.server.health._problems)
+        assert health_of(running) == NOT_SERVING
+        running.load_again = second
+        running.call(running.server.reload())
+        running.wait_for(lambda: not running.server.health._problems)
+        assert ask(running) == "de"
+        running.session.let_go()
+        caller.close()
+
+
+def test_stopping_ends_both_bundles() -> None:
+    with running_server(grace_s=0.0) as running:
+        running.load_again = second
+        caller = start_one(running)
+        running.call(running.server.reload())
+        running.stop()
+        running.call(running.server.closing.wait())
+        running.session.let_go()
+        assert caller.error() is grpc.StatusCode.UNAVAILABLE
+        running.join()
+        caller.close()
+
+
+def reload_call(running: Running, secret: str | None) -> pb.ReloadResponse:
+    with grpc.insecure_channel(running.address) as channel:
+        stub: Any = pb_grpc.AdministrationStub(channel)
+        metadata = Access(api_key=secret).metadata
+        reply: pb.ReloadResponse = stub.Reload(
+            pb.ReloadRequest(), timeout=TIMEOUT_S, metadata=metadata
+        )
+        return reply
+
+
+def reload_refusal(running: Running, secret: str | None) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        reload_call(running, secret)
+    code: grpc.StatusCode = caught.value.code()
+    return code
+
+
+def test_only_an_administrator_may_reload(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    boss, user = add_key(path, "boss", admin=True), add_key(path, "user")
+    with running_server(api_keys=path) as running:
+        running.load_again = second
+        assert reload_refusal(running, None) is grpc.StatusCode.UNAUTHENTICATED
+        assert reload_refusal(running, user) is grpc.StatusCode.PERMISSION_DENIED
+        assert name_of_instance(running) == "reciter"
+        assert reload_call(running, boss).model.name == "second"
+        running.load_again = lambda: pytest.fail("damaged")
+        assert running.next_record("OK").method == "Reload"
+
+
+def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running_server() as running:
+        running.load_again = second
+        assert reload_refusal(running, None) is grpc.StatusCode.UNIMPLEMENTED
+        assert main(["reload", "--address", running.address]) == 1
+        assert name_of_instance(running) == "reciter"
+        assert running.next_record("UNIMPLEMENTED").method == "Reload"
+    errors = capsys.readouterr().err
+    for advice in ("started without --api-keys", "quill keys add FILE NAME --admin", "SIGHUP"):
+        assert advice in errors
+    assert errors.count("\n") == 1
+
+
+def test_front_door_reloads_and_asks_for_health(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.json"
+    monkeypatch.setenv("QUILL_API_KEY", add_key(path, "boss", admin=True))
+    with running_server(api_keys=path, wait=False) as running:
+        capsys.readouterr()
+        address = ["--address", running.address]
+        assert main(["health", *address]) == 1
+        assert "says NOT_SERVING" in capsys.readouterr().err
+        running.loading.set()
+        running.call(running.server.ready.wait())
+        capsys.readouterr()
+        assert main(["health", *address]) == 0
+        assert capsys.readouterr().out == "SERVING\n"
+        running.load_again = second
+        assert main(["reload", *address]) == 0
+        assert capsys.readouterr().out == "second is on duty: fp32, 2 slots\n"
+    assert main(["health", *address]) == 1
+    assert "quill: " in capsys.readouterr().err
+
+
+def rename(bundle: Path, name: str) -> None:
+    path = bundle / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": name}))
+
+
+def test_process_reloads_at_a_signal_while_clients_go_on_calling(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+    names, over = list[str](), threading.Event()
+
+    def call_all_the_time() -> None:
+        with Client(address, NEVER) as client:
+            while not over.is_set():
+                client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
+                names.append(client.model(timeout_s=60).name)
+
+    with serving(bundle) as (process, address), Client(address, NEVER) as client:
+        before = client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
+        thread = threading.Thread(target=call_all_the_time)
+        thread.start()
+        log = iter(process.stderr or ())
+        rename(bundle, "second")
+        process.send_signal(signal.SIGHUP)
+        assert any("second is on duty" in line for line in log)
+        assert any("has gone" in line for line in log)
+        assert client.model(timeout_s=60).name == "second"
+        weights = bundle / "weights.fp32.bin"
+        shutil.move(weights, tmp_path / "aside")
+        weights.write_bytes(b"damaged")
+        rename(bundle, "third")
+        process.send_signal(signal.SIGHUP)
+        assert any("refused, and the old one goes on" in line for line in log)
+        assert client.model(timeout_s=60).name == "second"
+        over.set()
+        thread.join(60)
+        after = client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
+        assert after.sequences[0].token_ids == before.sequences[0].token_ids
+        assert set(names) <= {
+            json.loads((tiny_bundle.directory / MANIFEST_FILE).read_text())["name"],
+            "second",
+        }
+        assert "second" in names
+        process.send_signal(signal.SIGTERM)
+        assert not [line for line in log if "Traceback" in line]
+        assert process.wait(60) == 0

@@ -1,0 +1,111 @@
+"""SIGTERM while a crowd calls: nobody is told CANCELLED, as if it had left by itself."""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client.retry import Retries
+from quill.server.client.sync_client import Client
+from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process
+from tests.server.tiny_bundle import TinyBundle
+
+NUM_CALLERS = 32
+NUM_TOKENS = 5
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
+
+
+class Crowd:
+    """Callers that ask again and again, each over a connection of its own, until `call` is done."""
+
+    def __init__(self, call: Callable[["Crowd"], None]) -> None:
+        self.ends: Counter[str] = Counter()  # every answer, and what each caller ended with
+        self._is_busy = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=call, args=(self,)) for _ in range(NUM_CALLERS)]
+
+    def note(self, end: str) -> None:
+        self.ends[end] += 1
+        self._is_busy.release()
+
+    def start(self, num_answers: int) -> None:
+        for thread in self._threads:
+            thread.start()
+        for _ in range(num_answers):
+            assert self._is_busy.acquire(timeout=PATIENCE_S)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def call_until_it_fails(crowd: Crowd, address: str) -> None:
+    request = pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=NUM_TOKENS)
+    with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        while True:
+            try:
+                list(stub.GenerateStream(request, timeout=PATIENCE_S))
+            except grpc.RpcError as error:
+                if "the server is loading or stopping" in (error.details() or ""):
+                    crowd.note("refused")
+                    continue
+                crowd.note(error.code().name)
+                return
+            crowd.note("OK")
+
+
+def end(server: ServerProcess) -> None:
+    server.signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_calls_that_had_not_begun_are_told_unavailable_and_logged(
+    attempt: int, tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    with server_process(tiny_bundle.directory, tmp_path / "log") as server:
+        crowd = Crowd(lambda crowd: call_until_it_fails(crowd, server.address))
+        crowd.start(2 * NUM_CALLERS)
+        end(server)
+        crowd.join()
+        log = server.log
+    # Some were told in words; the others' connection, or the port, was gone.
+    assert set(crowd.ends) - {"refused"} == {"OK", "UNAVAILABLE"}
+    assert crowd.ends["UNAVAILABLE"] == NUM_CALLERS
+    assert log.count("outcome=OK") >= crowd.ends["OK"]
+    assert log.count("outcome=UNAVAILABLE") >= crowd.ends["refused"] > 0
+    assert "outcome=CANCELLED" not in log
+    assert "Traceback" not in log
+    assert log.splitlines()[-1].endswith("stopped")
+
+
+def test_clients_go_on_with_the_next_server(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
+    stopped = threading.Event()
+
+    def call(crowd: Crowd) -> None:
+        with Client(server.address, PATIENT) as client:
+            last = False
+            while not last:
+                last = stopped.is_set()  # one more answer, by the next server
+                answer = client.generate(
+                    PROMPT, seed=3, max_new_tokens=NUM_TOKENS, timeout_s=PATIENCE_S
+                )
+                crowd.note(str(list(answer.sequences[0].token_ids)))
+
+    with server_process(tiny_bundle.directory, tmp_path / "log") as server:
+        expected = ask(server, seed=3, max_new_tokens=NUM_TOKENS)
+        crowd = Crowd(call)
+        crowd.start(2 * NUM_CALLERS)
+        end(server)
+    stopped.set()
+    with server_process(tiny_bundle.directory, tmp_path / "next", port=server.port):
+        crowd.join()
+    assert set(crowd.ends) == {str(expected)}

@@ -1,0 +1,158 @@
+"""How requests end that aren't answered in full: late, cancelled, stopped, or failed by a step."""
+
+from quill.server.engine.engine import MAX_FAILURES
+from quill.server.errors import CancelledError, DeadlineError, StepError, UnavailableError
+from quill.server.request import Sampling
+from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
+from tests.server.fake_session import oracle
+
+
+def test_deadline_in_the_queue_is_an_error() -> None:
+    house = House(max_rows=1)
+    house.submit(make_request("running", max_new_tokens=50))
+    house.submit(make_request("late", deadline_s=3.0))
+    house.step()
+    house.now_s = 3.0
+    house.step()
+    assert isinstance(house.failed["late"], DeadlineError)
+    assert "late" not in house.started
+
+
+def test_deadline_of_a_running_request_keeps_what_was_made() -> None:
+    house = House()
+    house.submit(make_request(max_new_tokens=50, deadline_s=3.0, num_sequences=2))
+    house.step()
+    house.step()
+    house.now_s = 3.5
+    house.step()
+    for sequence in range(2):
+        assert house.finished["r", sequence].reason == "deadline"
+        assert house.finished["r", sequence].usage.generated == 2
+    assert house.engine.is_idle
+
+
+def test_cancelled_request_frees_its_slot_before_the_next_step() -> None:
+    house = House(max_rows=1)
+    house.submit(make_request("gone", max_new_tokens=50))
+    house.step()
+    house.submit(make_request("next"))
+    house.engine.end("gone", None, "cancelled")
+    house.step()
+    assert house.finished["gone", 0].reason == "cancelled"
+    assert "next" in house.started
+
+
+def test_request_cancelled_while_its_prompt_is_read_fails() -> None:
+    house = House()
+    house.submit(make_request("running", max_new_tokens=50))
+    house.step()
+    house.submit(make_request("gone", num_prompt=80))
+    house.step()
+    house.step()
+    assert "gone" in house.started
+    house.engine.end("gone", None, "cancelled")
+    house.step()
+    assert isinstance(house.failed["gone"], CancelledError)
+
+
+def test_ending_what_has_ended_or_never_was_does_nothing() -> None:
+    house = House()
+    house.submit(make_request())
+    house.run()
+    house.engine.end("r", None, "cancelled")
+    house.engine.end("r", 0, "stop")
+    house.engine.end("never was", None, "cancelled")
+    assert house.engine.is_idle
+
+
+def test_one_sequence_stopped_leaves_the_others() -> None:
+    house = House()
+    request = make_request(num_sequences=3, max_new_tokens=9, sampling=Sampling(temperature=3.0))
+    house.submit(request)
+    house.step()
+    house.engine.end("r", 0, "stop")
+    house.run()
+    assert house.finished["r", 0].reason == "stop"
+    assert house.answer(request)[1:] == oracle(request, CONTEXT)[1:]
+
+
+def test_failing_decode_step_fails_its_rows_and_nobody_else() -> None:
+    house = House()
+    for name in ("a", "bb"):
+        house.submit(make_request(name, max_new_tokens=20))
+    for _ in range(4):
+        house.step()
+    house.session.failures.append(RuntimeError("injected"))
+    house.step()
+    waiting = make_request("ccc")
+    house.submit(waiting)
+    house.run()
+    assert set(house.failed) == {"a", "bb"}
+    assert all(isinstance(error, StepError) for error in house.failed.values())
+    assert "request a" in str(house.failed["a"])
+    assert house.answer(waiting) == oracle(waiting, CONTEXT)
+
+
+def test_failing_prefill_fails_its_request_only() -> None:
+    house = House()
+    running = make_request("a", max_new_tokens=20)
+    house.submit(running)
+    house.step()
+    house.step()
+    house.submit(make_request("bb"))
+    house.session.failures.append(RuntimeError("injected"))
+    house.run()
+    assert set(house.failed) == {"bb"}
+    assert house.answer(running) == oracle(running, CONTEXT)
+
+
+def test_repeated_failures_break_the_engine_and_a_success_mends_it() -> None:
+    house = House()
+    for number in range(MAX_FAILURES):
+        assert not house.engine.is_broken
+        house.session.failures.append(RuntimeError("injected"))
+        house.submit(make_request("x" * (number + 1)))
+        house.run()
+    assert house.engine.is_broken
+    house.submit(make_request("fine" * 5))
+    house.run()
+    assert not house.engine.is_broken
+
+
+def test_row_whose_logits_are_not_finite_fails_alone() -> None:
+    house = House()
+    requests = [make_request(name, max_new_tokens=10) for name in ("a", "bb", "ccc")]
+    for request in requests:
+        house.submit(request)
+    while len(house.started) < 3:
+        house.step()
+    house.session.poisoned = {1}
+    house.step()
+    house.session.poisoned = set()
+    house.run()
+    assert set(house.failed) == {"bb"}
+    assert isinstance(house.failed["bb"], StepError)
+    for request in (requests[0], requests[2]):
+        assert house.answer(request) == oracle(request, CONTEXT)
+
+
+def test_abandoning_ends_everybody() -> None:
+    house = House(max_rows=1)
+    for name in ("a", "bb"):
+        house.submit(make_request(name, max_new_tokens=50))
+    house.step()
+    house.note(house.engine.abandon(UnavailableError("stopping")))
+    assert set(house.failed) == {"a", "bb"}
+    assert house.engine.is_idle
+
+
+def test_encoder_that_fails_fails_its_requests_and_no_others() -> None:
+    house = House()
+    first, second = (as_translation(make_request(name)) for name in ("a", "bb"))
+    house.submit(first)
+    house.step()
+    house.submit(second)
+    house.session.failures.append(RuntimeError("broken"))
+    house.run()
+    assert isinstance(house.failed["bb"], StepError)
+    assert house.answer(first) == oracle(first, CONTEXT)

@@ -1,0 +1,110 @@
+"""The thread around the engine: messages in, batches out, and an end to everything."""
+
+import queue
+from typing import Any
+
+import pytest
+
+from quill.server.engine.engine import MAX_FAILURES, Engine
+from quill.server.engine.engine_thread import EngineThread
+from quill.server.errors import RequestError, StepError, UnavailableError
+from quill.server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
+from quill.server.request import Request
+from quill.server.runtime.prefix_cache import PrefixCache
+from quill.server.scheduler.scheduler import Limits
+from tests.server.fake_session import FakeSession, oracle
+
+CONTEXT = 64
+TIMEOUT_S = 30
+
+
+class Served:
+    """A running engine thread; events and changes of health arrive in queues."""
+
+    def __init__(self) -> None:
+        self.session = FakeSession(2, CONTEXT)
+        limits = Limits(max_rows=2, context=CONTEXT)
+        self.engine = Engine(self.session, limits, PrefixCache(0))
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.health: queue.Queue[bool] = queue.Queue()
+        self.thread = EngineThread(self.engine, self._publish, self.health.put)
+
+    def _publish(self, batch: Batch) -> None:
+        for event in batch.events:
+            self.events.put(event)
+
+    def __enter__(self) -> "Served":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.stop()
+        assert self.thread.join(TIMEOUT_S)
+
+    def next_of(self, kind: type[Any]) -> Any:
+        while not isinstance(event := self.events.get(timeout=TIMEOUT_S), kind):
+            pass
+        return event
+
+
+def _request(name: str, **fields: Any) -> Request:
+    return Request(request_id=name, prompt_ids=(1, 2, 3), **{"max_new_tokens": 5, **fields})
+
+
+def test_requests_are_answered_from_another_thread() -> None:
+    with Served() as served:
+        for name in ("a", "b"):
+            served.thread.submit(_request(name))
+            tokens = [served.next_of(TokenEvent).token_id for _ in range(5)]
+            assert [tokens] == oracle(_request(name), CONTEXT)
+            assert served.next_of(FinishEvent).request_id == name
+
+
+def test_request_ends_when_told() -> None:
+    with Served() as served:
+        served.thread.submit(_request("a", max_new_tokens=60))
+        served.next_of(TokenEvent)
+        served.thread.end("a")
+        finish = served.next_of(FinishEvent)
+        assert finish.reason in ("cancelled", "length")
+
+
+def test_stopping_ends_what_is_running_and_refuses_more() -> None:
+    with Served() as served:
+        served.thread.submit(_request("a"))
+        served.thread.stop()
+        assert served.thread.join(TIMEOUT_S)
+        with pytest.raises(UnavailableError):
+            served.thread.submit(_request("b"))
+    assert isinstance(served.next_of(FailEvent).error, UnavailableError)
+
+
+def test_health_follows_repeated_failures() -> None:
+    with Served() as served:
+        served.session.failures += [RuntimeError("injected")] * MAX_FAILURES
+        for number in range(MAX_FAILURES):
+            served.thread.submit(_request(str(number)))
+            assert isinstance(served.next_of(FailEvent).error, StepError)
+        assert served.health.get(timeout=TIMEOUT_S) is False
+        served.thread.submit(_request("fine"))
+        served.next_of(FinishEvent)
+        assert served.health.get(timeout=TIMEOUT_S) is True
+
+
+def test_engine_that_breaks_down_fails_everybody_and_answers_later_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served()
+
+    def break_down() -> Batch:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(served.engine, "step", break_down)
+    with served:
+        errors: list[RequestError] = []
+        for name in ("a", "b"):
+            served.thread.submit(_request(name))
+            errors.append(served.next_of(FailEvent).error)
+        assert served.health.get(timeout=TIMEOUT_S) is False
+    assert isinstance(errors[0], StepError)
+    assert isinstance(errors[1], UnavailableError)

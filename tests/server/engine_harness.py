@@ -1,0 +1,92 @@
+"""An engine without a model or a thread: whoever tests it turns the clock and notes what came."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from quill.server.engine.engine import Engine
+from quill.server.errors import RequestError
+from quill.server.events import (
+    Batch,
+    FailEvent,
+    FinishEvent,
+    HypothesisEvent,
+    PositionLogprobs,
+    PromptEvent,
+    StartEvent,
+    TokenEvent,
+)
+from quill.server.request import Request
+from quill.server.runtime.prefix_cache import PrefixCache
+from quill.server.scheduler.scheduler import Limits
+from tests.server.fake_session import VOCAB_SIZE, FakeSession
+
+CONTEXT = 96
+
+
+class House:
+    """An engine on a fake session with a clock that only tests turn, and all that came out."""
+
+    def __init__(self, max_rows: int = 4, cache_bytes: int = 0) -> None:
+        self.session = FakeSession(max_rows, CONTEXT)
+        self.now_s = 0.0
+        limits = Limits(max_rows=max_rows, context=CONTEXT)
+        self.cache = PrefixCache(cache_bytes)
+        self.engine = Engine(self.session, limits, self.cache, clock=lambda: self.now_s)
+        self.started: dict[str, int] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.logprobs: dict[tuple[str, int], list[PositionLogprobs | None]] = defaultdict(list)
+        self.prompts: dict[str, list[PositionLogprobs]] = defaultdict(list)
+        self.finished: dict[tuple[str, int], FinishEvent] = {}
+        self.failed: dict[str, RequestError] = {}
+
+    def submit(self, request: Request) -> None:
+        self.engine.submit(request, self.now_s)
+
+    def step(self) -> Batch:
+        batch = self.engine.step()
+        self.note(batch)
+        return batch
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if self.engine.is_idle:
+                return
+            self.step()
+        raise AssertionError("the engine never comes to rest")
+
+    def note(self, batch: Batch) -> None:
+        for event in batch.events:
+            assert event.request_id not in self.failed, "nothing follows the end"
+            if isinstance(event, StartEvent):
+                assert event.request_id not in self.started
+                self.started[event.request_id] = event.cached
+            elif isinstance(event, PromptEvent):
+                self.prompts[event.request_id] += event.logprobs
+            elif isinstance(event, FailEvent):
+                self.failed[event.request_id] = event.error
+            elif not isinstance(event, HypothesisEvent):
+                self._note_sequence(event)
+
+    def _note_sequence(self, event: TokenEvent | FinishEvent) -> None:
+        key = (event.request_id, event.sequence)
+        assert key not in self.finished, "nothing follows the end"
+        assert event.request_id in self.started
+        if isinstance(event, TokenEvent):
+            self.tokens[key].append(event.token_id)
+            self.logprobs[key].append(event.logprobs)
+        else:
+            self.finished[key] = event
+
+    def answer(self, request: Request) -> list[list[int]]:
+        return [self.tokens[request.request_id, i] for i in range(request.num_sequences)]
+
+
+def make_request(name: str = "r", num_prompt: int = 7, **fields: Any) -> Request:
+    prompt = tuple((len(name) * 5 + i * i) % VOCAB_SIZE for i in range(num_prompt))
+    fields.setdefault("max_new_tokens", 6)
+    return Request(request_id=name, **{"prompt_ids": prompt, **fields})
+
+
+def as_translation(request: Request) -> Request:
+    return dataclasses.replace(request, prompt_ids=(0,), source_ids=request.prompt_ids)

@@ -1,0 +1,113 @@
+"""From a bundle on disk to an engine; and what is refused on the way."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quill.export.bundle.manifest import MANIFEST_FILE
+from quill.export.errors import BundleError
+from quill.server.errors import StartError
+from quill.server.events import TokenEvent
+from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.request import Request
+from tests.operators import SERVED
+from tests.server.tiny_bundle import CONTEXT, TinyBundle
+
+
+@pytest.fixture
+def copied(tiny_bundle: TinyBundle, tmp_path: Path) -> Path:
+    """A bundle that the test may damage."""
+    return Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+
+
+def _change(directory: Path, **entries: Any) -> None:
+    path = directory / MANIFEST_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def _settings(**fields: Any) -> EngineSettings:
+    return EngineSettings(**{"max_rows": 2, "context": 64, "num_threads": 1, **fields})
+
+
+@pytest.mark.parametrize("precision", SERVED)
+def test_bundle_becomes_an_engine_that_answers(tiny_bundle: TinyBundle, precision: str) -> None:
+    bundle = open_bundle(tiny_bundle.directory, precision)
+    engine = open_engine(bundle, _settings(spinning=False))
+    engine.submit(Request(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4), 0.0)
+    tokens = []
+    while not engine.is_idle:
+        tokens += [each for each in engine.step().events if isinstance(each, TokenEvent)]
+    assert len(tokens) == 4
+
+
+def test_lone_int4_row_is_padded_and_fp32_is_not(tiny_bundle: TinyBundle) -> None:
+    assert open_bundle(tiny_bundle.directory, "int4").needs_padding
+    assert not open_bundle(tiny_bundle.directory, "fp32").needs_padding
+
+
+def test_flipped_byte_is_refused_by_name(copied: Path) -> None:
+    path = copied / "weights.fp32.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"weights\.fp32\.bin has the SHA-256"):
+        open_bundle(copied, "fp32")
+
+
+def test_missing_file_is_refused_by_name(copied: Path) -> None:
+    (copied / "decoder.int4.onnx").unlink()
+    with pytest.raises(BundleError, match=r"decoder\.int4\.onnx"):
+        open_bundle(copied, "int4")
+    assert open_bundle(copied, "fp32").graphs.precision == "fp32", "the other graphs are whole"
+
+
+def test_newer_format_is_refused(copied: Path) -> None:
+    _change(copied, format_version=2)
+    with pytest.raises(BundleError, match="format version 2"):
+        open_bundle(copied, "fp32")
+
+
+def test_other_runtime_is_refused(copied: Path) -> None:
+    _change(copied, onnxruntime="1.2.3")
+    with pytest.raises(StartError, match=r"verified with ONNX Runtime 1\.2\.3"):
+        open_bundle(copied, "fp32")
+
+
+def test_precision_that_is_not_there_is_refused(tiny_bundle: TinyBundle) -> None:
+    with pytest.raises(BundleError, match="has no fp16 graphs; it has fp32, int4"):
+        open_bundle(tiny_bundle.directory, "fp16")
+
+
+@pytest.mark.parametrize("wrong", [{"context": 1}, {"context": CONTEXT + 1}, {"max_rows": 0}])
+def test_settings_out_of_range_are_refused(tiny_bundle: TinyBundle, wrong: dict[str, int]) -> None:
+    with pytest.raises(StartError):
+        open_engine(open_bundle(tiny_bundle.directory, "fp32"), _settings(**wrong))
+
+
+def test_slots_that_no_memory_is_enough_for_are_refused_with_advice(
+    tiny_bundle: TinyBundle,
+) -> None:
+    bundle = open_bundle(tiny_bundle.directory, "fp32")
+    with pytest.raises(StartError, match="Lower --max-slots or --context"):
+        open_engine(bundle, _settings(max_rows=10**12))
+
+
+@pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_translator"])
+def test_context_that_the_graphs_have_no_positions_for_is_refused_at_once(
+    request: pytest.FixtureRequest, fixture: str
+) -> None:
+    """It was a failing step for the first client who came so far."""
+    directory = request.getfixturevalue(fixture).directory
+    bundle = open_bundle(directory, "fp32")
+    assert open_engine(bundle, _settings(context=CONTEXT)).is_idle
+    sizes = dataclasses.replace(bundle.manifest.sizes, context=CONTEXT + 1)
+    lying = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, sizes=sizes))
+    message = r"says that its context is 129 tokens, and its graphs can't run with 129\. Try"
+    with pytest.raises(StartError, match=message) as caught:
+        open_engine(lying, _settings(context=CONTEXT + 1))
+    assert "\n" not in str(caught.value)
+    assert open_engine(lying, _settings(context=CONTEXT)).is_idle

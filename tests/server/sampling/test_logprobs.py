@@ -1,0 +1,27 @@
+"""Reported log-probabilities are the reference's."""
+
+import numpy as np
+import pytest
+
+from quill.model.sampling import log_probabilities
+from quill.server.sampling.logprobs import position_logprobs
+
+
+@pytest.mark.parametrize("vocab_size", [5, 40_000])
+def test_logprobs_are_of_the_models_own_distribution(vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    logits_RV = (rng.normal(size=(3, vocab_size)) * 4).astype(np.float32)
+    tokens, num_tops = [0, 4, 2], [0, 3, 20]
+    answers = position_logprobs(logits_RV, tokens, num_tops)
+    for logits_V, token, num_top, answer in zip(logits_RV, tokens, num_tops, answers, strict=True):
+        expected_V = log_probabilities(logits_V)
+        best = np.argsort(-expected_V, kind="stable")[:num_top]
+        assert answer.token_id == token
+        assert answer.logprob == pytest.approx(expected_V[token], abs=1e-5)
+        assert [each.token_id for each in answer.top] == best.tolist()
+        assert [each.logprob for each in answer.top] == pytest.approx(expected_V[best], abs=1e-5)
+
+
+def test_lowest_id_comes_first_among_equals() -> None:
+    answer = position_logprobs(np.zeros((1, 30_000), np.float32), [7], [4])[0]
+    assert [each.token_id for each in answer.top] == [0, 1, 2, 3]

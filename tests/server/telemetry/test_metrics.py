@@ -1,0 +1,125 @@
+"""What a server tells of itself: metrics and logs, and never a prompt."""
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client.sync_client import Client
+from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
+from tests.server.running import Running, make_manifest, make_served, running_server
+from tests.server.scripted_session import TIMEOUT_S
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with running_server(metrics_port=0) as server:
+        yield server
+
+
+def scrape(running: Running) -> dict[str, float]:
+    url = f"http://127.0.0.1:{running.server.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+    }
+
+
+def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
+    before = scrape(running)
+    with Client(running.address) as client:
+        for _ in range(2):
+            client.generate("x" * 40, max_new_tokens=3, timeout_s=TIMEOUT_S)
+    running.next_record("OK")
+    running.next_record("OK")
+    after = scrape(running)
+
+    def growth(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert growth('quill_requests_total{method="Generate",outcome="OK"}') == 2
+    assert growth('quill_tokens_total{kind="prompt"}') == 80
+    assert growth('quill_tokens_total{kind="cached"}') == 32
+    assert growth('quill_tokens_total{kind="generated"}') == 6
+    assert growth("quill_prefix_cache_hits_total") == 1
+    assert growth("quill_prefix_cache_misses_total") == 1
+    assert growth("quill_time_to_first_token_seconds_count") == 2
+    assert growth("quill_time_between_tokens_seconds_count") == 4
+    assert growth("quill_queue_time_seconds_count") == 2
+    assert growth('quill_step_time_seconds_count{kind="decode"}') == 4
+    assert after["quill_slots"] == 4
+    assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
+
+
+def test_translations_are_no_misses_of_a_cache_that_they_dont_have() -> None:
+    served = make_served(manifest=make_manifest(family="seq2seq"))
+    with running_server(served=served, metrics_port=0) as running:
+        with Client(running.address) as client:
+            client.generate("abc", max_new_tokens=3, timeout_s=TIMEOUT_S)
+        running.next_record("OK")
+        after = scrape(running)
+    assert after['quill_tokens_total{kind="generated"}'] == 3
+    assert after["quill_prefix_cache_hits_total"] == after["quill_prefix_cache_misses_total"] == 0
+
+
+def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running: Running) -> None:
+    running.session.hold()
+    running.session.let_go(1)
+    with Client(running.address) as client:
+        chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
+        next(chunks)
+        chunks.close()
+    running.next_record("CANCELLED")
+    running.session.let_go()
+    registry = running.server.metrics.registry
+    running.wait_for(lambda: registry.get_sample_value("quill_running_rows") == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": "qqsecretqq", "temperature": -1.0}, "temperature"),
+        ({"prompt": "qqsecretqq" * 100}, "prompt"),
+        ({"messages": pb.Conversation(messages=[pb.Message(role="qqsecretqq")])}, "messages"),
+        ({"prompt": "qqsecretqq", "stop": [""]}, "stop"),
+    ],
+)
+def test_refused_request_is_one_line_that_names_the_field_and_not_what_it_holds(
+    running: Running, fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), grpc.insecure_channel(running.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            pb_grpc.TextGenerationStub(channel).Generate(pb.GenerateRequest(**fields))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        running.next_record("INVALID_ARGUMENT")
+    (record,) = [each for each in caplog.records if each.message == "request"]
+    said = json.loads(JsonFormatter().format(record))
+    assert said["outcome"] == "INVALID_ARGUMENT"
+    assert said["bad_field"] == named
+    assert f" bad_field={named} " in TextFormatter().format(record)
+    assert "secret" not in str(vars(record))
+
+
+def test_finished_request_is_one_line_without_its_prompt(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), Client(running.address) as client:
+        client.generate("qqsecretqq", max_new_tokens=3, timeout_s=TIMEOUT_S)
+        running.next_record("OK")
+    (record,) = [each for each in caplog.records if each.message == "request"]
+    fields = json.loads(JsonFormatter().format(record))
+    assert (fields["method"], fields["outcome"]) == ("Generate", "OK")
+    assert (fields["num_prompt"], fields["num_generated"]) == (10, 3)
+    assert fields["finish_reasons"] == "length"
+    text = TextFormatter().format(record)
+    assert f"request_id={fields['request_id']}" in text
+    assert "\n" not in text
+    assert not any("secret" in each.getMessage() + str(vars(each)) for each in caplog.records)

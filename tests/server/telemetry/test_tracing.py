@@ -1,0 +1,116 @@
+"""Spans as a collector receives them, over the real protocol."""
+
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from tests.server.running import Running, running_server
+from tests.server.scripted_session import TIMEOUT_S
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+PROMPT = "a prompt that nobody else may read"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.spans: queue.Queue[Any] = queue.Queue()
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.put((resource.resource, span))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def take(self) -> dict[str, Any]:
+        found = [self.spans.get(timeout=TIMEOUT_S)[1] for _ in range(self.spans.qsize())]
+        return {span.name: span for span in found}
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    yield collector
+    server.stop(None).wait()
+
+
+def ask(running: Running, **fields: Any) -> None:
+    request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=3, **fields)
+    metadata = (("traceparent", TRACEPARENT), ("tracestate", "vendor=1"))
+    with grpc.insecure_channel(running.address) as channel:
+        stub: Any = pb_grpc.TextGenerationStub(channel)
+        stub.Generate(request, metadata=metadata, timeout=TIMEOUT_S)
+
+
+def test_call_becomes_spans_of_its_callers_trace(collector: Collector) -> None:
+    with running_server(tracing=True) as running:
+        ask(running)
+    spans = collector.take()
+    call = spans.pop("quill/Generate")
+    assert sorted(spans) == ["decode", "prefill", "queue"]
+    assert call.trace_id.hex() == TRACE_ID
+    assert call.parent_span_id.hex() == PARENT_ID
+    assert call.trace_state == "vendor=1"
+    assert all(span.trace_id == call.trace_id for span in spans.values())
+    assert all(span.parent_span_id == call.span_id for span in spans.values())
+    order = [spans[name] for name in ("queue", "prefill", "decode")]
+    times = [call.start_time_unix_nano]
+    times += [
+        time for span in order for time in (span.start_time_unix_nano, span.end_time_unix_nano)
+    ]
+    times.append(call.end_time_unix_nano)
+    assert times == sorted(times)
+    attributes = {each.key: each.value for each in call.attributes}
+    assert attributes["quill.tokens.generated"].int_value == 3
+    assert attributes["quill.outcome"].string_value == "OK"
+    assert PROMPT not in str(call)
+
+
+def test_failed_call_is_an_error_in_its_trace(collector: Collector) -> None:
+    with running_server(tracing=True) as running, pytest.raises(grpc.RpcError):
+        ask(running, top_p=7.0)
+    spans = collector.take()
+    (call,) = spans.values()
+    assert call.status.message == "INVALID_ARGUMENT"
+    assert call.trace_id.hex() == TRACE_ID
+
+
+@pytest.mark.parametrize("header", ["nonsense", f"00-{'0' * 32}-{PARENT_ID}-01", "x" * 5000])
+def test_trace_that_makes_no_sense_is_left_out(header: str, collector: Collector) -> None:
+    with running_server(tracing=True) as running, grpc.insecure_channel(running.address) as channel:
+        stub: Any = pb_grpc.TextGenerationStub(channel)
+        stub.GetModel(pb.GetModelRequest(), metadata=(("traceparent", header),), timeout=TIMEOUT_S)
+    (call,) = collector.take().values()
+    assert not call.parent_span_id
+    assert call.trace_id.hex() != "0" * 32
+
+
+def test_unsampled_trace_stays_unsampled(collector: Collector) -> None:
+    header = f"00-{TRACE_ID}-{PARENT_ID}-00"
+    with running_server(tracing=True) as running, grpc.insecure_channel(running.address) as channel:
+        stub: Any = pb_grpc.TextGenerationStub(channel)
+        stub.GetModel(pb.GetModelRequest(), metadata=(("traceparent", header),), timeout=TIMEOUT_S)
+    assert not collector.take()
+
+
+def test_collector_that_is_gone_is_no_concern_of_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with running_server(tracing=True) as running:
+        ask(running)

@@ -1,0 +1,89 @@
+"""Text that comes in pieces: whole characters only, and nothing of a stop string."""
+
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from quill.model.tokenizer import byte_tokenizer, train_bpe
+from quill.server.text.detokenizer import Decoder, WindowDecoder
+from quill.server.text.stop_strings import StopStrings
+from quill.server.text.tokenizer import Text
+
+BYTES = Text(byte_tokenizer()._json)
+PAIRS = Text(train_bpe(["Größe, naïve, 日本語 日本, 👩‍👩‍👧 👩‍👩"] * 3, 300)._json)
+
+
+def pieces(decoder: Decoder, ids: list[int]) -> list[str]:
+    return [*(decoder.add(token) for token in ids), decoder.end()]
+
+
+@given(st.text())
+def test_any_text_comes_in_whole_characters(text: str) -> None:
+    for tokenizer in (BYTES, PAIRS):
+        parts = pieces(tokenizer.decoder(), tokenizer.encode(text))
+        assert "".join(parts) == text
+        assert parts[-1] == ""
+
+
+@given(st.lists(st.integers(0, 299)))
+def test_pieces_of_any_tokens_are_the_text_of_all(ids: list[int]) -> None:
+    assert "".join(pieces(PAIRS.decoder(), ids)) == PAIRS.decode(ids)
+
+
+def _sentencepiece() -> tokenizers.Tokenizer:
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = ["<unk>", *byte_pieces, "▁", "▁He", "llo", "▁wor", "ld", "é"]
+    scored = [(piece, 0.0) for piece in vocabulary]
+    inner = tokenizers.Tokenizer(models.Unigram(scored, 0, byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return inner
+
+
+@given(st.lists(st.sampled_from(["▁He", "llo", "▁wor", "ld", "é", "👩", "日"]), max_size=12))
+def test_tokens_that_depend_on_their_neighbours_come_in_whole_characters(words: list[str]) -> None:
+    inner = _sentencepiece()
+    ids: list[int] = []
+    for word in words:
+        known = inner.token_to_id(word)
+        ids += [known] if known is not None else [byte + 1 for byte in word.encode()]
+    parts = pieces(WindowDecoder(lambda some: str(inner.decode(list(some)))), ids)
+    assert "".join(parts) == inner.decode(ids)
+    assert "\ufffd" not in "".join(parts)
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The oracle: one character after another."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("abc", max_size=4)),
+)
+def test_text_ends_before_the_first_stop_string_however_it_is_cut(
+    stops: list[str], parts: list[str]
+) -> None:
+    matcher, shown, found = StopStrings(stops), "", False
+    for part in parts:
+        released = matcher.add(part)
+        shown += released.text
+        assert cut("".join(parts), stops).startswith(shown)
+        if released.found:
+            found = True
+            break
+    if not found:
+        shown += matcher.end()
+    assert shown == cut("".join(parts), stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopStrings(["</end>"])
+    assert matcher.add("one <") == ("one ", False)
+    assert matcher.add("b> two </en") == ("<b> two ", False)
+    assert matcher.add("d> three") == ("", True)
