@@ -34,9 +34,9 @@ from quill.export.graph.write import remove_graphs, write_graphs
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
 from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
-from quill.model.atomic import atomic_directory
-from quill.model.checkpoint import Checkpoint
-from quill.model.transformer import Transformer
+from quill.model.checkpoint.atomic import atomic_directory
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.transformer import Transformer
 
 Say = Callable[[str], None]
 Keep = Literal["all", "proven", "best"]

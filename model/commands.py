@@ -46,7 +46,7 @@ def _add_train(subparsers: "Subparsers") -> None:
     shape.add_argument("--context", type=int, metavar="N", help="the longest sequence, in tokens")
     shape.add_argument("--dropout", type=float, metavar="P")
     _add_recipe(parser.add_argument_group("recipe"))
-    parser.set_defaults(run="quill.model.train:run", extra="train")
+    parser.set_defaults(run="quill.model.training.train:run", extra="train")
 
 
 def _add_data(data: argparse._ArgumentGroup) -> None:
@@ -86,7 +86,7 @@ def _add_eval(subparsers: "Subparsers") -> None:
         help="write each pair's translations there, for `quill bench fidelity`",
     )
     _add_data(parser.add_argument_group("data"))
-    parser.set_defaults(run="quill.model.evaluate:run", extra="train")
+    parser.set_defaults(run="quill.model.evaluation.evaluate:run", extra="train")
 
 
 def _add_train_speed(subparsers: "Subparsers") -> None:
@@ -97,7 +97,7 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="best of N (default 5)")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="in each round")
-    parser.set_defaults(run="quill.model.train_speed:run", extra="train")
+    parser.set_defaults(run="quill.model.evaluation.train_speed:run", extra="train")
 
 
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
@@ -134,7 +134,7 @@ def _add_import(subparsers: "Subparsers") -> None:
         help="where the checkpoint goes (default for a model by name: Quill's cache)",
     )
     parser.add_argument("--force", action="store_true", help="replace an import that is there")
-    parser.set_defaults(run="quill.model.importing:run", extra="train")
+    parser.set_defaults(run="quill.model.importers.import_weights:run", extra="train")
 
 
 def _add_attend(subparsers: "Subparsers") -> None:
@@ -162,7 +162,7 @@ def _add_attend(subparsers: "Subparsers") -> None:
         metavar="PNG",
         help="where the picture goes (default: attention.png)",
     )
-    parser.set_defaults(run="quill.model.attend:run", extra="train")
+    parser.set_defaults(run="quill.model.evaluation.attention_maps:run", extra="train")
 
 
 def _add_average(subparsers: "Subparsers") -> None:
@@ -175,4 +175,4 @@ def _add_average(subparsers: "Subparsers") -> None:
     parser.add_argument("run_directory", type=Path, metavar="RUN", help="the --out of train")
     parser.add_argument("--last", type=int, default=5, metavar="N", help="how many (default 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="CHECKPOINT")
-    parser.set_defaults(run="quill.model.averaging:run", extra="train")
+    parser.set_defaults(run="quill.model.checkpoint.averaging:run", extra="train")

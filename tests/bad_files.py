@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import ExportError
-from quill.model.checkpoint import load_checkpoint
+from quill.model.checkpoint.checkpoint import load_checkpoint
 from quill.model.errors import ModelError
-from quill.model.gguf_file import GgufFile
-from quill.model.gguf_llama import read_gguf
+from quill.model.importers.gguf_file import GgufFile
+from quill.model.importers.gguf_llama import read_gguf
 from quill.server.errors import ServerError
 from quill.server.loading.loader import prepare
 from quill.server.settings import Settings

@@ -9,8 +9,8 @@ NAMES = ("bundle", "checkpoint", "tiny.gguf")
 
 
 def write_good_files(directory: Path) -> None:
-    from quill.model.checkpoint import Checkpoint, save_checkpoint
-    from quill.model.tokenizer import SpecialTokens, byte_tokenizer
+    from quill.model.checkpoint.checkpoint import Checkpoint, save_checkpoint
+    from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
     from tests.model.conftest import tiny_metadata, tiny_tensors, write_gguf
     from tests.server.tiny_bundle import make_talker
 

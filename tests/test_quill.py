@@ -79,11 +79,11 @@ def test_sigterm_ends_a_command_in_good_order(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, types, quill\n"
         "from pathlib import Path\n"
-        "from quill.model.atomic import atomic_directory\n"
+        "from quill.model.checkpoint.atomic import atomic_directory\n"
         "def run(args):\n"
         "    with atomic_directory(Path(sys.argv[1]) / 'out'):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.modules['quill.model.evaluate'] = types.SimpleNamespace(run=run)\n"
+        "sys.modules['quill.model.evaluation.evaluate'] = types.SimpleNamespace(run=run)\n"
         "sys.exit(main(['eval', 'x']))\n"
     )
     assert run(str(tmp_path), script=script) == "143\n"

@@ -22,8 +22,8 @@ from quill.export.operators.library import (
 from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from quill.export.quantise.quantisation import check_quantisable
-from quill.model.config import ModelConfig
-from quill.model.importing import open_checkpoint
+from quill.model.importers.import_weights import open_checkpoint
+from quill.model.network.config import ModelConfig
 
 
 def run(args: argparse.Namespace) -> None:

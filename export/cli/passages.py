@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from quill.export.verify.held_out import held_out
-from quill.model.importing import open_checkpoint
+from quill.model.importers.import_weights import open_checkpoint
 
 
 def main() -> None:

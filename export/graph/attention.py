@@ -3,7 +3,7 @@
 Knows: com.microsoft::GroupQueryAttention, its inputs and its rules.
 Does not know: layers, precisions, files.
 
-The network hands its queries, keys and values to an `Attending` (model/attention.py). This one
+The network hands its queries, keys and values to an `Attending` (model/network/attention.py). This one
 computes nothing: it writes the operator into the graph that torch.onnx is tracing.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quill.model.attention import KeyValue
-from quill.model.config import ModelConfig
-from quill.model.positions import RotaryTables
+from quill.model.network.attention import KeyValue
+from quill.model.network.config import ModelConfig
+from quill.model.network.positions import RotaryTables
 
 # R rows · T new tokens · K key/value heads · C capacity · H head size · E heads x head size
 

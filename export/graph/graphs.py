@@ -15,8 +15,8 @@ from torch.export import Dim
 
 from quill.export.bundle import graph_contract
 from quill.export.graph.attention import Cache, GroupQueryAttending, OwnAttending
-from quill.model.attention import EncoderAttending, KeyValue
-from quill.model.transformer import Transformer
+from quill.model.network.attention import EncoderAttending, KeyValue
+from quill.model.network.transformer import Transformer
 
 # R rows · T new tokens · L logits · S source tokens · D model size · V vocabulary
 # K key/value heads · C capacity · H head size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quill.export.quantise.nbits_layout import beside, in_halves, pack, unsigned
-from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B bytes of a block
 # O outliers · C columns beside the kernel · V vocabulary

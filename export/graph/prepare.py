@@ -19,10 +19,10 @@ from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear,
 from quill.export.precisions import Precision
 from quill.export.quantise.outliers import find_outliers
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
-from quill.model.checkpoint import Checkpoint
-from quill.model.config import ModelConfig
-from quill.model.layers import EncoderLayer
-from quill.model.transformer import Transformer
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.config import ModelConfig
+from quill.model.network.layers import EncoderLayer
+from quill.model.network.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quill.export.quantise.quill_layout import lay_out
-from quill.model.attention import Attending
-from quill.model.config import ModelConfig
-from quill.model.layers import EncoderLayer
-from quill.model.quantised import QuantisedWeight
+from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.network.attention import Attending
+from quill.model.network.config import ModelConfig
+from quill.model.network.layers import EncoderLayer
 
 # C groups of columns · G blocks of inputs · B bytes of a record · N outputs · I inputs
 # R rows · T new tokens · D model size

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B bytes of a block
 # O outliers · C columns beside the kernel

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quill.model.checkpoint import Checkpoint
-from quill.model.transformer import Transformer
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.transformer import Transformer
 
 # I inputs · T tokens
 

@@ -13,9 +13,9 @@ import torch
 from quill.export.errors import UnsupportedModelError
 from quill.export.quantise.quantisers import eight_bits, k_quant
 from quill.export.quantise.quill_layout import with_halves
-from quill.model.checkpoint import Checkpoint
-from quill.model.config import ModelConfig
-from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
+from quill.model.network.config import ModelConfig
 
 EMBEDDING = "embedding.weight"
 # Rows of a table that are added, not multiplied: there is no operator to gain speed with.

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B = 32 inputs of a block
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quill.model.quantised import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 
 # N columns · I inputs · G = I / 32 blocks along the inputs · C = N / 16 groups of columns
 

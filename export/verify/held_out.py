@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from quill.export.errors import ExportError
-from quill.model.attention import CrossKeyValue
-from quill.model.checkpoint import Checkpoint
-from quill.model.corpora import load_pairs_file
-from quill.model.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.run_directory import source_of
+from quill.model.data.corpora import load_pairs_file
+from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
+from quill.model.data.source import DataSource
+from quill.model.data.splits import Pair
+from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, CorpusError
-from quill.model.source import DataSource
-from quill.model.splits import Pair
-from quill.model.tokenizer import Tokenizer
-from quill.model.training_state import source_of
-from quill.model.transformer import Transformer
+from quill.model.network.attention import CrossKeyValue
+from quill.model.network.transformer import Transformer
 
 NUM_PASSAGES = 16
 NUM_PAIRS = 128

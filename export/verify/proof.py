@@ -21,7 +21,7 @@ from quill.export.verify.held_out import HeldOut, Passage
 from quill.export.verify.perplexity import replay, step_ms
 from quill.export.verify.pytorch_reference import Answer, Oracle, Surprise, joined
 from quill.export.verify.runner import Runner
-from quill.model.checkpoint import Checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint
 
 Tick = Callable[[], None]  # one more thing is done
 

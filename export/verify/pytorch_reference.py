@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quill.export.verify.held_out import Passage
-from quill.model.attention import CrossKeyValue
-from quill.model.checkpoint import Checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.attention import CrossKeyValue
 
 # T tokens · V vocabulary
 

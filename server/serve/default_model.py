@@ -22,7 +22,7 @@ NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
 
 
 def cache_directory() -> Path:
-    """As model/fetch.py, which the server may not import."""
+    """As model/data/fetch.py, which the server may not import."""
     return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
 
 

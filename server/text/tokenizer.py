@@ -4,7 +4,7 @@ Knows: the bundle's tokenizer, which tokens are special. Does not know: requests
 
 Special tokens inside a person's text are plain text: whoever writes "<|endoftext|>" in a prompt
 must not end anything. Only a chat template's own special tokens count. The same rule as the
-reference, model/tokenizer.py, written twice on purpose: the server needs nothing of that room.
+reference, model/data/tokenizer.py, written twice on purpose: the server needs nothing of that room.
 """
 
 import json

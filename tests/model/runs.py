@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quill.__main__ import main
-from quill.model.training_state import step_directories
+from quill.model.checkpoint.run_directory import step_directories
 
 SENTENCES = [
     "The state of the union is strong.",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quill.model.randomness import sequence_seed, uniform
-from quill.model.sampling import SamplingParameters, choose
+from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.request import Request
 from quill.server.scheduler.plan import Copy
 

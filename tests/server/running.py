@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
-from quill.model.tokenizer import byte_tokenizer
+from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel

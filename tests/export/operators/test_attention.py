@@ -11,8 +11,8 @@ import torch
 from onnx import TensorProto, helper
 
 from quill.export.verify.runner import Array, open_session
-from quill.model.attention import Cached
-from quill.model.positions import RotaryTables, rotary_tables
+from quill.model.network.attention import Cached
+from quill.model.network.positions import RotaryTables, rotary_tables
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.export.tiny import LLAMA
 from tests.operators import needs_operators

@@ -17,7 +17,7 @@ from quill.export.graph.quill_layers import OwnEmbedding, OwnLinear
 from quill.export.graph.trace import trace
 from quill.export.quantise.quill_layout import lay_out, with_halves
 from quill.export.verify.runner import Array, open_session
-from quill.model.quantised import Kind, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 

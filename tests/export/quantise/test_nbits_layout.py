@@ -21,7 +21,7 @@ from quill.export.quantise.nbits_layout import (
     pack,
 )
 from quill.export.verify.runner import Array, open_session
-from quill.model.quantised import Kind, QuantisedWeight
+from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
 
 NUM_INPUTS, NUM_OUTPUTS = 96, 48
 

@@ -3,7 +3,7 @@
 import torch
 
 from quill.export.quantise.outliers import MAX_OUTLIERS, find_outliers
-from quill.model.checkpoint import Checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
 
 QKV = "decoder.0.attention.qkv.weight"

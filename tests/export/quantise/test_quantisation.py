@@ -7,7 +7,7 @@ import torch
 
 from quill.export.errors import UnsupportedModelError
 from quill.export.quantise.quantisation import check_quantisable, dequantised, quantise
-from quill.model.quantised import QuantisedWeight
+from quill.model.checkpoint.quantised_weight import QuantisedWeight
 from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantised_at_source
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from quill.export.errors import ExportError
 from quill.export.verify.held_out import NUM_PASSAGES, held_out
-from quill.model.checkpoint import load_checkpoint
+from quill.model.checkpoint.checkpoint import load_checkpoint
+from quill.model.data.source import DataSource
+from quill.model.data.splits import Pair, PairCorpus
+from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
 from quill.model.errors import CorpusError
-from quill.model.recipes import RECIPES
-from quill.model.source import DataSource
-from quill.model.splits import Pair, PairCorpus
-from quill.model.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
-from quill.model.train import Order
+from quill.model.training.recipes import RECIPES
+from quill.model.training.train import Order
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantised_at_source
 from tests.model.runs import (
     last_checkpoint,
@@ -74,7 +74,7 @@ def test_without_network_or_cache_the_model_writes_its_own_text(
     def offline(name: str) -> None:
         raise CorpusError("no network")
 
-    monkeypatch.setattr("quill.model.source.load_text", offline)
+    monkeypatch.setattr("quill.model.data.source.load_text", offline)
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
     assert held_out(checkpoint, None).name == "drawn from the model"
 
@@ -100,7 +100,7 @@ def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
 ) -> None:
     pairs = [Pair(f"source {i}", f"target {i}") for i in range(3)]
     monkeypatch.setattr(
-        "quill.model.source.load_pairs", lambda name: PairCorpus(name, [], pairs, [])
+        "quill.model.data.source.load_pairs", lambda name: PairCorpus(name, [], pairs, [])
     )
     order = Order(SEQ2SEQ, RECIPES["seq2seq-tiny"], DataSource(corpus="en-de"))
     checkpoint = dataclasses.replace(

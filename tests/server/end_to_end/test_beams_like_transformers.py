@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quill.export.pipeline import Wishes, write_bundle
-from quill.model.huggingface import read_huggingface
+from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request
 from tests.server.sampling.test_beam_search import Results

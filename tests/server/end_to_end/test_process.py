@@ -15,7 +15,7 @@ import pytest
 
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
-from quill.model.tokenizer import byte_tokenizer
+from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
@@ -28,7 +28,7 @@ from tests.server.tiny_bundle import TinyBundle
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = sys.modules['quill.model.transformer'] = None\n"
+    "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
 )
 SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")

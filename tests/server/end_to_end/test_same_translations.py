@@ -9,8 +9,8 @@ import random
 import pytest
 
 from quill.model.randomness import sequence_seed, uniform
-from quill.model.reference import generate
-from quill.model.sampling import SamplingParameters, choose
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
 from quill.server.events import PositionLogprobs
 from quill.server.request import Request, Sampling

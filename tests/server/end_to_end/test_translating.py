@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from quill.model.reference import generate
-from quill.model.sampling import SamplingParameters
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.model.sampling import log_probabilities
+from quill.model.reference.sampling import log_probabilities
 from quill.server.request import Request, Sampling
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle

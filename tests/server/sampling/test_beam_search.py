@@ -1,4 +1,4 @@
-"""Beams are rows beside other people's, and the answers are those of model/beam.py."""
+"""Beams are rows beside other people's, and the answers are those of model/reference/beam_search.py."""
 
 import dataclasses
 import random
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.model.beam import BeamParameters, beam_search, search
+from quill.model.reference.beam_search import BeamParameters, beam_search, search
 from quill.server.engine.engine import Engine
 from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
 from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quill.model.sampling import log_probabilities
+from quill.model.reference.sampling import log_probabilities
 from quill.server.sampling.logprobs import position_logprobs
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.model import sampling as reference
 from quill.model.randomness import uniform
+from quill.model.reference import sampling as reference
 from quill.server.request import Sampling
 from quill.server.sampling import batch_draw, exact_draw
 from quill.server.sampling.penalties import Adjustments

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 
-from quill.model.tokenizer import byte_tokenizer
+from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text

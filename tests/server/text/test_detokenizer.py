@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from quill.model.tokenizer import byte_tokenizer, train_bpe
+from quill.model.data.tokenizer import byte_tokenizer, train_bpe
 from quill.server.text.detokenizer import Decoder, WindowDecoder
 from quill.server.text.stop_strings import StopStrings
 from quill.server.text.tokenizer import Text

@@ -1,0 +1,1 @@
+"""A network and a run on disk, whole or absent."""

@@ -1,0 +1,204 @@
+"""A network on disk: a directory that is whole or absent.
+
+    config.json             shape, special tokens, chat template, generation defaults, provenance
+    model.safetensors       the weights, float32
+    quantised.safetensors   the source's own quantised values, if it had any
+    tokenizer.json          the tokenizer, if there is one
+
+Knows: these files. Does not know: training state (model/checkpoint/run_directory.py adds its own files
+beside them), where weights come from.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quill.model.checkpoint.atomic import atomic_directory
+from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
+from quill.model.checkpoint.typed_values import TypedValues
+from quill.model.data.tokenizer import SpecialTokens, Tokenizer
+from quill.model.errors import CheckpointError, ConfigError, first_few
+from quill.model.network.config import ModelConfig
+from quill.model.network.transformer import Transformer
+
+FORMAT = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+QUANTISED_FILE = "quantised.safetensors"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that export, evaluation and decoding need."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer | None = None  # None: the model speaks token ids only
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
+    stop_ids: tuple[int, ...] = ()  # every token that ends an answer
+    chat_template: str | None = None
+    generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
+    provenance: dict[str, Any] = field(default_factory=dict)
+    quantised: dict[str, QuantisedWeight] = field(default_factory=dict)
+    path: Path | None = field(default=None, compare=False)  # where it was read from
+
+    def build(self) -> Transformer:
+        """The network with these weights, ready to evaluate. It shares their memory."""
+        with torch.device("meta"):
+            model = Transformer(self.config)
+        check_weights(model, self.weights)
+        model.load_state_dict(self.weights, assign=True)
+        model.compute_tables()
+        return model.eval()
+
+
+def check_weights(model: Transformer, weights: dict[str, Tensor]) -> None:
+    """Refuses, by name, tensors that are missing, too many, or of another shape."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing = sorted(set(expected) - set(weights))
+    if missing:
+        raise CheckpointError(f"the weights lack {first_few(missing)}")
+    unknown = sorted(set(weights) - set(expected))
+    if unknown:
+        raise CheckpointError(
+            f"the weights have tensors that the model doesn't: {first_few(unknown)}"
+        )
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise CheckpointError(
+                f"tensor {name} has the shape {tuple(weights[name].shape)}; the model's config "
+                f"asks for {shape}"
+            )
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes the directory atomically. A full disk leaves what stood there before."""
+    try:
+        with atomic_directory(path) as directory:
+            write_files(directory, checkpoint)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"can't write the checkpoint {path}: {error}") from error
+
+
+def write_files(directory: Path, checkpoint: Checkpoint) -> None:
+    save_file(checkpoint.weights, directory / WEIGHTS_FILE)
+    if checkpoint.quantised:
+        _save_quantised(directory / QUANTISED_FILE, checkpoint.quantised)
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
+    description = {
+        "format": FORMAT,
+        "model": checkpoint.config.to_dict(),
+        "special_tokens": asdict(checkpoint.special_tokens),
+        "prepend_bos": checkpoint.prepend_bos,
+        "stop_ids": list(checkpoint.stop_ids),
+        "chat_template": checkpoint.chat_template,
+        "generation": checkpoint.generation,
+        "provenance": checkpoint.provenance,
+    }
+    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    description = read_description(path)
+    try:
+        weights = load_file(path / WEIGHTS_FILE)
+        quantised = _load_quantised(path / QUANTISED_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
+            "damaged; import or train it again"
+        ) from error
+    values = TypedValues(description, str(path / CONFIG_FILE))
+    special_tokens = _special_tokens(values)
+    tokenizer_file, tokenizer = path / TOKENIZER_FILE, None
+    if tokenizer_file.exists():
+        tokenizer = Tokenizer.load(tokenizer_file, special_tokens)
+    return Checkpoint(
+        config=_config(values, path),
+        weights=weights,
+        tokenizer=tokenizer,
+        special_tokens=special_tokens,
+        prepend_bos=values.flag("prepend_bos", False),
+        stop_ids=tuple(values.integers("stop_ids")),
+        chat_template=values.text("chat_template", "") or None,
+        generation=values.numbers("generation"),
+        provenance=values.mapping("provenance"),
+        quantised=quantised,
+        path=path,
+    )
+
+
+def _config(values: TypedValues, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(values.mapping("model"))
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG_FILE} describes no network: {error}") from error
+
+
+def _special_tokens(values: TypedValues) -> SpecialTokens:
+    parts = values.mapping("special_tokens")
+    names = {field.name for field in fields(SpecialTokens)}
+    if not set(parts) <= names or not all(type(v) in (int, NoneType) for v in parts.values()):
+        raise CheckpointError(f"special_tokens is {parts}; it must give ids for {sorted(names)}")
+    return SpecialTokens(**parts)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json, checked for being one that this version reads."""
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {path}: it should be a directory")
+    if (path / "manifest.json").exists() and not (path / CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{path} is a bundle, which can't be trained or looked into. Name the checkpoint that "
+            "it was exported from"
+        )
+    try:
+        description = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"can't read {path / CONFIG_FILE}: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / CONFIG_FILE} isn't of checkpoint format {FORMAT}, the one this version "
+            "reads. A Hugging Face directory is brought in with `quill import`"
+        )
+    return description
+
+
+def _save_quantised(path: Path, weights: dict[str, QuantisedWeight]) -> None:
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        tensors[f"{name}.q"] = weight.q
+        tensors[f"{name}.scale"] = weight.scale_NG
+        if weight.minimum_NG is not None:
+            tensors[f"{name}.minimum"] = weight.minimum_NG
+    save_file(tensors, path, metadata={name: weight.kind for name, weight in weights.items()})
+
+
+def _load_quantised(path: Path) -> dict[str, QuantisedWeight]:
+    if not path.exists():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        kinds = dict(file.metadata() or {})
+    weights = {}
+    for name, kind in kinds.items():
+        if kind not in get_args(Kind):
+            raise CheckpointError(f"{path} has weights of the unknown kind {kind!r}")
+        weights[name] = QuantisedWeight(
+            kind=kind,
+            q=tensors[f"{name}.q"],
+            scale_NG=tensors[f"{name}.scale"],
+            minimum_NG=tensors.get(f"{name}.minimum"),
+        )
+    return weights

@@ -1,0 +1,1 @@
+"""From a wheel or a file to batches of token ids."""

@@ -1,0 +1,215 @@
+"""Shows what a trained network looks at: `quill attend`.
+
+Knows: how to record attention weights, which layers and heads were asked for.
+Does not know: how a picture is drawn (see model/evaluation/attention_picture.py).
+
+A causal model shows its self-attention: which earlier tokens each token looks at. A seq2seq model
+shows its encoder-decoder attention: which source tokens it looks at while it writes each token of
+the target.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
+from quill.model.checkpoint.run_directory import resolve_checkpoint
+from quill.model.data.tokenizer import Tokenizer
+from quill.model.errors import CheckpointError, RequestError
+from quill.model.evaluation.attention_picture import (
+    AttentionGrid,
+    WeightsArray,
+    draw,
+    picture_size,
+    token_labels,
+)
+from quill.model.network.attention import (
+    CrossKeyValue,
+    attention_weights,
+    look_ahead_mask,
+    merge_heads,
+    repeat_groups,
+    split_heads,
+    split_qkv,
+)
+from quill.model.network.config import ModelConfig
+from quill.model.network.positions import RotaryTables
+from quill.model.network.transformer import Transformer
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters
+
+# N heads · T queries · S keys · H head size · E = heads x head size
+
+DEFAULT_NUM_LAYERS = 4
+
+
+def run(args: argparse.Namespace) -> None:
+    checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
+    layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
+    heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
+    looks = find_looks(checkpoint, args.text, args.target)
+    # Refuses a picture that is too large before the weights are computed.
+    picture_size(len(layers), len(heads), len(looks.rows), len(looks.columns))
+    weights = record(looks)
+    grid = AttentionGrid(
+        title=args.text,
+        row_caption=looks.row_caption,
+        column_caption=looks.column_caption,
+        row_labels=token_labels(looks.tokenizer, looks.rows),
+        column_labels=token_labels(looks.tokenizer, looks.columns),
+        layers=layers,
+        heads=heads,
+        weights=[weights[layer] for layer in layers],
+    )
+    draw(grid, args.out)
+    num_maps = len(layers) * len(heads)
+    print(f"{args.out}: {num_maps} maps of {len(looks.rows)} x {len(looks.columns)} tokens")
+
+
+def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
+    """The layers or heads of "0,5" or "all". None asked for: a few, from first to last."""
+    if asked == "all":
+        return list(range(number))
+    if asked is None:
+        steps = min(number, DEFAULT_NUM_LAYERS)
+        return [index * (number - 1) // max(1, steps - 1) for index in range(steps)]
+    try:
+        chosen = [int(part) for part in asked.split(",")]
+    except ValueError as error:
+        raise RequestError(
+            f"{kind}s are {asked!r}; write numbers with commas, like 0,5, or all"
+        ) from error
+    for index in chosen:
+        if not 0 <= index < number:
+            raise RequestError(
+                f"there is no {kind} {index}; the model has {kind}s 0 to {number - 1}"
+            )
+    return chosen
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Who looks at whom: the tokens that label rows and columns, and what the network is fed."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    rows: list[int]
+    columns: list[int]
+    input_ids: list[int]
+    source_ids: list[int] | None = None
+    row_caption: str = "the token that looks"
+    column_caption: str = "the token looked at"
+
+
+def find_looks(checkpoint: Checkpoint, text: str, target: str | None) -> Looks:
+    if checkpoint.tokenizer is None:
+        raise CheckpointError("the checkpoint has no tokenizer, so it can't read a text")
+    tokenizer, model = checkpoint.tokenizer, checkpoint.build()
+    ids = tokenizer.encode(text)
+    if checkpoint.config.family == "seq2seq":
+        return _find_cross_looks(checkpoint, tokenizer, model, ids, target)
+    if target is not None:
+        raise RequestError("a target was given, but only a seq2seq model has a source and a target")
+    if checkpoint.prepend_bos and checkpoint.special_tokens.bos is not None:
+        ids = [checkpoint.special_tokens.bos, *ids]
+    _check_length("text", ids, model)
+    return Looks(model, tokenizer, ids, ids, ids)
+
+
+def _find_cross_looks(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    model: Transformer,
+    ids: list[int],
+    target: str | None,
+) -> Looks:
+    """A row is the token being written, while the decoder has read those before it."""
+    bos, eos = checkpoint.special_tokens.bos, checkpoint.special_tokens.eos
+    if bos is None or eos is None:
+        raise CheckpointError("the checkpoint has no bos or eos token; a seq2seq model needs both")
+    source_ids = [*ids, eos]
+    _check_length("text", source_ids, model)
+    if target is None:
+        greedy = SamplingParameters(temperature=0.0, stop_ids=frozenset({eos}))
+        answer = generate(model, [bos], greedy, source_ids=source_ids, cached=True)
+        written = list(answer.token_ids)
+    else:
+        written = [*tokenizer.encode(target), eos]
+        _check_length("target", written, model)
+    return Looks(
+        model,
+        tokenizer,
+        rows=written,
+        columns=source_ids,
+        input_ids=[bos, *written[:-1]],
+        source_ids=source_ids,
+        row_caption="the token being written",
+        column_caption="the source token looked at",
+    )
+
+
+def _check_length(name: str, ids: Sequence[int], model: Transformer) -> None:
+    if not 1 <= len(ids) <= model.config.context:
+        raise RequestError(
+            f"the {name} has {len(ids)} tokens; the model takes from 1 to {model.config.context}"
+        )
+
+
+@torch.no_grad()
+def record(looks: Looks) -> list[WeightsArray]:
+    """The weights of each decoder layer, as (N, T, S)."""
+    model = looks.model
+    ids_1T = torch.tensor([looks.input_ids])
+    if looks.source_ids is None:
+        recording = RecordingAttention(model.config, model.rotary)
+        model.hidden(ids_1T, recording)
+        return [_without_future(weights_NTT) for weights_NTT in recording.self_weights]
+    source_1S = torch.tensor([looks.source_ids])
+    cross = model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
+    recording = RecordingAttention(model.config, model.rotary, cross)
+    model.hidden(ids_1T, recording)
+    return [weights_NTS.numpy() for weights_NTS in recording.cross_weights]
+
+
+def _without_future(weights_NTT: Tensor) -> WeightsArray:
+    """NaN where a token can't look, to tell it from a token that looks away."""
+    future_TT = look_ahead_mask(*weights_NTT.shape[1:]).isinf()
+    return weights_NTT.masked_fill(future_TT, math.nan).numpy()
+
+
+class RecordingAttention:
+    """Attends to one row as `Uncached` does, by the textbook formula, and keeps the weights."""
+
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryTables | None, cross: CrossKeyValue | None = None
+    ) -> None:
+        self._config = config
+        self._rotary = rotary
+        self._cross = cross
+        self.self_weights: list[Tensor] = []
+        self.cross_weights: list[Tensor] = []
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        assert ids_BT.shape[0] == 1, "one row at a time"
+        return torch.arange(ids_BT.shape[1])
+
+    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+        q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
+        k_BNTH, v_BNTH = (repeat_groups(x, self._config.num_heads) for x in kv)
+        weights_BNTT = attention_weights(q_BNTH, k_BNTH, look_ahead_mask(*[q_BNTH.shape[2]] * 2))
+        self.self_weights.append(weights_BNTT[0])
+        return merge_heads(weights_BNTT @ v_BNTH)
+
+    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
+        assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
+        q_BNTH = split_heads(q_BTE, self._config.head_size)
+        k_BNSH, v_BNSH = (
+            repeat_groups(x, self._config.num_heads) for x in self._cross.layers[layer]
+        )
+        weights_BNTS = attention_weights(q_BNTH, k_BNSH)
+        self.cross_weights.append(weights_BNTS[0])
+        return merge_heads(weights_BNTS @ v_BNSH)

@@ -1,0 +1,176 @@
+"""Reads a Hugging Face directory: config.json, safetensors, tokenizer.json.
+
+Knows: the names of tensors in the Llama family and in GPT-2.
+Does not know: settings (model/importers/huggingface_config.py), files of weights
+(model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py), Marian
+(model/importers/huggingface_marian.py).
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.typed_values import TypedValues
+from quill.model.errors import CheckpointError
+from quill.model.importers.huggingface_config import read_config
+from quill.model.importers.huggingface_marian import (
+    BANNED,
+    banned_tokens,
+    in_our_order,
+    marian_layout,
+)
+from quill.model.importers.huggingface_text import read_json, read_text
+from quill.model.importers.huggingface_weights import WeightFiles, open_weights
+from quill.model.importers.tensor_layout import (
+    Layout,
+    LlamaNames,
+    Part,
+    Track,
+    check_source,
+    llama_layout,
+    untracked,
+)
+from quill.model.network.config import ModelConfig
+
+LLAMA_NAMES = LlamaNames(
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    projection="lm_head",
+    layer="model.layers.{}",
+    attention_norm="input_layernorm",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    attention_out="self_attn.o_proj",
+    feed_forward_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+
+# Tables that older versions stored beside the weights; everybody computes them now.
+_TABLES = re.compile(
+    r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight)$"
+)
+# The one embedding under other names.
+_TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+
+
+def read_settings(directory: Path) -> TypedValues:
+    values = read_json(directory / "config.json")
+    if not values:
+        raise CheckpointError(f"{directory} has no config.json: it isn't a Hugging Face model")
+    return TypedValues(values, str(directory / "config.json"))
+
+
+def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
+    """The whole checkpoint. Without a tokenizer.json it speaks token ids only."""
+    settings = read_settings(directory)
+    config = read_config(settings)
+    text = read_text(directory, settings, config.vocab_size)
+    with open_weights(directory) as files:
+        weights = _read_weights(files, config, directory, track)
+    return Checkpoint(
+        config=config,
+        weights=weights,
+        tokenizer=text.tokenizer,
+        special_tokens=text.special_tokens,
+        prepend_bos=text.prepend_bos,
+        stop_ids=text.stop_ids,
+        chat_template=text.chat_template,
+        generation=text.generation,
+        provenance=_provenance(directory),
+    )
+
+
+def _read_weights(
+    files: WeightFiles, config: ModelConfig, directory: Path, track: Track
+) -> dict[str, Tensor]:
+    if config.num_layers > len(files.shapes):
+        raise CheckpointError(
+            f"{directory} claims {config.num_layers} layers but has {len(files.shapes)} tensors"
+        )
+    layout = _layout(config, files)
+    shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
+    for name in _TIED if config.tied_embeddings else ():
+        shapes.pop(name, None)
+    check_source(layout, shapes, str(directory))
+    weights = {name: _join(files, layout[name]) for name in track(list(layout))}
+    if config.family == "causal":
+        return weights
+    weights = {name: in_our_order(name, tensor) for name, tensor in weights.items()}
+    generation = read_json(directory / "generation_config.json")
+    for token in banned_tokens(generation, config.vocab_size):
+        weights["output_bias"][token] = BANNED
+    return weights
+
+
+def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
+    tensors = [files.read(part.name) for part in parts]
+    tensors = [
+        tensor.T if part.transposed else tensor for tensor, part in zip(tensors, parts, strict=True)
+    ]
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).contiguous()
+
+
+def _layout(config: ModelConfig, files: WeightFiles) -> Layout:
+    if config.family == "seq2seq":
+        return marian_layout(config)
+    if config.positions == "rotary":
+        return llama_layout(config, LLAMA_NAMES, interleaved=False)
+    # GPT-2's own checkpoint was saved without its head, and so without this prefix.
+    prefix = "transformer." if "transformer.wte.weight" in files.shapes else ""
+    return _gpt2_layout(config, prefix)
+
+
+def _gpt2_layout(config: ModelConfig, prefix: str) -> Layout:
+    d_model = config.d_model
+    vocabulary = (config.vocab_size, d_model)
+    layout = {
+        "embedding.weight": [Part(f"{prefix}wte.weight", vocabulary)],
+        "position_embedding.weight": [Part(f"{prefix}wpe.weight", (config.context, d_model))],
+        **_gpt2_norm("decoder_norm", f"{prefix}ln_f", d_model),
+    }
+    for index in range(config.num_layers):
+        ours, theirs = f"decoder.{index}", f"{prefix}h.{index}"
+        layout |= _gpt2_norm(f"{ours}.attention_residual.norm", f"{theirs}.ln_1", d_model)
+        layout |= _gpt2_norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.ln_2", d_model)
+        for name, source, num_inputs, num_outputs in (
+            ("attention.qkv", "attn.c_attn", d_model, 3 * d_model),
+            ("attention.out", "attn.c_proj", d_model, d_model),
+            ("feed_forward.up", "mlp.c_fc", d_model, config.d_ff),
+            ("feed_forward.down", "mlp.c_proj", config.d_ff, d_model),
+        ):
+            matrix = Part(f"{theirs}.{source}.weight", (num_inputs, num_outputs), transposed=True)
+            layout[f"{ours}.{name}.weight"] = [matrix]
+            layout[f"{ours}.{name}.bias"] = [Part(f"{theirs}.{source}.bias", (num_outputs,))]
+    if not config.tied_embeddings:
+        layout["projection.weight"] = [Part("lm_head.weight", vocabulary)]
+    return layout
+
+
+def _gpt2_norm(ours: str, theirs: str, d_model: int) -> Layout:
+    return {f"{ours}.{kind}": [Part(f"{theirs}.{kind}", (d_model,))] for kind in ("weight", "bias")}
+
+
+def _provenance(directory: Path) -> dict[str, str]:
+    """Name and version by the directory: the hub's cache has models--OWNER--NAME/snapshots/HASH."""
+    here = directory.resolve()
+    licence = _licence(directory / "README.md")
+    provenance = {"name": here.name} | ({"licence": licence} if licence else {})
+    if here.parent.name == "snapshots":
+        name = here.parents[1].name.removeprefix("models--").replace("--", "/")
+        provenance |= {"name": name, "version": here.name}
+    return provenance
+
+
+def _licence(readme: Path) -> str | None:
+    """The licence that the model card's head names."""
+    if not readme.exists():
+        return None
+    head = readme.read_text(encoding="utf-8", errors="replace")[:4096]
+    found = re.match(r"---\n(?:.*\n)*?license: *(\S+) *\n(?:.*\n)*?---\n", head)
+    return found[1] if found else None

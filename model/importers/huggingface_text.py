@@ -1,0 +1,152 @@
+"""Reads what a Hugging Face directory says about text: tokenizer, chat template, defaults.
+
+Knows: tokenizer.json, tokenizer_config.json, generation_config.json and their older spellings.
+Does not know: tensors, the shape of the model.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quill.model.checkpoint.typed_values import TypedValues
+from quill.model.data.tokenizer import SpecialTokens, Tokenizer
+from quill.model.errors import CheckpointError
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_PENALTIES = ("repetition_penalty", "max_new_tokens", "num_beams", "length_penalty")
+
+
+class Text(NamedTuple):
+    """Everything that the directory says about text."""
+
+    tokenizer: Tokenizer | None
+    special_tokens: SpecialTokens
+    prepend_bos: bool
+    stop_ids: tuple[int, ...]
+    chat_template: str | None
+    generation: dict[str, float | int]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"can't read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
+    generation = read_json(directory / "generation_config.json")
+    tokenizer_config = read_json(directory / "tokenizer_config.json")
+    tokenizer_json = read_json(directory / "tokenizer.json")
+    ids = _added_tokens(tokenizer_json)
+    _check_ids(ids, vocab_size)
+    special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
+    translates = settings.flag("is_encoder_decoder", False)
+    if translates:
+        start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
+        special = replace(special, bos=min(_ids(start, vocab_size), default=special.bos))
+    stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
+    stop_ids = stop_ids or _ids(settings.get("eos_token_id"), vocab_size)
+    if special.eos is None and stop_ids:
+        special = replace(special, eos=min(stop_ids))
+    tokenizer = Tokenizer.load(directory / "tokenizer.json", special) if tokenizer_json else None
+    return Text(
+        tokenizer=tokenizer,
+        special_tokens=special,
+        # For seq2seq bos begins the answer, whatever its texts begin with.
+        prepend_bos=not translates
+        and special.bos is not None
+        and special.bos == _first_id(tokenizer_json, ids),
+        stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
+        chat_template=_chat_template(directory, tokenizer_config),
+        generation=_defaults(generation, samples=not translates),
+    )
+
+
+def _added_tokens(tokenizer_json: dict[str, Any]) -> dict[str, int]:
+    added = tokenizer_json.get("added_tokens", [])
+    try:
+        return {str(token["content"]): int(token["id"]) for token in added}
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer.json has added_tokens of a strange form: {error}"
+        ) from error
+
+
+def _check_ids(ids: dict[str, int], vocab_size: int) -> None:
+    outside = [token for token, index in ids.items() if not 0 <= index < vocab_size]
+    if outside:
+        raise CheckpointError(
+            f"the tokenizer has the token {outside[0]!r} with the id {ids[outside[0]]}, but the "
+            f"model has only {vocab_size} embeddings. Resize the model's embeddings to the "
+            "tokenizer, or remove the token"
+        )
+
+
+def _special_tokens(
+    tokenizer_config: dict[str, Any], ids: dict[str, int], settings: TypedValues, vocab_size: int
+) -> SpecialTokens:
+    """Each by its text in the tokenizer's config, else by its id in the model's."""
+    found: dict[str, int | None] = {}
+    for part in ("bos", "eos", "pad", "unk"):
+        token = tokenizer_config.get(f"{part}_token")
+        token = str(token.get("content") if isinstance(token, dict) else token)
+        named = {ids[token]} if token in ids else set()
+        numbered = _ids(settings.get(f"{part}_token_id"), vocab_size)
+        found[part] = min(named or numbered, default=None)
+    return SpecialTokens(**found)
+
+
+def _ids(value: object, vocab_size: int) -> set[int]:
+    """The ids in a number or a list of them. One beyond the vocabulary can never be said."""
+    listed = value if isinstance(value, list) else [value]
+    return {index for index in listed if type(index) is int and 0 <= index < vocab_size}
+
+
+def _first_id(tokenizer_json: dict[str, Any], ids: dict[str, int]) -> int | None:
+    """The token that the tokenizer itself puts before every text, if it does."""
+    processor = tokenizer_json.get("post_processor") or {}
+    try:
+        for step in processor.get("processors", [processor]):
+            template = step.get("single", [])
+            if template and "SpecialToken" in template[0]:
+                return ids.get(template[0]["SpecialToken"]["id"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"tokenizer.json has a strange post_processor: {error}") from error
+    return None
+
+
+def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """A file of its own is the newest spelling and wins."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8", errors="replace")
+    template = read_json(directory / "chat_template.json").get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _defaults(generation: dict[str, Any], samples: bool) -> dict[str, float | int]:
+    """The author's settings. Without sampling the answer is greedy: temperature 0.
+
+    `samples`: whether a model samples whose author says nothing about it.
+    """
+    greedy = not generation.get("do_sample", samples)
+    names = _PENALTIES if greedy else (*_SAMPLING, *_PENALTIES)
+    defaults: dict[str, float | int] = {"temperature": 0.0} if greedy else {}
+    for name in names:
+        value = generation.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            defaults[name] = value
+    return defaults

@@ -1,0 +1,230 @@
+"""How queries meet keys: the textbook formula, and the two ways a forward pass attends.
+
+Knows: masks, heads, rotary positions, the key/value cache.
+Does not know: projections, layers, what the vectors mean.
+
+A network's layers compute queries, keys and values and hand them to an `Attending`. Training
+attends without a cache, decoding with one, and export emits the operator that ONNX Runtime has
+for it: the network itself is written once.
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quill.model.network.config import ModelConfig
+from quill.model.network.positions import RotaryTables, rotate
+
+# B rows · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
+# E = heads x head size, flat
+
+
+class KeyValue(NamedTuple):
+    """One layer's keys and values."""
+
+    k_BKSH: Tensor
+    v_BKSH: Tensor
+
+
+class CrossKeyValue(NamedTuple):
+    """What the encoder parks for the decoder: each layer's keys and values, and which are real."""
+
+    layers: list[KeyValue]
+    mask_BS: Tensor
+
+
+class Attending(Protocol):
+    """How the queries of one forward pass find their keys and values."""
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        """Opens the pass; answers the position of each new token, as (T,) or (B, T)."""
+
+    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+        """Attends from the new tokens to themselves and to what came before them."""
+
+    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
+        """Attends from the new tokens to the encoder's output."""
+
+
+def look_ahead_mask(num_queries: int, num_keys: int) -> Tensor:
+    """Zero where a query may look, −∞ where the key is in its future."""
+    allowed_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    return torch.zeros(num_queries, num_keys).masked_fill(~allowed_TS, -math.inf)
+
+
+def attention_weights(q_BNTH: Tensor, k_BNSH: Tensor, mask_TS: Tensor | None = None) -> Tensor:
+    """softmax(q·kᵀ / √d_k + mask): the textbook formula, every score in the open."""
+    scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) / math.sqrt(q_BNTH.shape[-1])
+    if mask_TS is not None:
+        scores_BNTS = scores_BNTS + mask_TS
+    return scores_BNTS.softmax(dim=-1)
+
+
+def split_heads(x_BTE: Tensor, head_size: int) -> Tensor:
+    """(B, T, heads x H) becomes (B, heads, T, H)."""
+    return x_BTE.reshape(*x_BTE.shape[:-1], -1, head_size).transpose(1, 2)
+
+
+def merge_heads(x_BNTH: Tensor) -> Tensor:
+    """(B, heads, T, H) becomes (B, T, heads x H)."""
+    return x_BNTH.transpose(1, 2).flatten(2)
+
+
+class QueryKeyValue(NamedTuple):
+    """The queries, keys and values of new tokens, as heads."""
+
+    q_BNTH: Tensor
+    kv: KeyValue
+
+
+def split_qkv(
+    qkv_BTE: Tensor, config: ModelConfig, rotary: RotaryTables | None, first_position: int
+) -> QueryKeyValue:
+    """Takes the fused projection apart and turns queries and keys to their positions."""
+    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+    qk_BNTH, v_BKTH = torch.split(
+        split_heads(qkv_BTE, config.head_size), [num_heads + num_kv_heads, num_kv_heads], dim=1
+    )
+    if rotary is not None:
+        qk_BNTH = rotate(qk_BNTH, rotary, first_position)
+    q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
+    return QueryKeyValue(q_BNTH, KeyValue(k_BKTH, v_BKTH))
+
+
+def repeat_groups(x_BKSH: Tensor, num_heads: int) -> Tensor:
+    """Gives each query head its own view of the K/V head that it shares."""
+    groups = num_heads // x_BKSH.shape[1]
+    return x_BKSH if groups == 1 else x_BKSH.repeat_interleave(groups, dim=1)
+
+
+def _attend(
+    q_BNTH: Tensor, kv: KeyValue, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    num_heads = q_BNTH.shape[1]
+    out_BNTH = F.scaled_dot_product_attention(
+        q_BNTH,
+        repeat_groups(kv.k_BKSH, num_heads),
+        repeat_groups(kv.v_BKSH, num_heads),
+        attn_mask=mask,
+        is_causal=causal,
+    )
+    return merge_heads(out_BNTH)
+
+
+class EncoderAttending:
+    """Every token of the source sees every real token of the source."""
+
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryTables | None, mask_BS: Tensor | None
+    ) -> None:
+        self._config = config
+        self._rotary = rotary
+        self._mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        return torch.arange(ids_BT.shape[1], device=ids_BT.device)
+
+    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+        q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
+        return _attend(q_BNTH, kv, mask=self._mask_B11S)
+
+    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
+        raise AssertionError("an encoder has no cross-attention")
+
+
+class Uncached:
+    """Whole sequences at once, each token seeing itself and its past: training and scoring."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryTables | None,
+        cross: CrossKeyValue | None = None,
+    ) -> None:
+        self._config = config
+        self._rotary = rotary
+        self._cross = cross
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        return torch.arange(ids_BT.shape[1], device=ids_BT.device)
+
+    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+        q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
+        return _attend(q_BNTH, kv, causal=True)
+
+    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
+        assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
+        return attend_across(q_BTE, self._cross, layer, self._config.head_size)
+
+
+def attend_across(q_BTE: Tensor, cross: CrossKeyValue, layer: int, head_size: int) -> Tensor:
+    q_BNTH = split_heads(q_BTE, head_size)
+    return _attend(q_BNTH, cross.layers[layer], mask=cross.mask_BS[:, None, None, :])
+
+
+class Cached:
+    """New tokens against a growing cache of keys and values: decoding.
+
+    All rows have the same length: this is the plain path that faster ones are compared with.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryTables | None,
+        cross: CrossKeyValue | None = None,
+    ) -> None:
+        self._config = config
+        self._rotary = rotary
+        self._cross = cross
+        self._layers: dict[int, KeyValue] = {}
+        self._length = 0
+        self._num_new = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens the cache holds."""
+        return self._length
+
+    def key_value(self, layer: int) -> KeyValue:
+        """What one layer's cache holds after a pass, the newest tokens included."""
+        return self._layers[layer]
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        """The new tokens stand after those already cached."""
+        self._length += self._num_new
+        self._num_new = ids_BT.shape[1]
+        return torch.arange(self._length, self._length + self._num_new, device=ids_BT.device)
+
+    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+        q_BNTH, new = split_qkv(qkv_BTE, self._config, self._rotary, self._length)
+        kv = self._append(layer, new)
+        mask_TS = look_ahead_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2]).to(qkv_BTE)
+        return _attend(q_BNTH, kv, mask=mask_TS)
+
+    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
+        assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
+        return attend_across(q_BTE, self._cross, layer, self._config.head_size)
+
+    def _append(self, layer: int, new: KeyValue) -> KeyValue:
+        past = self._layers.get(layer)
+        if past is not None:
+            new = KeyValue(
+                torch.cat((past.k_BKSH, new.k_BKSH), dim=2),
+                torch.cat((past.v_BKSH, new.v_BKSH), dim=2),
+            )
+        self._layers[layer] = new
+        return new
+
+    def select_rows(self, rows_B: Tensor) -> None:
+        """Keeps or copies rows: what beam search does when hypotheses change places."""
+        self._layers = {
+            layer: KeyValue(kv.k_BKSH[rows_B], kv.v_BKSH[rows_B])
+            for layer, kv in self._layers.items()
+        }
+        if self._cross is not None:
+            layers = [KeyValue(kv.k_BKSH[rows_B], kv.v_BKSH[rows_B]) for kv in self._cross.layers]
+            self._cross = CrossKeyValue(layers, self._cross.mask_BS[rows_B])

@@ -1,0 +1,156 @@
+"""The Transformer: one stack of layers, two families.
+
+Knows: embeddings, positions, the order of the layers, initialisation.
+Does not know: what a layer is made of (model/network/layers.py), how attention finds its keys
+(model/network/attention.py), training, files.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quill.model.network.attention import (
+    Attending,
+    Cached,
+    CrossKeyValue,
+    EncoderAttending,
+    KeyValue,
+    Uncached,
+)
+from quill.model.network.config import ModelConfig
+from quill.model.network.layers import DecoderLayer, EncoderLayer, make_norm
+from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
+
+# B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
+
+
+class Transformer(nn.Module):
+    """Token ids in, logits out. `hidden` and `project` are apart so that a caller who needs one
+    position's logits doesn't pay for all."""
+
+    position_PD: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context, config.d_model)
+        self.compute_tables()
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        # With the norm after each sum the last layer's output is normalised already.
+        ends_normed = config.norm_placement == "post"
+        self.encoder_norm = nn.Identity() if ends_normed or not self.encoder else make_norm(config)
+        self.decoder_norm = nn.Identity() if ends_normed else make_norm(config)
+        self.projection: nn.Linear | None = None
+        if not config.tied_embeddings:
+            self.projection = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output_bias: nn.Parameter | None = None
+        if config.output_bias:
+            self.output_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self._initialise()
+
+    def compute_tables(self) -> None:
+        """Fills in the position tables; again after a model was built without memory for them."""
+        config = self.config
+        if config.positions == "sinusoidal":
+            table_PD = sinusoidal_table(config.context, config.d_model)
+            self.register_buffer("position_PD", table_PD, persistent=False)
+        elif config.positions == "rotary":
+            tables = rotary_tables(config)
+            self.register_buffer("rotary_cos_PF", tables.cos_PF, persistent=False)
+            self.register_buffer("rotary_sin_PF", tables.sin_PF, persistent=False)
+
+    @property
+    def rotary(self) -> RotaryTables | None:
+        if self.config.positions != "rotary":
+            return None
+        return RotaryTables(self.get_buffer("rotary_cos_PF"), self.get_buffer("rotary_sin_PF"))
+
+    def _initialise(self) -> None:
+        """GPT-2's initialisation; the paper's embedding size where embeddings are scaled up."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if self.config.norm_placement == "post":
+            self._initialise_post_norm()
+        if self.config.scale_embeddings:
+            nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
+        std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        if self.config.norm_placement == "pre":
+            for name, parameter in self.named_parameters():
+                if name.endswith(("out.weight", "down.weight")):
+                    nn.init.normal_(parameter, std=std)
+
+    def _initialise_post_norm(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+    def encode(self, source_BS: Tensor, mask_BS: Tensor) -> CrossKeyValue:
+        """Reads the source once and parks, for each decoder layer, what it will look at."""
+        attending = EncoderAttending(self.config, self.rotary, mask_BS)
+        return CrossKeyValue(self.park(source_BS, attending), mask_BS)
+
+    def park(self, source_BS: Tensor, attending: Attending) -> list[KeyValue]:
+        """Each decoder layer's keys and values of a source."""
+        x_BSD = self._embed(source_BS, attending)
+        for index, layer in enumerate(self.encoder):
+            x_BSD = layer(x_BSD, index, attending)
+        memory_BSD = self.encoder_norm(x_BSD)
+        parked = []
+        for layer in self.decoder:
+            assert isinstance(layer, DecoderLayer)
+            assert layer.cross is not None
+            parked.append(layer.cross.park(memory_BSD))
+        return parked
+
+    def hidden(self, ids_BT: Tensor, attending: Attending) -> Tensor:
+        """The decoder's last hidden state at every new token."""
+        x_BTD = self._embed(ids_BT, attending)
+        for index, layer in enumerate(self.decoder):
+            x_BTD = layer(x_BTD, index, attending)
+        y_BTD: Tensor = self.decoder_norm(x_BTD)
+        return y_BTD
+
+    @property
+    def output_weight_VD(self) -> Tensor:
+        return self.embedding.weight if self.projection is None else self.projection.weight
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """Hidden states become logits over the vocabulary."""
+        return F.linear(x_BTD, self.output_weight_VD, self.output_bias)
+
+    def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
+        """The logits at every position, with no cache."""
+        return self.project(self.hidden(ids_BT, self.uncached(cross)))
+
+    def uncached(self, cross: CrossKeyValue | None = None) -> Uncached:
+        return Uncached(self.config, self.rotary, cross)
+
+    def cached(self, cross: CrossKeyValue | None = None) -> Cached:
+        return Cached(self.config, self.rotary, cross)
+
+    def _embed(self, ids_BT: Tensor, attending: Attending) -> Tensor:
+        x_BTD = self.embedding(ids_BT)
+        positions = attending.begin(ids_BT)
+        if self.config.scale_embeddings:
+            x_BTD = x_BTD * math.sqrt(self.config.d_model)
+        if self.config.positions == "learned":
+            x_BTD = x_BTD + self.position_embedding(positions)
+        elif self.config.positions == "sinusoidal":
+            x_BTD = x_BTD + self.position_PD[positions]
+        y_BTD: Tensor = self.dropout(x_BTD)
+        return y_BTD
+
+    def num_parameters(self) -> int:
+        """How many numbers training changes; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,1 @@
+"""Steps: from batches to a trained network."""

@@ -1,0 +1,116 @@
+"""How well a network predicts held-out text or pairs: losses, bits per byte.
+
+Knows: windows and their overlap, what a bit is. Does not know: files, commands, translation.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate
+from quill.model.network.transformer import Transformer
+from quill.model.training.loss import encode_source
+
+# B rows · T tokens · V vocabulary
+
+SCORE_ROWS = 16
+
+Track = Callable[[list[Batch]], Iterable[Batch]]  # watches batches go by; may raise to end it
+
+
+@dataclass(frozen=True)
+class Score:
+    """A sum of losses over tokens, and how many bytes of text they stand for."""
+
+    nats: float
+    num_tokens: int
+    num_bytes: float
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.num_bytes
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of losses, in nats, over so many tokens."""
+
+    nats: float
+    num_tokens: int
+
+
+@torch.no_grad()
+def total_loss(model: Transformer, batches: Iterable[Batch], device: torch.device) -> Loss:
+    """The cross-entropy of every target that counts."""
+    nats, num_tokens = 0.0, 0
+    for batch in batches:
+        batch = batch.to(device)
+        logits_BTV = model(batch.inputs_BT, encode_source(model, batch))
+        loss = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            batch.targets_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        nats += loss.item()
+        num_tokens += batch.num_targets
+    return Loss(nats, num_tokens)
+
+
+def text_batches(ids: Tensor, context: int, stride: int, num_rows: int) -> list[Batch]:
+    """Windows over one stream, a stride apart. Each token counts once at the most.
+
+    With a stride below the context windows overlap, and what an earlier window has counted
+    isn't counted again: then every token but the first few has at least context - stride
+    tokens of past. With a stride above the context the windows are a sample.
+    """
+    overlap = max(context - stride, 0)
+    inputs, targets = [], []
+    for start in range(0, len(ids) - 1, stride):
+        window = ids[start : start + context + 1].to(torch.int64)
+        target_T = window[1:].clone()
+        if start > 0:
+            target_T[:overlap] = IGNORED
+        padding = context - len(target_T)
+        inputs.append(F.pad(window[:-1], (0, padding)))
+        targets.append(F.pad(target_T, (0, padding), value=IGNORED))
+        if start + context >= len(ids) - 1:
+            break
+    return [
+        Batch(torch.stack(inputs[row : row + num_rows]), torch.stack(targets[row : row + num_rows]))
+        for row in range(0, len(inputs), num_rows)
+    ]
+
+
+def pair_batches(pairs: list[TokenPair], special: PairTokens, num_rows: int) -> list[Batch]:
+    ordered = sorted(pairs, key=lambda pair: (len(pair.source), len(pair.target)))
+    return [
+        collate(ordered[row : row + num_rows], special) for row in range(0, len(ordered), num_rows)
+    ]
+
+
+def score_text(
+    model: Transformer,
+    ids: Tensor,
+    num_bytes: int,
+    device: torch.device,
+    stride: int,
+    track: Track = iter,
+) -> Score:
+    batches = text_batches(ids, model.config.context, stride, SCORE_ROWS)
+    loss = total_loss(model, track(batches), device)
+    share = loss.num_tokens / (len(ids) - 1)
+    return Score(loss.nats, loss.num_tokens, num_bytes * share)

@@ -1,0 +1,164 @@
+"""A family's task in training: its batches, its score on held-out data, a sample to show.
+
+Knows: how each family's data is prepared and judged.
+Does not know: steps, optimisers, where data comes from (model/data/source.py).
+"""
+
+from typing import Protocol
+
+import torch
+
+from quill.model.data.batches import Batches, PairBatches, TextBatches
+from quill.model.data.dataset import (
+    PairData,
+    TextData,
+    encode_pairs,
+    encode_text,
+    fit_pair_tokenizer,
+    fit_text_tokenizer,
+)
+from quill.model.data.dataset import Track as EncodeTrack
+from quill.model.data.source import DataSource
+from quill.model.data.splits import PairCorpus, TextCorpus
+from quill.model.data.tokenizer import Tokenizer
+from quill.model.network.config import ModelConfig
+from quill.model.network.transformer import Transformer
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters
+from quill.model.training.recipes import Recipe
+from quill.model.training.scoring import (
+    SCORE_ROWS,
+    Score,
+    Track,
+    pair_batches,
+    score_text,
+    total_loss,
+)
+
+NUM_PROMPT_TOKENS = 24
+NUM_SAMPLE_TOKENS = 80
+NUM_SAMPLE_PAIRS = 3
+NUM_QUICK_WINDOWS = 64  # of held-out text, while training goes on
+
+
+class Task(Protocol):
+    """Everything the training loop asks about its data."""
+
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    def batches(self, recipe: Recipe) -> Batches: ...
+
+    def describe(self) -> str: ...
+
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
+        """How well held-out data is predicted; quick looks at a sample of it."""
+
+    def sample(self, model: Transformer, seed: int) -> str:
+        """Something to look at: what the network writes now."""
+
+
+class TextTask:
+    """Running text for a causal model."""
+
+    def __init__(
+        self,
+        corpus: TextCorpus,
+        tokenizer: Tokenizer,
+        context: int,
+        track: EncodeTrack = iter,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.fingerprint = corpus.fingerprint()
+        self._data: TextData = encode_text(corpus, tokenizer, track)
+        self._context = context
+
+    def batches(self, recipe: Recipe) -> Batches:
+        num_rows = max(recipe.batch_tokens // self._context, 1)
+        return TextBatches(self._data.train_ids, self._context, num_rows, recipe.seed)
+
+    def describe(self) -> str:
+        num_train, num_held_out = len(self._data.train_ids), len(self._data.held_out_ids)
+        return f"{num_train:,} training tokens, {num_held_out:,} held out"
+
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
+        ids = self._data.held_out_ids
+        sparse = max(self._context, len(ids) // NUM_QUICK_WINDOWS)
+        stride = sparse if quick else max(self._context // 2, 1)
+        return score_text(model, ids, self._data.num_held_out_bytes, device, stride, track)
+
+    def sample(self, model: Transformer, seed: int) -> str:
+        """Continues the beginning of the held-out text."""
+        prompt = self._data.held_out_ids[: min(NUM_PROMPT_TOKENS, self._context // 2)].tolist()
+        parameters = SamplingParameters(
+            temperature=0.7, top_p=0.95, max_new_tokens=NUM_SAMPLE_TOKENS
+        )
+        answer = generate(model, prompt, parameters, seed, cached=True)
+        texts = (
+            self.tokenizer.decode(ids, skip_special=True) for ids in (prompt, answer.token_ids)
+        )
+        return " ▸".join(texts)
+
+
+class PairTask:
+    """Sources and targets for a seq2seq model."""
+
+    def __init__(
+        self,
+        corpus: PairCorpus,
+        tokenizer: Tokenizer,
+        context: int,
+        track: EncodeTrack = iter,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.fingerprint = corpus.fingerprint()
+        self._data: PairData = encode_pairs(corpus, tokenizer, context, track)
+        self._num_bytes = sum(len(pair.target.encode()) for pair in corpus.held_out)
+
+    def batches(self, recipe: Recipe) -> Batches:
+        return PairBatches(self._data.train, recipe.batch_tokens, self._data.special, recipe.seed)
+
+    def describe(self) -> str:
+        dropped = f", {self._data.num_dropped} too long" if self._data.num_dropped else ""
+        num_train, num_held_out = len(self._data.train), len(self._data.held_out)
+        return f"{num_train:,} training pairs, {num_held_out:,} held out{dropped}"
+
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
+        batches = pair_batches(self._data.held_out, self._data.special, SCORE_ROWS)
+        loss = total_loss(model, track(batches), device)
+        return Score(loss.nats, loss.num_tokens, self._num_bytes)
+
+    def sample(self, model: Transformer, seed: int) -> str:
+        special = self._data.special
+        parameters = SamplingParameters(
+            temperature=0.0, max_new_tokens=NUM_SAMPLE_TOKENS, stop_ids=frozenset({special.eos})
+        )
+        lines = []
+        for pair in self._data.held_out[:NUM_SAMPLE_PAIRS]:
+            source = [*pair.source, special.eos]
+            answer = generate(model, [special.bos], parameters, source_ids=source, cached=True)
+            target = self.tokenizer.decode(answer.token_ids, skip_special=True)
+            lines.append(f"{self.tokenizer.decode(pair.source)} → {target}")
+        return "\n".join(lines)
+
+
+def load_task(
+    config: ModelConfig,
+    source: DataSource,
+    tokenizer: Tokenizer | None = None,
+    track: EncodeTrack = iter,
+) -> Task:
+    """Reads the corpus, trains a tokenizer unless one is given, encodes everything."""
+    if config.family == "causal":
+        text = source.load_text()
+        tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size)
+        return TextTask(text, tokenizer, config.context, track)
+    pairs = source.load_pairs()
+    tokenizer = tokenizer or fit_pair_tokenizer(pairs, config.vocab_size)
+    return PairTask(pairs, tokenizer, config.context, track)

@@ -1,0 +1,125 @@
+"""One training step after another: gradients, the optimiser, what several processes share.
+
+Knows: batches, losses, the learning rate of a step.
+Does not know: when to measure, save or stop (model/training/run.py), corpora, arguments.
+
+Everything random is a function of (seed, step, piece). So nothing but weights and the
+optimiser's averages need be kept, a resumed run continues to exactly the same weights, and
+several processes compute what one would.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from quill.model.checkpoint.run_directory import TrainingState, pack_optimiser, unpack_optimiser
+from quill.model.data.batches import Batch, Batches, mix
+from quill.model.errors import ConfigError, ModelError
+from quill.model.network.transformer import Transformer
+from quill.model.training.distributed import Peers
+from quill.model.training.loss import Objective
+from quill.model.training.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured."""
+
+    step: int  # how many steps are done
+    loss: float  # nats a target token
+    gradient_norm: float
+    learning_rate: float
+    num_tokens: int
+
+
+class Trainer:
+    """Computes one step after another. The network's weights change in place."""
+
+    def __init__(self, model: Transformer, batches: Batches, recipe: Recipe, peers: Peers) -> None:
+        if recipe.num_pieces % peers.num_processes:
+            raise ConfigError(
+                f"{recipe.num_pieces} pieces of a batch can't be shared among "
+                f"{peers.num_processes} processes; --pieces must be a multiple of that"
+            )
+        self.model = model.to(peers.device)
+        self.step = 0
+        self._batches = batches
+        self._recipe = recipe
+        self._peers = peers
+        self._names, self._optimiser = make_optimiser(self.model, recipe)
+        objective = Objective(self.model, recipe.label_smoothing)
+        self._objective: nn.Module = (
+            DistributedDataParallel(objective) if peers.together else objective
+        )
+
+    def run_step(self) -> StepResult:
+        batch = self._batches.batch(self.step)
+        learning_rate = self._recipe.learning_rate_at(self.step)
+        for group in self._optimiser.param_groups:
+            group["lr"] = learning_rate
+        self.model.train()
+        loss = self._accumulate_gradients(batch)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.max_gradient_norm)
+        if not torch.isfinite(norm):
+            raise ModelError(
+                f"the gradients of step {self.step + 1} aren't finite (loss {loss:.3f}); lower "
+                "--learning-rate and resume from the last checkpoint"
+            )
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        return StepResult(self.step, loss, norm.item(), learning_rate, batch.num_targets)
+
+    def _accumulate_gradients(self, batch: Batch) -> float:
+        """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""
+        num_targets = batch.num_targets
+        pieces = range(self._peers.rank, self._recipe.num_pieces, self._peers.num_processes)
+        total = 0.0
+        for piece in pieces:
+            torch.manual_seed(mix(self._recipe.seed, self.step, piece))  # for dropout
+            with self._sync_only_if(piece == pieces[-1]):
+                loss = self._piece_loss(batch.piece(piece, self._recipe.num_pieces), num_targets)
+                # DDP averages over processes; the sum is wanted.
+                (loss * self._peers.num_processes).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return self._peers.sum(total)
+
+    def _piece_loss(self, piece: Batch, num_targets: int) -> Tensor:
+        device = self._peers.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            summed: Tensor = self._objective(piece.to(device))
+        return summed / num_targets
+
+    def _sync_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        if last or not isinstance(self._objective, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._objective.no_sync()
+
+    def state(self) -> TrainingState:
+        return TrainingState(self.step, pack_optimiser(self._optimiser, self._names))
+
+    def resume(self, state: TrainingState) -> None:
+        unpack_optimiser(self._optimiser, self._names, state.optimiser)
+        self.step = state.step
+
+
+def make_optimiser(model: nn.Module, recipe: Recipe) -> tuple[list[str], torch.optim.AdamW]:
+    """AdamW with weight decay on matrices only; and the parameters' names in its order."""
+    named = list(model.named_parameters())
+    matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
+    vectors = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
+    groups = [
+        {"params": [p for _, p in matrices], "weight_decay": recipe.weight_decay},
+        {"params": [p for _, p in vectors], "weight_decay": 0.0},
+    ]
+    optimiser = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=recipe.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.adam_eps,
+        fused=True,
+    )
+    return [name for name, _ in (*matrices, *vectors)], optimiser

@@ -1,0 +1,273 @@
+"""A checkpoint comes back as it was saved, or says by name what is wrong with it."""
+
+import contextlib
+import dataclasses
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quill.model.checkpoint.checkpoint import (
+    CONFIG_FILE,
+    QUANTISED_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.errors import CheckpointError
+from quill.model.network.config import ModelConfig
+from quill.model.network.transformer import Transformer
+
+SMALL = ModelConfig(
+    family="causal",
+    vocab_size=257,
+    context=16,
+    d_model=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    d_ff=32,
+    positions="rotary",
+    norm="rms",
+    activation="swiglu",
+)
+
+
+@pytest.fixture
+def checkpoint() -> Checkpoint:
+    torch.manual_seed(0)
+    return Checkpoint(SMALL, Transformer(SMALL).state_dict())
+
+
+def change_description(path: Path, **changes: Any) -> None:
+    description = json.loads((path / CONFIG_FILE).read_text())
+    (path / CONFIG_FILE).write_text(json.dumps({**description, **changes}))
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def test_everything_comes_back(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    tokenizer = byte_tokenizer()
+    saved = dataclasses.replace(
+        checkpoint,
+        tokenizer=tokenizer,
+        special_tokens=SpecialTokens(bos=0, eos=0),
+        prepend_bos=True,
+        stop_ids=(0, 7),
+        chat_template="{{ messages }} – ü",
+        generation={"temperature": 0.2, "top_k": 50},
+        provenance={"source": "a test", "files": ["x"]},
+        path=tmp_path / "out",
+    )
+    save_checkpoint(tmp_path / "out", saved)
+    loaded = load_checkpoint(tmp_path / "out")
+    assert equal(loaded.weights, saved.weights)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.encode("Grüße 🙂") == tokenizer.encode("Grüße 🙂")
+    others = {field.name for field in dataclasses.fields(Checkpoint)} - {"weights", "tokenizer"}
+    for name in others:
+        assert getattr(loaded, name) == getattr(saved, name)
+
+
+def test_a_checkpoint_needs_no_tokenizer(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    assert load_checkpoint(tmp_path / "out").tokenizer is None
+
+
+def test_the_built_network_computes_what_the_saved_one_did(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    torch.manual_seed(0)
+    model = Transformer(SMALL).eval()
+    save_checkpoint(tmp_path / "out", checkpoint)
+    built = load_checkpoint(tmp_path / "out").build()
+    ids = torch.arange(10).unsqueeze(0)
+    assert not built.training
+    assert torch.equal(built(ids), model(ids))
+
+
+def test_quantised_weights_come_back_bit_by_bit(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    generator = torch.Generator().manual_seed(0)
+    nibbles = torch.randint(256, (4, 32), dtype=torch.uint8, generator=generator)
+    integers = torch.randint(-128, 128, (4, 64), dtype=torch.int8, generator=generator)
+    scale, minimum = torch.rand(2, 4, 2, generator=generator)
+    weights = {
+        "a.weight": QuantisedWeight("q4_0", nibbles, scale),
+        "b.weight": QuantisedWeight("q4_1", nibbles.clone(), scale.clone(), minimum),
+        "c.weight": QuantisedWeight("q8_0", integers, scale.clone()),
+    }
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, quantised=weights))
+    loaded = load_checkpoint(tmp_path / "out").quantised
+    assert {name: weight.kind for name, weight in loaded.items()} == {
+        "a.weight": "q4_0",
+        "b.weight": "q4_1",
+        "c.weight": "q8_0",
+    }
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name].q, weight.q)
+        assert torch.equal(loaded[name].dequantise(), weight.dequantise())
+
+
+def test_saving_again_replaces_everything(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, tokenizer=byte_tokenizer()))
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, stop_ids=(3,)))
+    loaded = load_checkpoint(tmp_path / "out")
+    assert loaded.stop_ids == (3,)
+    assert loaded.tokenizer is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_that_cant_be_written_is_an_error_and_leaves_nothing(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"can't write the checkpoint .*file/out"):
+        save_checkpoint(tmp_path / "file" / "out", checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@contextlib.contextmanager
+def no_file_may_exceed(num_bytes: int) -> Iterator[None]:
+    """Makes writes fail half-way, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_an_error_and_keeps_the_old_checkpoint(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    changed = {name: tensor + 1 for name, tensor in checkpoint.weights.items()}
+    message = "can't write the checkpoint"
+    with no_file_may_exceed(1000), pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, weights=changed))
+    assert equal(load_checkpoint(tmp_path / "out").weights, checkpoint.weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_tensors_missing_are_named(checkpoint: Checkpoint) -> None:
+    del checkpoint.weights["decoder_norm.weight"]
+    with pytest.raises(CheckpointError, match=r"the weights lack decoder_norm\.weight$"):
+        checkpoint.build()
+
+
+def test_tensors_unknown_are_named(checkpoint: Checkpoint) -> None:
+    checkpoint.weights["lm_head.weight"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't: lm_head\.weight$"):
+        checkpoint.build()
+
+
+def test_long_lists_of_tensors_are_cut(checkpoint: Checkpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"the weights lack (\S+, ){4}\S+ and \d+ more$"):
+        dataclasses.replace(checkpoint, weights={}).build()
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(checkpoint: Checkpoint) -> None:
+    checkpoint.weights["embedding.weight"] = torch.zeros(100, 16)
+    message = r"tensor embedding\.weight has the shape \(100, 16\); .* asks for \(257, 16\)"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.build()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nowhere"):
+        load_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, QUANTISED_FILE])
+@pytest.mark.parametrize("num_bytes", [0, 5, 200])
+def test_truncated_weights_are_an_error(
+    tmp_path: Path, checkpoint: Checkpoint, file: str, num_bytes: int
+) -> None:
+    weight = QuantisedWeight("q8_0", torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2))
+    saved = dataclasses.replace(checkpoint, quantised={"a.weight": weight})
+    save_checkpoint(tmp_path / "out", saved)
+    content = (tmp_path / "out" / file).read_bytes()
+    (tmp_path / "out" / file).write_bytes(content[:num_bytes])
+    with pytest.raises(CheckpointError, match="can't read the weights of the checkpoint"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_missing_weights_are_an_error(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    (tmp_path / "out" / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_another_format_is_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    change_description(tmp_path / "out", format=2)
+    with pytest.raises(CheckpointError, match="isn't of checkpoint format 1"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_a_hugging_face_directory_is_pointed_to_import(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(CheckpointError, match="brought in with `quill import`"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_description_that_is_no_json_object_is_an_error(
+    tmp_path: Path, checkpoint: Checkpoint, text: str
+) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    (tmp_path / "out" / CONFIG_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_checkpoint(tmp_path / "out")
+
+
+def test_a_damaged_tokenizer_is_an_error(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, tokenizer=byte_tokenizer()))
+    (tmp_path / "out" / TOKENIZER_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json can't be read"):
+        load_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "abc"),
+        ("model", {"family": "causal"}),
+        ("stop_ids", None),
+        ("stop_ids", ["x"]),
+        ("special_tokens", {"bos": "x"}),
+        ("special_tokens", {"start": 1}),
+        ("special_tokens", None),
+        ("generation", 5),
+        ("generation", {"temperature": "warm"}),
+        ("chat_template", 3),
+        ("provenance", []),
+    ],
+)
+def test_a_damaged_description_is_refused_by_name(
+    name: str, value: object, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, checkpoint)
+    change_description(path, **{name: value})
+    with pytest.raises(CheckpointError, match=r"config\.json|special_tokens"):
+        load_checkpoint(path)
+
+
+def test_a_bundle_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(CheckpointError, match="is a bundle"):
+        load_checkpoint(tmp_path)

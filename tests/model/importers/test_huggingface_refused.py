@@ -1,0 +1,164 @@
+"""Hugging Face directories that Quill doesn't know, or that are damaged: refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MistralConfig, MistralForCausalLM
+
+from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
+from quill.model.importers.huggingface_directory import read_huggingface
+from tests.model.huggingface_models import SIZES, change_config, gpt2, llama, saved
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["T5Model"]}, "T5Model; Quill reads LlamaForCausalLM"),
+        ({"architectures": ["GPT2Model"]}, "GPT2Model"),
+        ({"architectures": "REMOVED"}, "not named"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True}, "sliding_attention"),
+    ],
+)
+def test_what_quill_does_not_know_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(saved(llama(), tmp_path), **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_function": "gelu_fancy"}, "'gelu_fancy'"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_unusual_gpt2_settings_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(saved(gpt2(), tmp_path), **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("window", [16, "REMOVED"])
+def test_mistrals_sliding_window_is_refused_even_when_only_implied(
+    tmp_path: Path, window: int | str
+) -> None:
+    sizes = SIZES | {"max_position_embeddings": 5000, "sliding_window": None, "head_dim": 8}
+    saved(MistralForCausalLM(MistralConfig(**sizes)), tmp_path)
+    change_config(tmp_path, sliding_window=window)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "REMOVED"}, "hidden_size"),
+        ({"hidden_size": "big"}, "'hidden_size' as 'big'"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
+        ({"num_hidden_layers": 1000}, "1000 layers"),
+        ({"num_hidden_layers": 4}, r"lacks model\.layers\.3\."),
+        ({"vocab_size": 999}, r"embed_tokens\.weight .* \(300, 48\).* \(999, 48\)"),
+        ({"num_attention_heads": 0}, "num_heads is 0"),
+    ],
+)
+def test_settings_that_do_not_fit_the_tensors_are_errors(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(saved(llama(), tmp_path), **changes)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        read_huggingface(tmp_path)
+
+
+def change_tensors(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def test_missing_misshapen_unknown_and_mistyped_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    saved(llama(), tmp_path)
+    change_tensors(tmp_path, {name: None})
+    with pytest.raises(CheckpointError, match=rf"lacks {name}"):
+        read_huggingface(tmp_path)
+    change_tensors(tmp_path, {name: torch.zeros(80, 47)})
+    with pytest.raises(CheckpointError, match=rf"{name} .*\(80, 47\).*\(80, 48\)"):
+        read_huggingface(tmp_path)
+    change_tensors(tmp_path, {name: torch.zeros(80, 48, dtype=torch.int8)})
+    with pytest.raises(UnsupportedError, match=rf"{name} .* type I8"):
+        read_huggingface(tmp_path)
+    change_tensors(tmp_path, {name: torch.zeros(80, 48), "model.layers.0.extra": torch.zeros(1)})
+    with pytest.raises(UnsupportedError, match=r"no place for: model\.layers\.0\.extra"):
+        read_huggingface(tmp_path)
+
+
+def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    saved(llama(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"pickle .*Save the model again as safetensors"):
+        read_huggingface(tmp_path)
+
+
+def test_a_directory_without_weights_or_without_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_huggingface(tmp_path)
+    saved(llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        read_huggingface(tmp_path)
+
+
+def test_damaged_files_are_errors(tmp_path: Path) -> None:
+    saved(llama(), tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"can't read .*model\.safetensors"):
+        read_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"can't read .*config\.json"):
+        read_huggingface(tmp_path)
+
+
+ELSEWHERE = ["../outside.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "x.bin"]
+
+
+@pytest.mark.parametrize("file", [*ELSEWHERE, "..\\x.safetensors", 7])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: object) -> None:
+    directory = saved(llama(), tmp_path / "model", max_shard_size="40KB")
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = file
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"only \.safetensors files beside it"):
+        read_huggingface(directory)
+
+
+def test_a_shard_that_is_missing_or_lacks_its_tensor_is_an_error(tmp_path: Path) -> None:
+    saved(llama(), tmp_path, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    places = content["weight_map"]
+    first, last = sorted(set(places.values()))[0], sorted(set(places.values()))[-1]
+    name = next(name for name, place in places.items() if place == first)
+    index.write_text(json.dumps({"weight_map": places | {name: last}}))
+    with pytest.raises(CheckpointError, match=f"{name} is in {last}, but it isn't"):
+        read_huggingface(tmp_path)
+    (tmp_path / last).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {last}"):
+        read_huggingface(tmp_path)

@@ -1,0 +1,120 @@
+"""A config is whole and consistent, or refused by name."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from quill.model.errors import ConfigError
+from quill.model.network.config import ModelConfig, RotaryScaling
+from quill.model.network.presets import PRESETS, preset
+
+CAUSAL = preset("tiny")
+SEQ2SEQ = preset("seq2seq-tiny")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "recurrent"}, "family is 'recurrent'; it must be one of causal, seq2seq"),
+        ({"positions": "none"}, "positions is 'none'"),
+        ({"norm": "batch"}, "norm is 'batch'"),
+        ({"norm_placement": "both"}, "norm_placement is 'both'"),
+        ({"activation": "tanh"}, "activation is 'tanh'"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be from 1 to 16777216"),
+        ({"context": 0}, "context is 0"),
+        ({"d_model": 0}, "d_model is 0"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"head_size": -4}, "head_size is -4"),
+        ({"d_ff": 0}, "d_ff is 0"),
+        ({"d_ff": 2**53}, "d_ff is 9007199254740992; it must be from 1 to 16777216"),
+        ({"context": 2**31}, "context is 2147483648; it must be from 1 to 4194304"),
+        ({"num_layers": 2**53}, "num_layers is 9007199254740992; it must be from 1 to 1024"),
+        ({"num_encoder_layers": -1}, "num_encoder_layers is -1; it must be from 0 to 1024"),
+        ({"dropout": 1.0}, r"dropout is 1\.0"),
+        ({"dropout": math.nan}, "dropout is nan"),
+        ({"norm_eps": 0.0}, r"norm_eps is 0\.0"),
+        ({"rotary_base": math.inf}, "rotary_base is inf"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "6 query heads .* 4 K/V heads"),
+        ({"head_size": 33}, "rotary positions need an even head size, not 33"),
+        ({"positions": "sinusoidal", "d_model": 33}, "even d_model, not 33"),
+        (
+            {"positions": "learned", "rotary_scaling": RotaryScaling(kind="linear", factor=2.0)},
+            "rotary_scaling is set but positions are learned",
+        ),
+        ({"num_encoder_layers": 2}, "a causal model with 2 encoder layers"),
+    ],
+)
+def test_contradictions_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(CAUSAL, **changes)
+
+
+def test_a_seq2seq_model_without_an_encoder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a seq2seq model with 0 encoder layers"):
+        dataclasses.replace(SEQ2SEQ, num_encoder_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'; it must be one of linear, llama3"),
+        ({"kind": "linear", "factor": 0.5}, r"factor is 0\.5"),
+        ({"kind": "linear", "factor": math.nan}, "factor is nan"),
+        ({"kind": "llama3", "factor": 2.0, "low_freq_factor": 9.0}, r"low_freq_factor 9\.0"),
+        ({"kind": "llama3", "factor": 2.0, "original_context": 0}, "original_context is 0"),
+    ],
+)
+def test_impossible_rotary_scaling_is_refused_by_name(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RotaryScaling(**settings)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_config_survives_json(name: str) -> None:
+    config = preset(name)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_rotary_scaling_survives_json() -> None:
+    scaling = RotaryScaling(kind="llama3", factor=8.0, original_context=4096)
+    config = dataclasses.replace(CAUSAL, rotary_scaling=scaling)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"colour": "red", "age": 3}, "unknown settings in the model's config: age, colour"),
+        ({"d_model": "256"}, "d_model is '256'; it must be of type int"),
+        ({"d_model": 256.5}, r"d_model is 256\.5; it must be of type int"),
+        ({"d_model": True}, "d_model is True; it must be of type int"),
+        ({"dropout": "0"}, "dropout is '0'; it must be of type float"),
+        ({"qkv_bias": 1}, "qkv_bias is 1; it must be of type bool"),
+        ({"family": None}, "family is None"),
+        ({"rotary_scaling": 2.0}, r"rotary_scaling is 2\.0; it must be an object or null"),
+        ({"rotary_scaling": {"kind": "linear"}}, "settings missing .*: factor"),
+    ],
+)
+def test_json_that_is_no_config_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict({**CAUSAL.to_dict(), **changes})
+
+
+def test_missing_settings_are_listed() -> None:
+    values = CAUSAL.to_dict()
+    del values["norm"], values["d_ff"]
+    with pytest.raises(ConfigError, match=r"settings missing from the model's config: d_ff, norm$"):
+        ModelConfig.from_dict(values)
+
+
+def test_settings_with_a_default_may_be_left_out() -> None:
+    values = CAUSAL.to_dict()
+    del values["norm_eps"], values["rotary_scaling"]
+    assert ModelConfig.from_dict(values) == CAUSAL

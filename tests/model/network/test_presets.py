@@ -1,0 +1,44 @@
+"""Presets have the sizes that their names promise."""
+
+import pytest
+import torch
+
+from quill.model.errors import ConfigError
+from quill.model.network.presets import PRESETS, preset
+from quill.model.network.transformer import Transformer
+
+
+def num_parameters(name: str) -> int:
+    with torch.device("meta"):
+        return Transformer(preset(name)).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer-base", 63_045_632),
+        ("transformer-big", 214_171_648),
+        ("small", 124_439_808),
+        ("llama-smollm2-135m", 134_515_008),
+    ],
+)
+def test_parameter_counts_are_exactly_these(name: str, expected: int) -> None:
+    assert num_parameters(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("transformer-base", 65_000_000), ("transformer-big", 213_000_000)]
+)
+def test_the_papers_models_are_within_four_percent_of_its_table(name: str, published: int) -> None:
+    assert preset(name).vocab_size == 37_000
+    assert num_parameters(name) == pytest.approx(published, rel=0.04)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds(name: str) -> None:
+    assert num_parameters(name) > 0
+
+
+def test_an_unknown_preset_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match="unknown preset 'huge'; there are tiny, small, "):
+        preset("huge")
