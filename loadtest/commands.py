@@ -7,8 +7,8 @@ Each subcommand names the function that does the work as `module:function`.
 import argparse
 from typing import TYPE_CHECKING
 
-from quill.loadtest.bench_commands import add_bench
-from quill.loadtest.options import add_loadtest
+from quill.loadtest.bench.options import add_bench
+from quill.loadtest.run.options import add_loadtest
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -28,4 +28,4 @@ def _add_loadtest(subparsers: "Subparsers") -> None:
         "it starts a server, and stops it afterwards.",
     )
     add_loadtest(parser)
-    parser.set_defaults(run="quill.loadtest.running:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.run.loadtest:run", extra="loadtest")

@@ -8,73 +8,26 @@ is open: requests start when they are due, whether or not earlier ones have ende
 import json
 import logging
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import gevent
-from gevent.pool import Group
-from locust import events, task
-from locust.argument_parser import LocustArgumentParser
+from locust import events
 from locust.env import Environment
-from locust.exception import StopUser
 from locust.runners import MasterRunner, WorkerRunner
 
-from quill.loadtest.asking import Facts
-from quill.loadtest.collecting import Collector
-from quill.loadtest.crowd import Plan, Schedule
-from quill.loadtest.own_server import own_server
-from quill.loadtest.scenarios import SCENARIOS
-from quill.loadtest.user import StreamUser, address_of
+from quill.loadtest.environment.own_server import own_server
+from quill.loadtest.locust_users.collector import Collector
+from quill.loadtest.locust_users.quill_user import QuillUser, Shared
+from quill.loadtest.locust_users.stream_user import address_of
+from quill.loadtest.workload.ask import Facts
+from quill.loadtest.workload.schedule import Plan, Schedule
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access, read_access
 
-_IDLE_S = 0.1
-
 logger = logging.getLogger(__name__)
-
-
-@events.init_command_line_parser.add_listener
-def add_options(parser: LocustArgumentParser) -> None:
-    add = parser.add_argument
-    for each in fields(Plan):
-        choices = {"choices": list(SCENARIOS)} if each.name == "scenario" else {}
-        kind, text = type(each.default), each.metadata["help"]
-        add(f"--{each.metadata['option']}", type=kind, default=each.default, help=text, **choices)
-    add("--facts", default="", help="of the model, as JSON", include_in_web_ui=False)
-    add(
-        "--records", default="", help="write a CSV file with every request", include_in_web_ui=False
-    )
-    add("--progress", action="store_true", help="print progress as JSON", include_in_web_ui=False)
-    _add_proof(parser)
-
-
-def _add_proof(parser: LocustArgumentParser) -> None:
-    """As for `quill generate`. Texts, not paths: they travel to the workers."""
-    for name, text in (
-        ("--ca", "use TLS, and trust this authority (PEM file)"),
-        ("--cert", "the client's own certificate (PEM file)"),
-        ("--key", "its key (PEM file)"),
-        ("--api-key-file", "holds the API key; or $QUILL_API_KEY"),
-    ):
-        parser.add_argument(name, default="", help=text, include_in_web_ui=False)
-    for name, text in (
-        ("--tls", "use TLS; the machine's own authorities are trusted"),
-        ("--insecure", "send the API key in the clear, if there is no TLS"),
-    ):
-        parser.add_argument(name, action="store_true", help=text, include_in_web_ui=False)
-
-
-class Shared:
-    """What this process's users need to find."""
-
-    collector: Collector
-    schedule: Schedule
-    servers = ExitStack()
 
 
 @events.init.add_listener
@@ -131,59 +84,3 @@ def ask_facts(host: str | None, access: Access) -> Facts:
         request, metadata = pb.GetModelRequest(), access.metadata
         model = stub.GetModel(request, timeout=60, wait_for_ready=True, metadata=metadata)
     return Facts.of(model)
-
-
-class QuillUser(StreamUser):
-    """Closed loop: one request after the other. Open loop: the first user starts them all."""
-
-    def on_start(self) -> None:
-        self._schedule = Shared.schedule
-        self._calls = Group()
-        self._is_open = self._schedule.plan.rate > 0
-        self._starts: Iterator[float] | None = None
-        if self._is_open:
-            self._starts = self._schedule.take_arrivals()
-
-    @task
-    def next_request(self) -> None:
-        if self._is_open and self._starts is None:
-            self._rest()
-            return
-        intended_s = self._wait_for_start()
-        index = self._schedule.next_index(intended_s)
-        if index is None:
-            raise StopUser
-        self._schedule.num_running += 1
-        if self._is_open:
-            self._calls.spawn(self._run, index, intended_s)
-        else:
-            self._run(index, intended_s)
-
-    def _wait_for_start(self) -> float | None:
-        if self._starts is None:
-            return None
-        intended_s = next(self._starts)
-        gevent.sleep(max(0.0, intended_s - time.monotonic()))
-        return intended_s
-
-    def _run(self, index: int, intended_s: float | None) -> None:
-        schedule = self._schedule
-        try:
-            ask = schedule.ask(index)
-            record = self.generate(ask, ask.kind, index, intended_s, schedule.plan.rate)
-            Shared.collector.add(record)
-        finally:
-            schedule.num_running -= 1
-
-    def _rest(self) -> None:
-        if self._schedule.is_over():
-            raise StopUser
-        gevent.sleep(_IDLE_S)
-
-    def on_stop(self) -> None:
-        """An open loop's requests end by themselves, if it isn't Locust that ends them early."""
-        if not self._schedule.is_over():
-            self._calls.join(timeout=self.environment.stop_timeout)
-            self._calls.kill()
-        self._calls.join()
-        super().on_stop()

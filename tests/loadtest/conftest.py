@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quill.loadtest.own_server import OwnServer, own_server
+from quill.loadtest.environment.own_server import OwnServer, own_server
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quill.loadtest.records import RequestRecord
+from quill.loadtest.workload.records import RequestRecord
 
 
 def made(

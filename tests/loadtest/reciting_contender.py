@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quill.loadtest.contender import About, Score, serve
+from quill.loadtest.bench.contenders.protocol import About, Score, serve
 
 
 class Reciting:

@@ -1,0 +1,1 @@
+"""Who is faster, with how much memory, and how well."""

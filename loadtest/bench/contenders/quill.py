@@ -1,0 +1,108 @@
+"""Quill's own engine as a contender, with no network around it.
+
+    python -m loadtest.contender_quill BUNDLE PRECISION THREADS
+
+Knows: the server's engine, from submitting a request to its events. Does not know: gRPC, peers.
+It measures what a server does in a step: planning, running, choosing, reporting.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from quill.loadtest.bench.contenders.protocol import About, Score, serve
+from quill.server.errors import CancelledError
+from quill.server.events import Batch, Event, FailEvent, PromptEvent
+from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.request import Request, Sampling
+
+MAX_ROWS = 32
+CONTEXT = 1024
+GREEDY = Sampling(temperature=0.0)
+CHAT = Sampling(temperature=0.8, top_p=0.95)
+
+
+class Quill:
+    """An engine that serves nobody but the clock."""
+
+    def __init__(self, bundle: Path, precision: str, num_threads: int) -> None:
+        opened = open_bundle(bundle, precision)
+        sizes = {file.name: file.size for file in opened.manifest.files}
+        weight_bytes = sizes[opened.graphs.weights]
+        self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
+        self._context = min(CONTEXT, opened.manifest.sizes.context)
+        settings = EngineSettings(max_rows=MAX_ROWS, context=self._context, num_threads=num_threads)
+        self._engine = open_engine(opened, settings)
+        self._names = map(str, itertools.count())
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        start = time.perf_counter()
+        self._submit(ids, max_new_tokens=1)
+        self._finish()
+        return time.perf_counter() - start
+
+    def decode(self, ids: Sequence[int], num_rows: int, num_steps: int) -> float:
+        return self._decode(num_steps, [self._submit(ids, num_sequences=num_rows)], num_rows)
+
+    def sampled(self, ids: Sequence[int], num_rows: int, num_steps: int) -> float:
+        """As decode, but drawn the way chats usually are."""
+        name = self._submit(ids, num_sequences=num_rows, sampling=CHAT)
+        return self._decode(num_steps, [name], num_rows)
+
+    def ragged(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
+        """As decode, with prompts of different lengths."""
+        # Those that are read first answer for as long as the others are read.
+        names = [self._submit(ids, max_new_tokens=self._context - len(ids)) for ids in prompts]
+        return self._decode(num_steps, names, len(names))
+
+    def _decode(self, num_steps: int, names: Sequence[str], num_rows: int) -> float:
+        while (crowd := self._step().crowd) is None or crowd.num_rows < num_rows:
+            assert not self._engine.is_idle, "a row ended before the last one began"
+        self._step()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._step()
+        seconds = time.perf_counter() - start
+        for name in names:
+            self._engine.end(name, None, "cancelled")
+        self._finish()
+        return seconds
+
+    def score(self, passages: Sequence[Sequence[int]]) -> Score:
+        nats, num_tokens = 0.0, 0
+        for ids in passages:
+            self._submit(ids, max_new_tokens=0, prompt_logprobs=0)
+            for event in self._finish():
+                if isinstance(event, PromptEvent):
+                    found = [each.logprob for each in event.logprobs if each.logprob is not None]
+                    nats -= sum(found)
+                    num_tokens += len(found)
+        return Score(nats, num_tokens)
+
+    def _submit(self, ids: Sequence[int], **wishes: Any) -> str:
+        name = next(self._names)
+        request = Request(request_id=name, prompt_ids=tuple(ids), **{"sampling": GREEDY} | wishes)
+        self._engine.submit(request, time.monotonic())
+        return name
+
+    def _finish(self) -> list[Event]:
+        events: list[Event] = []
+        while not self._engine.is_idle:
+            events += self._step().events
+        return events
+
+    def _step(self) -> Batch:
+        batch = self._engine.step()
+        for event in batch.events:
+            if isinstance(event, FailEvent) and not isinstance(event.error, CancelledError):
+                raise event.error
+        return batch
+
+
+if __name__ == "__main__":
+    serve(Quill(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,145 @@
+"""The arguments of `quill bench`. Imports nothing heavy: `--help` must answer at once."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_bench(subparsers: "Subparsers") -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed, quality and memory, also of other programs",
+        description="Measures tokens a second, beside perplexity and memory.",
+    )
+    kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    _add_engine(kinds)
+    _add_server(kinds)
+    _add_streams(kinds)
+    _add_peers(kinds)
+    _add_translate(kinds)
+    _add_fidelity(kinds)
+
+
+def _add_engine(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser("engine", help="prefill and decode steps, with no network")
+    _add_common(parser)
+    _add_rounds(parser)
+    parser.set_defaults(run="quill.loadtest.bench.engine:run_engine", extra="loadtest")
+
+
+def _add_peers(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "peers",
+        help="the same beside llama.cpp, onnxruntime-genai, CTranslate2 and transformers",
+        description="Needs `make peers`, and SmolLM2 as `make serve` makes it.",
+    )
+    _add_common(parser)
+    _add_rounds(parser)
+    parser.add_argument(
+        "--passages",
+        type=_positive,
+        default=16,
+        metavar="N",
+        help="to measure perplexity on, of 255 tokens each; default 16",
+    )
+    parser.set_defaults(run="quill.loadtest.bench.engine:run_peers", extra="loadtest")
+
+
+def _add_translate(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "translate",
+        help="a translation model, greedy and with beams, also beside CTranslate2",
+        description="Translates a file's lines, greedily 16 at once and with 4 beams 8 at once.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a translation model's")
+    parser.add_argument("sources", type=Path, metavar="FILE", help="a sentence a line")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="what the bundle was exported from: CTranslate2 gets its weights. Needs `make peers`",
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, metavar="PYTHON", help="default: that of `make peers`"
+    )
+    parser.add_argument("--precision", default="fp32", metavar="NAMES", help="default fp32")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument("--limit", type=_positive, default=200, metavar="N", help="default 200")
+    _add_rounds(parser)
+    parser.set_defaults(run="quill.loadtest.bench.translate:run", extra="loadtest")
+
+
+def _add_fidelity(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "fidelity",
+        help="a served translation model against PyTorch, line by line, with BLEU",
+        description="Serves a bundle, asks it what `quill eval RUN --answers FILE` asked PyTorch, "
+        "by many users at once, and compares every token. With fp32 a difference is an error.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a translation model's")
+    parser.add_argument("answers", type=Path, metavar="FILE", help="of `quill eval --answers`")
+    parser.add_argument("--users", type=_positive, default=16, metavar="N", help="default 16")
+    parser.add_argument("--precision", default="fp32", metavar="NAME", help="default fp32")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N lines only")
+    parser.set_defaults(run="quill.loadtest.bench.fidelity:run", extra="train")
+
+
+def _add_server(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser("server", help="closed-loop users through gRPC, and peak memory")
+    _add_common(parser)
+    parser.add_argument("--users", type=_positive, default=32, metavar="N", help="default 32")
+    parser.add_argument(
+        "--duration", type=float, default=20.0, metavar="SECONDS", help="default 20"
+    )
+    parser.add_argument(
+        "--answer", type=_positive, default=64, metavar="TOKENS", help="of each answer; default 64"
+    )
+    parser.add_argument(
+        "--context", type=_positive, default=256, metavar="TOKENS", help="of a slot; default 256"
+    )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="also llama-cpp-python's server and a loop over onnxruntime-genai",
+    )
+    parser.set_defaults(run="quill.loadtest.bench.server:run", extra="loadtest")
+
+
+def _add_streams(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "streams", help="gRPC against the bare engine, sampling, gaps, cancellation"
+    )
+    _add_common(parser)
+    parser.add_argument("--streams", type=_positive, default=32, metavar="N", help="default 32")
+    parser.add_argument(
+        "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
+    )
+    parser.set_defaults(run="quill.loadtest.bench.streams:run", extra="loadtest")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "bundle", nargs="?", type=Path, metavar="BUNDLE", help="default: smollm2-135m"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--precision",
+        metavar="NAMES",
+        help="with commas; default: all of the bundle's (server: its best)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="write the results there too")
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rounds", type=_positive, default=5, metavar="N", help="the best counts; default 5"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from 1 up")
+    return int(text)

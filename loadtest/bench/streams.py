@@ -1,0 +1,178 @@
+"""`quill bench streams`: what people at the other end of many streams notice.
+
+Knows: `quill serve`, the wire, the bare engine as a contender. Does not know: what makes it slow.
+
+Four ratios, each within one run and the best of several rounds in turns: tokens through gRPC
+against the bare engine; sampled against greedy; gaps between tokens while a long prompt is read
+against before; and how many steps pass until a cancelled stream's slot serves somebody else.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from quill.export.bundle.manifest import read_manifest
+from quill.loadtest.bench.contest import PAUSE_S, Running, running
+from quill.loadtest.bench.models import default_bundle
+from quill.loadtest.bench.stream_clients import StreamClients
+from quill.loadtest.bench.tasks import PAST_TOKENS, random_ids
+from quill.loadtest.environment.machine import machine_facts, num_cores
+from quill.loadtest.environment.own_server import own_server
+from quill.loadtest.errors import OptionError
+
+NUM_STEPS = 32
+WARM_STEPS = 4
+LONG_PROMPT = 1000
+CONTEXT = 2048
+NUM_CANCELS = 8
+NUM_NEW = 1500  # of each stream: more than anybody waits for
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+CHAT: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+
+
+@dataclass
+class Findings:
+    """All rounds; what counts is the best of each."""
+
+    bare: list[float] = field(default_factory=list)  # tokens a second
+    greedy: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    stall: list[float] = field(default_factory=list)  # p95 gap while a prompt is read / before
+    cancel: list[float] = field(default_factory=list)  # steps until the slot is somebody else's
+
+
+def run(args: argparse.Namespace) -> None:
+    bundle = args.bundle or default_bundle()
+    manifest = read_manifest(bundle)
+    if manifest.family != "causal" or manifest.sizes.context <= LONG_PROMPT:
+        raise OptionError(f"{bundle}: a causal model with a context over {LONG_PROMPT} is needed")
+    precision = args.precision or "fp32"
+    threads = str(args.threads or num_cores())
+    found = Findings()
+    options = [
+        "--precision",
+        precision,
+        "--max-slots",
+        str(args.streams),
+        "--context",
+        str(CONTEXT),
+    ]
+    options += ["--threads", threads, "--prefix-cache", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "quill.loadtest.bench.contenders.quill",
+        str(bundle),
+        precision,
+        threads,
+    ]
+    ids = random_ids(LONG_PROMPT, manifest.sizes.vocab_size)
+    _say("starting the server and the bare engine")
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        own_server(Path(logs) / "server.log", bundle, *options) as server,
+        running(command, Path(logs) / "engine.log") as engine,
+    ):
+        for number in range(args.rounds):
+            _say(f"round {number + 1} of {args.rounds}")
+            _bare(found, engine, ids, args.streams)
+            asyncio.run(_round(found, server.address, ids, args.streams))
+    Console(highlight=False).print(_table(found, precision, args.streams))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        record = {"facts": machine_facts(), "precision": precision, "found": asdict(found)}
+        (args.out / "streams.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def _bare(found: Findings, engine: Running, ids: Sequence[int], num_rows: int) -> None:
+    _say(f"  bare engine: {num_rows} rows, {NUM_STEPS} steps")
+    time.sleep(PAUSE_S)  # the server's threads fall asleep
+    order = {"do": "decode", "ids": list(ids[:PAST_TOKENS]), "num_rows": num_rows}
+    seconds = engine.ask(order | {"num_steps": NUM_STEPS})["seconds"]
+    found.bare.append(num_rows * NUM_STEPS / seconds)
+
+
+async def _round(found: Findings, address: str, ids: Sequence[int], num_streams: int) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        await asyncio.sleep(PAUSE_S)  # the engine's threads fall asleep
+        prompt = ids[:PAST_TOKENS]
+        for name, rates, options in (
+            ("greedy", found.greedy, GREEDY),
+            ("sampled", found.sampled, CHAT),
+        ):
+            _say(f"  through gRPC, {name}: {num_streams} streams, {NUM_STEPS} steps")
+            async with StreamClients(channel, prompt, num_streams, options, NUM_NEW) as crowd:
+                await crowd.wait_for_steps(WARM_STEPS)
+                rates.append(await crowd.rate(NUM_STEPS))
+        _say(f"  a prompt of {LONG_PROMPT} tokens among {num_streams // 2} streams")
+        async with StreamClients(channel, prompt, num_streams // 2, GREEDY, NUM_NEW) as crowd:
+            await crowd.wait_for_steps(WARM_STEPS)
+            found.stall.append(await _stall(crowd, ids))
+        _say(f"  {NUM_CANCELS} cancelled streams make room")
+        async with StreamClients(channel, prompt, num_streams, GREEDY, NUM_NEW) as crowd:
+            await crowd.wait_for_steps(WARM_STEPS)
+            found.cancel += [await _steps_to_leave(crowd, prompt) for _ in range(NUM_CANCELS)]
+
+
+async def _stall(crowd: StreamClients, ids: Sequence[int]) -> float:
+    """The 95th percentile of gaps that end while a long prompt is read, against before."""
+    begin_s = time.perf_counter()
+    await crowd.wait_for_steps(NUM_STEPS)
+    asked_s = time.perf_counter()
+    await crowd.first_token(ids)
+    read_s = time.perf_counter()
+    during, before = crowd.gaps(asked_s, read_s), crowd.gaps(begin_s, asked_s)
+    return float(np.percentile(during, 95) / np.percentile(before, 95))
+
+
+async def _steps_to_leave(crowd: StreamClients, prompt: Sequence[int]) -> float:
+    """All slots are taken and one more request waits; then a stream is cancelled."""
+    waiting = asyncio.create_task(crowd.started(prompt))
+    await crowd.wait_for_steps(2)
+    begin_s = time.perf_counter()
+    crowd.cancel_one()
+    started_s = await waiting
+    await crowd.wait_for_steps(2)
+    step_s = float(np.median(crowd.gaps(begin_s - 1.0, time.perf_counter())))
+    return (started_s - begin_s) / step_s
+
+
+def _say(text: str) -> None:
+    """What is under way. Before each measurement, never in the middle of one."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _table(found: Findings, precision: str, num_streams: int) -> Table:
+    table = Table(title=f"{precision}, {num_streams} streams", box=box.SIMPLE_HEAD)
+    for name in ("", "bar", "seen", "all rounds"):
+        table.add_column(name, justify="left" if not name else "right")
+    through = [ours / bare for ours, bare in zip(found.greedy, found.bare, strict=True)]
+    slower = [slow / fast for slow, fast in zip(found.greedy, found.sampled, strict=True)]
+    table.add_row("tokens/s: bare engine", "", f"{max(found.bare):.0f}", _all(found.bare, 0))
+    table.add_row("tokens/s: through gRPC", "", f"{max(found.greedy):.0f}", _all(found.greedy, 0))
+    ratio = max(found.greedy) / max(found.bare)
+    table.add_row("gRPC / bare engine", "≥ 0.9", f"{ratio:.2f}", _all(through))
+    ratio = max(found.greedy) / max(found.sampled)
+    table.add_row("sampled / greedy, time", "≤ 1.05", f"{ratio:.3f}", _all(slower))
+    table.add_row("p95 gap, long prompt", "≤ 2", f"{min(found.stall):.2f}", _all(found.stall))
+    cancel = float(np.percentile(found.cancel, 95))
+    spread = f"median {np.median(found.cancel):.2f} of {len(found.cancel)}"
+    table.add_row("cancel, p95 in steps", "≤ 2", f"{cancel:.2f}", spread)
+    return table
+
+
+def _all(numbers: Sequence[float], digits: int = 2) -> str:
+    return " ".join(f"{number:.{digits}f}" for number in numbers)

@@ -1,0 +1,1 @@
+"""Servers that we start, processes that we watch, the machine."""

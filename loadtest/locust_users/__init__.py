@@ -1,0 +1,1 @@
+"""The only modules that import Locust, which patches the process."""

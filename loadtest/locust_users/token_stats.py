@@ -1,0 +1,177 @@
+"""What Locust's page shows of tokens: time to first token, gaps, tokens a second.
+
+Knows: Locust's events, how its page takes another tab. Does not know: users, requests.
+Locust counts all that is fired at it as a request, and calls it milliseconds. So only streams are;
+these numbers are kept beside its own and ride on the reports that a worker sends to its master.
+"""
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flask import Response, request
+from locust.env import Environment
+from locust.runners import WorkerRunner
+
+from quill.loadtest.workload.records import RequestRecord
+
+KEY = "quill-tokens"
+ALL = "Aggregated"
+PERCENTILES = (50, 95, 99)
+_STEP = math.log(1.01)  # a bucket is so much wider than the one below: times are known to 1%
+_LEAST_MS = 0.1  # tokens that came together have no gap between them
+
+console = logging.getLogger("locust.stats_logger")  # where Locust's own summary goes
+
+
+@dataclass
+class Times:
+    """Milliseconds, of which only percentiles are needed: as many as come, in little memory."""
+
+    buckets: Counter[int] = field(default_factory=Counter)
+
+    def add(self, values_ms: Iterable[float]) -> None:
+        self.buckets.update(round(math.log(max(ms, _LEAST_MS)) / _STEP) for ms in values_ms)
+
+    def percentile(self, percent: int) -> float | None:
+        due = self.buckets.total() * percent / 100
+        for bucket in sorted(self.buckets):
+            due -= self.buckets[bucket]
+            if due <= 0:
+                return math.exp(bucket * _STEP)
+        return None
+
+
+@dataclass
+class NameStats:
+    """Of all streams of one name."""
+
+    num_streams: int = 0
+    num_tokens: int = 0
+    first_token: Times = field(default_factory=Times)
+    gap: Times = field(default_factory=Times)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+    def log(self, record: RequestRecord) -> None:
+        self.num_streams += 1
+        self.num_tokens += record.num_tokens
+        self.first_token.add([] if record.first_token_ms is None else [record.first_token_ms])
+        self.gap.add(record.gaps_ms)
+        self.finish_reasons.update([record.finish_reason] if record.finish_reason else [])
+
+    def report(self) -> tuple[int, int, Counter[int], Counter[int], Counter[str]]:
+        """As Locust's messages carry it."""
+        times = (self.first_token.buckets, self.gap.buckets)
+        return (self.num_streams, self.num_tokens, *times, self.finish_reasons)
+
+    def merge(
+        self,
+        num_streams: int,
+        num_tokens: int,
+        first_token: Mapping[int, int],
+        gap: Mapping[int, int],
+        finish_reasons: Mapping[str, int],
+    ) -> None:
+        """Another one's report."""
+        self.num_streams += num_streams
+        self.num_tokens += num_tokens
+        self.first_token.buckets.update(first_token)
+        self.gap.buckets.update(gap)
+        self.finish_reasons.update(finish_reasons)
+
+
+def _columns() -> dict[str, str]:
+    """What a row has, and its heading."""
+    columns = {"name": "Name", "streams": "# streams", "tokens": "# tokens"}
+    columns["tokens_per_s"] = "Tokens/s"
+    for kind, title in (("first_token", "First token"), ("gap", "Gap")):
+        columns |= {f"{kind}_p{each}": f"{title} p{each} (ms)" for each in PERCENTILES}
+    return columns | {"finish_reasons": "Finish reasons"}
+
+
+COLUMNS = _columns()
+
+
+class TokenStats:
+    """One in each Locust process. The one that has no master has the numbers of all."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._names: dict[str, NameStats] = {}
+        events = environment.events
+        events.test_start.add_listener(self._clear)
+        events.reset_stats.add_listener(self._clear)
+        events.report_to_master.add_listener(self._report)
+        events.worker_report.add_listener(self._hear)
+        events.quitting.add_listener(self._print)
+        if environment.web_ui is not None:
+            tab = {"title": "Tokens", "key": KEY}
+            structure = [{"key": key, "title": title} for key, title in COLUMNS.items()]
+            environment.web_ui.template_args["extended_tabs"] = [tab]
+            environment.web_ui.template_args["extended_tables"] = [
+                {"key": KEY, "structure": structure}
+            ]
+            assert environment.web_ui.app is not None
+            environment.web_ui.app.after_request(self._extend)
+
+    def log(self, record: RequestRecord) -> None:
+        self._of(record.scenario).log(record)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each name, and one for all together, as Locust's page has it."""
+        everything = NameStats()
+        for stats in self._names.values():
+            everything.merge(*stats.report())
+        named = [*sorted(self._names.items()), (ALL, everything)]
+        return [self._row(name, stats) for name, stats in named]
+
+    def _row(self, name: str, stats: NameStats) -> dict[str, Any]:
+        total = self._environment.stats.total
+        elapsed_s = (total.last_request_timestamp or total.start_time) - total.start_time
+        row: dict[str, Any] = {
+            "name": name,
+            "streams": stats.num_streams,
+            "tokens": stats.num_tokens,
+            "tokens_per_s": round(stats.num_tokens / elapsed_s, 1) if elapsed_s else 0.0,
+        }
+        for kind, times in (("first_token", stats.first_token), ("gap", stats.gap)):
+            for percent in PERCENTILES:
+                time_ms = times.percentile(percent)
+                row[f"{kind}_p{percent}"] = None if time_ms is None else round(time_ms, 1)
+        reasons = sorted(stats.finish_reasons.items())
+        return row | {"finish_reasons": ", ".join(f"{n:,} {reason}" for reason, n in reasons)}
+
+    def _of(self, name: str) -> NameStats:
+        return self._names.setdefault(name, NameStats())
+
+    def _clear(self, **_: Any) -> None:
+        self._names.clear()
+
+    def _report(self, data: dict[str, Any], **_: Any) -> None:
+        data[KEY] = {name: stats.report() for name, stats in self._names.items()}
+        self._names.clear()
+
+    def _hear(self, data: dict[str, Any], **_: Any) -> None:
+        for name, report in data.get(KEY, {}).items():
+            self._of(name).merge(*report)
+
+    def _extend(self, response: Response) -> Response:
+        if request.path.endswith("/stats/requests") and response.is_json:
+            table = {"key": KEY, "data": self.rows()}
+            response.set_data(json.dumps({**response.get_json(), "extended_stats": [table]}))
+        return response
+
+    def _print(self, **_: Any) -> None:
+        """Below Locust's own summary of a run without a page."""
+        options = self._environment.parsed_options
+        is_worker = isinstance(self._environment.runner, WorkerRunner)
+        if options is None or not options.headless or is_worker or not self._names:
+            return
+        for row in (COLUMNS, *self.rows()):
+            name, *numbers, reasons = ("" if cell is None else cell for cell in row.values())
+            cells = "".join(f"{number:>20}" for number in numbers)
+            console.info(f"{name:<20}{cells}  {reasons}")

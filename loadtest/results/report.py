@@ -1,0 +1,239 @@
+"""A directory that tells of a run: one page that needs nothing else, pictures, raw records.
+
+Knows: HTML, which pictures there are. Does not know: how the load was made.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from quill.loadtest.environment.process_stats import ProcessSample, busy_cores
+from quill.loadtest.environment.server_metrics import MetricsSample, write_samples
+from quill.loadtest.results import plots
+from quill.loadtest.results.plots import Plot
+from quill.loadtest.results.slo import SHARE, RateTrial, Slo, best
+from quill.loadtest.results.summary import (
+    Summary,
+    by_scenario,
+    measures,
+    scenario_table,
+    summarise,
+    table,
+)
+from quill.loadtest.workload.records import RequestRecord, write_records
+
+PAGE = "report.html"
+RECORDS = "requests.csv"
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { border-bottom: 1px solid #ccc; padding: .25rem .75rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+.facts td { text-align: left; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that is known of a run."""
+
+    records: Sequence[RequestRecord]
+    facts: Mapping[str, str]  # machine, commit, command, model, …
+    samples: Sequence[MetricsSample] = ()
+    process: Sequence[ProcessSample] = ()  # of the server, while the load ran
+    slo: Slo | None = None
+    trials: Sequence[RateTrial] = ()
+    verified: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def write_report(directory: Path, run: Run) -> Summary:
+    """The page, the pictures, requests.csv, server.csv and summary.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_records(directory / RECORDS, run.records)
+    summary, scenarios = summarise(run.records, run.slo), by_scenario(run.records, run.slo)
+    numbers = asdict(summary) | {"facts": dict(run.facts), "verified": run.verified}
+    numbers["scenarios"] = {name: asdict(each) for name, each in scenarios.items()}
+    numbers["trials"] = [trial._asdict() for trial in run.trials]
+    if usage := server_usage(run):
+        numbers["server_usage"] = usage._asdict()
+    (directory / "summary.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
+    drawn = draw_plots(directory, run)
+    (directory / PAGE).write_text(render(directory, run, summary, drawn), encoding="utf-8")
+    return summary
+
+
+def draw_plots(directory: Path, run: Run) -> list[Plot]:
+    """Those for which there is something to draw. What there isn't, is said in the notes."""
+    drawn = []
+    values = measures(run.records)
+    if values["time to first token"]:
+        plots.latency_over_time(run.records, directory / "latency.png")
+        drawn.append(Plot("latency.png", "Latency over time", "Percentiles of each window."))
+    for file, name in (
+        ("first_token.png", "time to first token"),
+        ("gaps.png", "gap between tokens"),
+    ):
+        if values[name]:
+            plots.histogram(name)(values[name], directory / file)
+            drawn.append(
+                Plot(file, name.capitalize(), "All of the run; note the logarithmic axis.")
+            )
+    if values["time to first token"]:
+        plots.concurrency(run.records, directory / "concurrency.png")
+        note = "Each point is one window of the run. A ramp (--shape ramp) shows the whole curve."
+        drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
+        plots.offered_and_served(run.records, directory / "offered.png")
+        note = "Where the lines part, requests wait; where they meet again, the queue is empty."
+        drawn.append(Plot("offered.png", "Offered and served", note))
+    start_s = min(record.intended_at_s for record in run.records)
+    if run.samples:
+        write_samples(directory / "server.csv", run.samples)
+        plots.server_load(run.samples, start_s, directory / "server.png")
+        drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
+    else:
+        run.notes.append(
+            "Queue depth and running rows are left out: the server's metrics couldn't be read "
+            "(--metrics URL says where they are)."
+        )
+    if server_usage(run):
+        plots.process_load(run.process, start_s, directory / "process.png")
+        note = "Of the server's process, as Linux says, once a second."
+        drawn.append(Plot("process.png", "Processor and memory", note))
+    else:
+        run.notes.append(
+            "The server's processor and memory are left out: they are measured of a server that "
+            "the load test itself starts (no --address), and in a load of some seconds."
+        )
+    if run.trials:
+        plots.search(run.trials, directory / "search.png")
+        drawn.append(Plot("search.png", "Search", "Each point is one rate, held for a while."))
+    return drawn
+
+
+def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -> str:
+    parts = ["<h1>Load test</h1>", _facts(run.facts)]
+    parts += [f"<p>{escape(text)}</p>" for text in sentences(run, summary)]
+    parts.append(_table(table(summary)))
+    scenarios = by_scenario(run.records)
+    if len(scenarios) > 1:
+        note = "Milliseconds to the first token, between two tokens, and for a whole answer."
+        parts += [f"<h2>By scenario</h2><p>{note}</p>", _table(scenario_table(scenarios))]
+    if run.trials:
+        parts += ["<h2>By rate</h2>", _table(trial_table(run.trials))]
+    for plot in drawn:
+        image = base64.b64encode((directory / plot.file).read_bytes()).decode("ascii")
+        alt = escape(plot.title)
+        parts.append(f"<h2>{alt}</h2><p>{escape(plot.note)}</p>")
+        parts.append(f'<img alt="{alt}" src="data:image/png;base64,{image}">')
+    parts += [f"<p>{escape(note)}</p>" for note in run.notes]
+    parts.append(f"<p>Every request is in {RECORDS}, beside this page.</p>")
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    title = f"<title>Load test</title><style>{_STYLE}</style>"
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}{title}</head>\n<body>{body}</body></html>\n'
+    )
+
+
+def sentences(run: Run, summary: Summary) -> list[str]:
+    """What a reader wants to know first."""
+    told = [
+        f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
+        f"{summary.requests_per_s:.2f} requests/s, {summary.num_tokens:,} tokens, "
+        f"{summary.tokens_per_s:.1f} tokens/s.",
+        f"Ended with: {_counts(summary.statuses)}. Finish reasons: "
+        f"{_counts(summary.finish_reasons)}. Errors: {_counts(summary.errors)}.",
+        f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache.",
+    ]
+    if not run.trials and any(record.offered_rate for record in run.records):
+        told.append(
+            f"While the load came, {summary.offered_per_s:.2f} requests/s were offered and "
+            f"{summary.served_per_s:.2f} were served."
+        )
+    if usage := server_usage(run):
+        told.append(
+            f"The server's process kept {usage.busy_cores:.2f} cores busy on average"
+            f"{' (with the pauses between rates)' if run.trials else ''}, and had "
+            f"{usage.peak_mb:,.0f} MB of memory at most."
+        )
+    if run.slo and summary.slo_share is not None and summary.goodput is not None:
+        told.append(
+            f"Service level {run.slo}: {summary.slo_share:.1%} of all requests were served well, "
+            f"goodput {summary.goodput:.2f} requests/s."
+        )
+    if run.trials:
+        told.append(search_result(run.trials))
+    if run.verified:
+        told.append(f"{run.verified.capitalize()}.")
+    return told
+
+
+def search_result(trials: Sequence[RateTrial]) -> str:
+    found = best(trials)
+    if found is None:
+        lowest = min(step.rate for step in trials)
+        return f"No rate was carried, down to {lowest:g} requests/s."
+    low, high = found.share_range
+    return (
+        f"The highest rate that was carried: {found.rate:g} requests/s offered, "
+        f"{found.share:.1%} served well, goodput {found.goodput:.2f} requests/s. "
+        f"{_margin(trials, found)} Of {found.num_requests:,} requests, {found.share:.1%} means "
+        f"{low:.1%} to {high:.1%} in the long run (95% sure)"
+        f"{'; a longer --duration narrows it' if low < SHARE else ''}."
+    )
+
+
+def _margin(trials: Sequence[RateTrial], found: RateTrial) -> str:
+    """Between which two rates the limit lies."""
+    bad = min((step.rate for step in trials if not step.is_carried), default=None)
+    if bad is None:
+        return "No rate failed: the limit lies higher."
+    if bad < found.rate:
+        return f"{bad:g} requests/s failed, though: near the limit chance decides."
+    return f"{bad:g} requests/s failed: the limit is known to {bad / found.rate - 1:.0%}."
+
+
+def trial_table(trials: Sequence[RateTrial]) -> list[list[str]]:
+    """Header first."""
+    rows = [["requests/s offered", "requests", "served well", "in the long run", "goodput"]]
+    for step in sorted(trials):
+        low, high = step.share_range
+        shares = [f"{step.share:.1%}", f"{low:.1%} to {high:.1%}"]
+        rows.append([f"{step.rate:g}", f"{step.num_requests:,}", *shares, f"{step.goodput:.2f}"])
+    return rows
+
+
+class ServerUsage(NamedTuple):
+    busy_cores: float  # on average
+    peak_mb: float
+
+
+def server_usage(run: Run) -> ServerUsage | None:
+    """None if nobody looked, or not twice."""
+    if len(run.process) < 2:
+        return None
+    first, last = run.process[0], run.process[-1]
+    cores = busy_cores((first, last))[0]
+    return ServerUsage(cores, max(sample.memory_mb for sample in run.process))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in facts.items())
+    return f'<table class="facts">{rows}</table>'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]
+    return f"<table><tr>{cells}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

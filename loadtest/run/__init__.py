@@ -1,0 +1,1 @@
+"""One load from its start to its report."""

@@ -1,0 +1,269 @@
+"""`quill loadtest`: a load from its start to its report.
+
+Knows: the order of things. Does not know: how each is done.
+"""
+
+import argparse
+import importlib.util
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from quill.loadtest.environment.machine import machine_facts
+from quill.loadtest.environment.own_server import own_server, wait_until_healthy
+from quill.loadtest.environment.process_stats import ProcessSample, watch_process
+from quill.loadtest.environment.server_metrics import MetricsSample, guess_url, watch_server
+from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
+from quill.loadtest.results.progress import Line, describe
+from quill.loadtest.results.report import PAGE, Run, search_result, write_report
+from quill.loadtest.results.slo import RateTrial, Slo, next_rate
+from quill.loadtest.results.summary import lines
+from quill.loadtest.results.verify import Verdict, verify
+from quill.loadtest.run.locust_process import Load, run_locust
+from quill.loadtest.run.options import LoadtestOptions, read_options
+from quill.loadtest.workload.ask import Facts
+from quill.loadtest.workload.records import RequestRecord, read_records
+from quill.loadtest.workload.scenarios import check_scenario
+from quill.loadtest.workload.schedule import Plan, new_seed
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client.access import Access, read_access
+
+EARLIER = (
+    "The seed was given. If this server had answered the same requests before, its prefix cache "
+    "knew their prompts, and the run is flattered."
+)
+CUT_SHORT = (
+    "Ctrl-C cut the run short: requests that hadn't ended aren't counted, nothing is verified."
+)
+
+
+class Target(NamedTuple):
+    address: str
+    metrics_url: str | None
+    model: pb.Model
+    access: Access
+    pid: int | None = None  # of a server of our own
+
+
+class LoadResult(NamedTuple):
+    """What a load leaves."""
+
+    records: list[RequestRecord]
+    samples: list[MetricsSample]
+    process: list[ProcessSample]
+    trials: list[RateTrial]
+    is_whole: bool = True  # False: Ctrl-C cut it short
+
+
+def run(args: argparse.Namespace) -> None:
+    options = read_options(args)
+    slo = Slo.parse(options.slo) if options.slo else None
+    check_scenario(options.scenario)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.recorded:
+        _run_recorded(options, slo, read_access(args))
+        return
+    # What we start is out of the terminal's reach, so we must end it when the terminal is closed.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    if importlib.util.find_spec("locust") is None:  # looked for, not imported
+        raise ModuleNotFoundError("locust", name="locust")
+    with _target(options, read_access(args)) as target:
+        print(_describe_model(target), flush=True)
+        notes = [EARLIER] if options.seed and options.address else []
+        if not options.seed:  # what an earlier run asked may be in the server's prefix cache
+            options = replace(options, seed=new_seed())
+            again = f"--seed {options.seed} asks the same requests again"
+            print(f"seed {options.seed} ({again})", flush=True)
+        loaded = _search(options, target, slo) if slo and options.shape == "search" else None
+        loaded = loaded or _load(options, target)
+        verdict = None
+        if options.verify and loaded.is_whole:
+            try:
+                verdict = _verify(target, loaded.records)
+            except KeyboardInterrupt:
+                loaded = loaded._replace(is_whole=False)
+    facts = machine_facts() | _model_facts(target.model) | {"load": _describe_load(options)}
+    _finish(options, slo, loaded, facts, verdict, notes)
+    if not loaded.is_whole:
+        raise StoppedError("stopped by Ctrl-C; the report tells of what had ended by then")
+
+
+def _run_recorded(options: LoadtestOptions, slo: Slo | None, access: Access) -> None:
+    assert options.recorded
+    records = read_records(options.recorded)
+    verdict, facts = None, machine_facts() | {"recorded": str(options.recorded)}
+    if options.verify:
+        with _target(options, access) as target:
+            facts |= _model_facts(target.model)
+            verdict = _verify(target, records)
+    _finish(options, slo, LoadResult(records, [], [], []), facts, verdict)
+
+
+def _finish(
+    options: LoadtestOptions,
+    slo: Slo | None,
+    loaded: LoadResult,
+    facts: dict[str, str],
+    verdict: Verdict | None,
+    notes: Sequence[str] = (),
+) -> None:
+    if not loaded.records:
+        raise LoadtestError(
+            f"no request ended, so there is nothing to report; {options.out} has the logs"
+        )
+    facts["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    verified = str(verdict) if verdict else ""
+    run_ = Run(
+        records=loaded.records,
+        facts=facts,
+        samples=loaded.samples,
+        process=loaded.process,
+        slo=slo,
+        trials=loaded.trials,
+        verified=verified,
+        notes=[*notes],
+    )
+    if not loaded.is_whole:
+        run_.notes.append(CUT_SHORT)
+    summary = write_report(options.out, run_)
+    for line in lines(summary):
+        print(line)
+    if loaded.trials:
+        print(search_result(loaded.trials))
+    print(f"report: {options.out / PAGE}", flush=True)
+    if verdict:
+        print(verdict, flush=True)
+        verdict.check()
+
+
+@contextmanager
+def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
+    address = options.address
+    if address:
+        wait_until_healthy(address, access=access)
+        scheme = "https" if access.uses_tls else "http"
+        url = options.metrics_url or guess_url(address, scheme)
+        yield Target(address, url, _get_model(address, access), access)
+        return
+    log = options.out / "server.log"
+    with own_server(log, options.bundle, *options.serve_options, access=access) as server:
+        model = _get_model(server.address, access)
+        yield Target(server.address, server.metrics_url, model, access, server.pid)
+
+
+def _get_model(address: str, access: Access) -> pb.Model:
+    with access.channel(address, ()) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        try:
+            return stub.GetModel(pb.GetModelRequest(), timeout=60, metadata=access.metadata)
+        except grpc.RpcError as error:
+            raise NoServerError(
+                f"the server at {address} doesn't tell its model: {error.details()} "
+                f"({error.code().name}). API keys come with --api-key-file"
+            ) from error
+
+
+def _load(options: LoadtestOptions, target: Target) -> LoadResult:
+    records = options.out / "requests.csv"
+    log = options.out / "locust.log"
+    log.unlink(missing_ok=True)
+    load = Load(
+        plan=_plan(options),
+        address=target.address,
+        records=records,
+        log=log,
+        num_users=options.users or max(1, options.num_workers),
+        num_workers=options.num_workers,
+        access_options=options.access_options,
+        facts=Facts.of(target.model),
+    )
+    records.unlink(missing_ok=True)  # an older run's
+    line = Line()
+    with (
+        watch_server(target.metrics_url, target.access) as watcher,
+        watch_process(target.pid) as process,
+    ):
+        is_whole = run_locust(load, lambda told: line.show(describe(told)))
+    line.end()
+    found = read_records(records) if is_whole or records.exists() else []
+    if is_whole and not options.num_workers:  # whose parts end at different numbers
+        check_all_recorded(found, log)
+    # Before the load the server only waits for Locust to start.
+    start_s = min((record.intended_at_s for record in found), default=0.0)
+    busy = [sample for sample in process.samples if sample.at_s >= start_s]
+    return LoadResult(found, watcher.samples, busy, [], is_whole)
+
+
+def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
+    """Requests are numbered as they begin: a number that is missing was lost by the load itself."""
+    num_begun = max((record.index for record in records), default=-1) + 1
+    if num_begun != len(records):
+        raise LoadtestError(
+            f"{num_begun - len(records)} of {num_begun} requests have no record: a bug in their "
+            f"scenario, or in the user. {log} has more"
+        )
+
+
+def _search(options: LoadtestOptions, target: Target, slo: Slo) -> LoadResult:
+    """Each step has requests of its own: the prefix cache must not know them from the last."""
+    everything = LoadResult([], [], [], [])
+    while (rate := next_rate(everything.trials, options.rate)) is not None:
+        number = len(everything.trials)
+        step = replace(options, rate=rate, shape="constant", seed=options.seed + number)
+        loaded = _load(step, target)
+        everything.records.extend(loaded.records)
+        everything.samples.extend(loaded.samples)
+        everything.process.extend(loaded.process)
+        if not loaded.is_whole:
+            return everything._replace(is_whole=False)
+        well = sum(map(slo.is_met, loaded.records))
+        num_requests, goodput = len(loaded.records), well / options.duration_s
+        trial = RateTrial(rate, slo.share(loaded.records), goodput, num_requests)
+        verb = "is" if trial.is_carried else "isn't"
+        print(f"{rate:g} requests/s {verb} carried: {trial.share:.1%} served well", flush=True)
+        everything.trials.append(trial)
+    return everything
+
+
+def _plan(options: LoadtestOptions) -> Plan:
+    return Plan(**{each.name: getattr(options, each.name) for each in fields(Plan)})
+
+
+def _verify(target: Target, records: list[RequestRecord]) -> Verdict:
+    line = Line()
+
+    def show(number: int, verdict: Verdict) -> None:
+        line.show(f"verifying: {number:,} of {len(records):,}, {len(verdict.differences):,} differ")
+
+    verdict = verify(target.address, records, show, target.access)
+    line.end()
+    return verdict
+
+
+def _describe_model(target: Target) -> str:
+    model = target.model
+    return f"{model.name}, {model.precision} on {model.device}, at {target.address}"
+
+
+def _describe_load(options: LoadtestOptions) -> str:
+    crowd = f"{options.users} users" if options.users else f"{options.rate:g} requests/s"
+    kind = "closed loop" if options.users else "open loop, Poisson arrivals"
+    return f"{options.scenario}, seed {options.seed}, {crowd} ({kind}), {options.shape}"
+
+
+def _model_facts(model: pb.Model) -> dict[str, str]:
+    exact = "same seed, same tokens" if model.deterministic else "not exact"
+    return {
+        "model": f"{model.name}, {model.num_parameters:,} parameters",
+        "precision": f"{model.precision} on {model.device}, {exact}",
+        "server": f"Quill {model.server_version}, ONNX Runtime {model.runtime_version}, "
+        f"{model.max_rows} rows, context {model.context:,}, queue {model.max_waiting}",
+    }

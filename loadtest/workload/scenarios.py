@@ -1,0 +1,157 @@
+"""What the crowd asks: each scenario makes request number `index` from a seed, and nothing else.
+
+Knows: lengths, manners. Does not know: when a request is sent, or what comes of it.
+The same seed and index give the same request, so a run can be repeated and checked.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from quill.loadtest.errors import OptionError
+from quill.loadtest.workload.ask import (
+    Ask,
+    Facts,
+    RequestDraw,
+    chat,
+    ids,
+    prompt,
+    shortened,
+    with_sampling,
+    with_seed,
+    words,
+)
+from quill.protos import generation_pb2 as pb
+
+Scenario = Callable[[RequestDraw, Facts], Ask]
+
+
+def short_chat(draw: RequestDraw, facts: Facts) -> Ask:
+    """A question and a short answer."""
+    question = chat(draw.random, draw.tokens(4, 24, facts), facts)
+    return Ask(with_sampling(draw, question, draw.tokens(8, 48, facts)))
+
+
+def long_prompt(draw: RequestDraw, facts: Facts) -> Ask:
+    """Much to read, little to say."""
+    most = min(facts.context // 3, 1024)  # small vocabularies take three tokens a word
+    number = draw.random.randint(most // 2, most)
+    return Ask(with_sampling(draw, prompt(draw.random, number, facts), draw.tokens(4, 16, facts)))
+
+
+def long_answer(draw: RequestDraw, facts: Facts) -> Ask:
+    """Little to read, much to say: ends of text are passed over."""
+    request = with_sampling(
+        draw, chat(draw.random, draw.tokens(4, 24, facts), facts), draw.tokens(128, 256, facts)
+    )
+    request.ignore_eos = True
+    return Ask(request)
+
+
+def shared_prompt(draw: RequestDraw, facts: Facts) -> Ask:
+    """Everybody's prompt begins alike: what a prefix cache is for."""
+    shared = random.Random(f"{draw.seed}/shared")
+    length, own = min(facts.context // 3, 256), draw.tokens(4, 16, facts)
+    if facts.has_template:
+        request = chat(draw.random, own, facts, system=words(shared, length * 3 // 4))
+    elif facts.has_tokenizer:
+        text = f"{words(shared, length * 3 // 4)} {words(draw.random, own)}"
+        request = pb.GenerateRequest(prompt=text)
+    else:
+        tokens = ids(shared, length, facts) + ids(draw.random, own, facts)
+        request = pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=tokens))
+    return Ask(with_sampling(draw, request, draw.tokens(8, 32, facts)))
+
+
+def mixed(draw: RequestDraw, facts: Facts) -> Ask:
+    """Mostly short chats, and some of everything that is friendly."""
+    kinds = (short_chat, short_chat, short_chat, long_prompt, long_answer, shared_prompt)
+    return _one_of(kinds, draw, facts)
+
+
+def cancels(draw: RequestDraw, facts: Facts) -> Ask:
+    """Leaves in the middle of its answer."""
+    request = with_seed(draw, long_answer(draw, facts).request)
+    after = draw.random.randint(1, max(1, int(request.max_new_tokens) // 2))
+    return Ask(request, cancel_after=after, expected=("CANCELLED",))
+
+
+def slow_readers(draw: RequestDraw, facts: Facts) -> Ask:
+    """Takes a nap after each chunk. Others must not wait for it."""
+    request = short_chat(draw, facts).request
+    return Ask(request, pause_s=draw.random.uniform(0.02, 0.2))
+
+
+def deadlines(draw: RequestDraw, facts: Facts) -> Ask:
+    """In a hurry: many will be refused, or cut off in the middle."""
+    request = with_seed(draw, long_answer(draw, facts).request)
+    expected = ("OK", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+    return Ask(request, timeout_s=draw.random.uniform(0.05, 1.5), expected=expected)
+
+
+def bad_requests(draw: RequestDraw, facts: Facts) -> Ask:
+    """Breaks a rule. The server must say so, and nothing else may happen."""
+    request = with_sampling(draw, chat(draw.random, 8, facts), 8)
+    breaks: tuple[Callable[[], object], ...] = (
+        lambda: setattr(request, "temperature", float("nan")),
+        lambda: setattr(request, "top_p", 1.5),
+        lambda: setattr(request, "max_new_tokens", facts.context + 1),
+        lambda: request.ClearField("input"),
+        lambda: request.prompt_ids.ids.append(facts.vocab_size),
+        lambda: setattr(request, "repetition_penalty", -1.0),
+        lambda: request.stop.append(""),
+        lambda: setattr(request, "num_sequences", 0),
+    )
+    draw.random.choice(breaks)()
+    return Ask(request, expected=("INVALID_ARGUMENT",))
+
+
+def reconnects(draw: RequestDraw, facts: Facts) -> Ask:
+    """A connection of its own for each request."""
+    return Ask(short_chat(draw, facts).request, reconnect=True)
+
+
+def unfriendly(draw: RequestDraw, facts: Facts) -> Ask:
+    """Everything that is unfriendly, among short chats."""
+    kinds = (short_chat, cancels, slow_readers, deadlines, bad_requests, reconnects)
+    return _one_of(kinds, draw, facts)
+
+
+def beams(draw: RequestDraw, facts: Facts) -> Ask:
+    """Searches instead of drawing: one answer or several, which come whole and at the end."""
+    request = chat(draw.random, draw.tokens(4, 24, facts), facts)
+    request.max_new_tokens = draw.tokens(8, 32, facts)
+    request.num_beams = min(draw.random.randint(2, 4), facts.max_num_beams)
+    request.num_sequences = draw.random.randint(1, request.num_beams)
+    return Ask(request)
+
+
+def _one_of(kinds: tuple[Scenario, ...], draw: RequestDraw, facts: Facts) -> Ask:
+    kind = draw.random.choice(kinds)
+    return replace(kind(draw, facts), kind=name_of(kind))
+
+
+def name_of(scenario: Scenario) -> str:
+    return scenario.__name__.replace("_", "-")
+
+
+SCENARIOS: dict[str, Scenario] = {
+    name_of(function): function
+    for function in (
+        *(short_chat, long_prompt, long_answer, shared_prompt, mixed),
+        *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams),
+    )
+}
+
+
+def check_scenario(name: str) -> None:
+    if name not in SCENARIOS:
+        raise OptionError(f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+
+
+def make_ask(
+    name: str, seed: int, index: int, facts: Facts, max_new_tokens: int | None = None
+) -> Ask:
+    """Request number `index` of a scenario."""
+    ask = shortened(SCENARIOS[name](RequestDraw(seed, index), facts), max_new_tokens)
+    return replace(ask, kind=ask.kind or name)

@@ -1,0 +1,101 @@
+"""A soak in small, and what makes one fail."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quill.loadtest.environment.process_stats import (
+    ProcessSample,
+    busy_cores,
+    look_at,
+    slope_mb_per_minute,
+)
+from quill.loadtest.results.verify import Verdict
+from quill.loadtest.run.soak import soak
+from quill.loadtest.run.soak_verdict import SoakResult, judge
+from quill.loadtest.workload.records import RequestRecord
+
+REFUSAL = {"method": "GenerateStream", "outcome": "RESOURCE_EXHAUSTED", "total_ms": 0.4}
+ANSWER = {"method": "GenerateStream", "outcome": "OK", "total_ms": 10.0}
+
+
+def record(status: str, ok: bool = True, total_ms: float = 10.0) -> RequestRecord:
+    return RequestRecord(0, "mixed", 0.0, status, ok, total_ms=total_ms)
+
+
+def samples(mb_per_minute: float) -> list[ProcessSample]:
+    return [ProcessSample(at_s, 100 + mb_per_minute * at_s / 60, 20, 10) for at_s in range(300)]
+
+
+WELL = SoakResult(
+    records=[record("OK"), record("RESOURCE_EXHAUSTED")],
+    num_sent=2,
+    num_ended=2,
+    bound_ms=100.0,
+    start=ProcessSample(0.0, 100.0, 20, 10),
+    end=ProcessSample(300.0, 100.0, 20, 10),
+    samples=samples(0.5),
+    is_idle=True,
+    log=[{"message": "ready"}, REFUSAL, ANSWER],
+    verdict=Verdict(num_equal=2),
+)
+
+
+def failures(**changes: object) -> list[str]:
+    return judge(replace(WELL, **changes)).failures  # type: ignore[arg-type]
+
+
+def test_soak_in_which_all_is_well_passes() -> None:
+    assert failures() == []
+
+
+def test_each_thing_that_is_wrong_fails_alone() -> None:
+    wrong: dict[str, dict[str, object]] = {
+        "calls ended": {"num_sent": 3},
+        "must not": {"records": [record("OK"), record("INTERNAL", ok=False)]},
+        "each once": {"num_ended": 3},
+        "slot": {"is_idle": False},
+        "accepted": {"bound_ms": 9.0},
+        "refused": {"log": [ANSWER, REFUSAL | {"total_ms": 100.1}]},
+        "no overload": {"log": [ANSWER]},
+        "MB/min": {"samples": samples(1.1)},
+        "descriptors": {"end": ProcessSample(300.0, 100.0, 21, 10)},
+        "threads": {"end": ProcessSample(300.0, 100.0, 20, 99)},
+        "equal": {"verdict": Verdict(num_equal=2, differences=["request 1"])},
+    }
+    for word, change in wrong.items():
+        found = failures(**change)
+        assert len(found) == 1, (word, found)
+        assert word in found[0]
+
+
+def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() -> None:
+    assert failures(num_ended=1) != []
+    left = [record("OK"), record("CANCELLED")]
+    assert failures(records=left, num_ended=1) == []
+
+
+def test_busy_process_is_seen_to_be_busy() -> None:
+    before = look_at(os.getpid())
+    end_s = time.process_time() + 0.2
+    while time.process_time() < end_s:
+        pass
+    after = look_at(os.getpid())
+    assert after.cpu_s - before.cpu_s >= 0.15  # the clock ticks 100 times a second
+    (cores,) = busy_cores([before, after])
+    assert cores == pytest.approx((after.cpu_s - before.cpu_s) / (after.at_s - before.at_s))
+
+
+def test_slope_is_that_of_the_line() -> None:
+    assert abs(slope_mb_per_minute(samples(2.5)) - 2.5) < 1e-6
+
+
+def test_server_under_twice_its_load_loses_nothing(bundle: Path, tmp_path: Path) -> None:
+    small = ("--max-slots", "2", "--queue", "2", "--threads", "1")
+    judgement = soak(tmp_path / "log", bundle, 5.0, 20, *small)
+    # A machine that runs other tests may be slow: then this says nothing about speed.
+    wrong = [failure for failure in judgement.failures if " is the limit" not in failure]
+    assert wrong == [], "\n".join(judgement.lines)

@@ -1,0 +1,67 @@
+"""What the crowd asks: reproducible, within the model's limits, and as unfriendly as it says."""
+
+import grpc
+import pytest
+
+from quill.loadtest.environment.own_server import OwnServer
+from quill.loadtest.errors import OptionError
+from quill.loadtest.workload.ask import Facts
+from quill.loadtest.workload.call import call
+from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
+from quill.protos import generation_pb2_grpc as pb_grpc
+
+IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
+TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
+CHAT = Facts(vocab_size=49_152, context=8192, has_tokenizer=True, has_template=True)
+
+
+@pytest.mark.parametrize("facts", [IDS, TEXT, CHAT], ids=["ids", "text", "chat"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_request_depends_on_seed_and_index_alone(name: str, facts: Facts) -> None:
+    def serialised(seed: int, index: int) -> bytes:
+        return make_ask(name, seed, index, facts).request.SerializeToString(deterministic=True)
+
+    assert serialised(1, 5) == serialised(1, 5)
+    different = {serialised(seed, index) for seed in range(2) for index in range(10)}
+    assert len(different) > 15
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_input_is_of_the_kind_that_the_model_reads(name: str) -> None:
+    kinds = {make_ask(name, 0, index, IDS).request.WhichOneof("input") for index in range(20)}
+    assert kinds <= {"prompt_ids", None}
+    kinds = {make_ask(name, 0, index, CHAT).request.WhichOneof("input") for index in range(20)}
+    assert kinds <= {"prompt", "messages", "prompt_ids", None}
+
+
+def test_shared_prompts_begin_alike() -> None:
+    asked = [make_ask("shared-prompt", 3, index, IDS).request.prompt_ids.ids for index in range(9)]
+    assert len({tuple(ids[:42]) for ids in asked}) == 1
+    assert len({tuple(ids) for ids in asked}) == 9
+    chats = [make_ask("shared-prompt", 3, index, CHAT).request.messages for index in range(9)]
+    assert len({chat.messages[0].content for chat in chats}) == 1
+
+
+def test_mixtures_name_the_kind_of_each_request() -> None:
+    kinds = {make_ask("unfriendly", 0, index, IDS).kind for index in range(60)}
+    assert kinds == {
+        *("short-chat", "cancels", "slow-readers", "deadlines", "bad-requests", "reconnects")
+    }
+    assert make_ask("short-chat", 0, 0, IDS).kind == "short-chat"
+
+
+def test_unknown_scenario_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"no scenario 'polite'; there are short-chat, "):
+        check_scenario("polite")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_real_server_ends_each_request_as_the_scenario_expects(
+    name: str, server: OwnServer
+) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        for index in range(25 if name == "bad-requests" else 4):
+            ask = make_ask(name, 0, index, IDS, max_new_tokens=3 if index % 2 else None)
+            heard = call(stub, ask, 0.0, sleep=lambda _: None).heard
+            assert heard.status in ask.expected, (index, heard.message)
