@@ -9,7 +9,7 @@ WORKDIR /build
 COPY requirements-serve.txt ./
 RUN python -m venv /opt/quill \
     && /opt/quill/bin/pip install --no-cache-dir --require-hashes -r requirements-serve.txt
-COPY pyproject.toml README.md LICENSE quill.py privacy.py ./
+COPY pyproject.toml README.md LICENSE __init__.py __main__.py cache.py client.py pins.py ./
 COPY model ./model
 COPY export ./export
 COPY server ./server
@@ -18,8 +18,8 @@ COPY loadtest ./loadtest
 # Quill's own operators. What they are compiled with stays behind, as all of this stage but the venv.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
     && rm -rf /var/lib/apt/lists/*
-RUN /opt/quill/bin/python -m export.build_operators \
-    && /opt/quill/bin/pip install --no-cache-dir --no-deps .
+RUN /opt/quill/bin/pip install --no-cache-dir --no-deps . \
+    && cd / && /opt/quill/bin/python -m quill.export.operators.build
 
 FROM python:3.11-slim-bookworm AS cpu
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quill

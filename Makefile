@@ -38,10 +38,10 @@ $(VENV)/dev: $(VENV)/base
 
 # Without a compiler this says so, and everything works but precisions quill4 and quill8.
 compiled: $(VENV)/base
-	@$(BIN)/python -m export.build_operators --optional
+	@$(BIN)/python -m quill.export.operators.build --optional
 
 operators: $(VENV)/base
-	$(BIN)/python -m export.build_operators
+	$(BIN)/python -m quill.export.operators.build
 
 serve: $(VENV)/base compiled
 	$(BIN)/quill serve
@@ -87,23 +87,24 @@ fuzz: $(VENV)/dev compiled
 
 SOAK_MINUTES ?= 20
 soak: $(VENV)/dev compiled
-	$(BIN)/python -m loadtest.soak --minutes $(SOAK_MINUTES)
+	$(BIN)/python -m quill.loadtest.run.soak --minutes $(SOAK_MINUTES)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@mkdir -p $(VENV)/typed && ln -sfn ../.. $(VENV)/typed/quill
 	$(BIN)/mypy
-	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m quill.protos.generate --check
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 pins: $(VENV)/base
-	$(BIN)/python pins.py
+	$(BIN)/python -m quill.pins
 
 protos: $(VENV)/dev
-	$(BIN)/python -m protos.generate
+	$(BIN)/python -m quill.protos.generate
 
 # onnxruntime-genai brings a second onnxruntime, so they have an environment of their own.
 # llama.cpp is compiled for this very machine: a peer should be at its best.
@@ -124,4 +125,4 @@ $(PEERS)/installed: constraints-peers.txt
 peers: $(PEERS)/installed
 
 clean:
-	rm -rf $(VENV) $(PEERS) export/operators/*.so export/operators/*.sha256 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) export/operators/kernels/*.so export/operators/kernels/*.sha256 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,3 +1,1 @@
 """A checkpoint becomes a bundle, with the proof that it computes what PyTorch computes."""
-
-import privacy as privacy

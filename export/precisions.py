@@ -1,8 +1,8 @@
 """What each precision is: the one table that the exporter and the server read.
 
-Knows: names, what runs them, how far from PyTorch they may be, which goes before which.
-Does not know: torch, how graphs are made (export/graph/prepare.py has a function for each name here).
-The server reads it too, so it imports only the standard library.
+Knows: names, what runs them, how far from PyTorch they may be, which goes before which. Does not
+know: torch, how graphs are made (export/graph/prepare.py has a function for each name here). The
+server reads it too, so it imports only the standard library.
 """
 
 import math

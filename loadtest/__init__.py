@@ -1,3 +1,1 @@
 """The crowd: Locust users, workloads, benchmarks, reports."""
-
-import privacy as privacy

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from quill.protos import generation_pb2 as protos_dot_generation__pb2
+from quill.protos import generation_pb2 as quill_dot_protos_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/generation_pb2_grpc.py depends on'
+        + ' but the generated code in quill/protos/generation_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,33 +37,33 @@ class TextGenerationStub:
         """
         self.Generate = channel.unary_unary(
                 '/quill.v1.TextGeneration/Generate',
-                request_serializer=protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GenerateResponse.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/quill.v1.TextGeneration/GenerateStream',
-                request_serializer=protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GenerateChunk.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.GenerateChunk.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quill.v1.TextGeneration/Tokenize',
-                request_serializer=protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.TokenizeResponse.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/quill.v1.TextGeneration/Detokenize',
-                request_serializer=protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.Score = channel.unary_unary(
                 '/quill.v1.TextGeneration/Score',
-                request_serializer=protos_dot_generation__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.ScoreResponse.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.ScoreResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/quill.v1.TextGeneration/GetModel',
-                request_serializer=protos_dot_generation__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.Model.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.Model.FromString,
                 _registered_method=True)
 
 
@@ -125,33 +125,33 @@ def add_TextGenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=protos_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GenerateChunk.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.GenerateChunk.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=protos_dot_generation__pb2.TokenizeRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=protos_dot_generation__pb2.DetokenizeRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=protos_dot_generation__pb2.ScoreRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.ScoreResponse.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.ScoreResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=protos_dot_generation__pb2.GetModelRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.Model.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.GetModelRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.Model.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,8 +180,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/Generate',
-            protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_generation__pb2.GenerateResponse.FromString,
+            quill_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -207,8 +207,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/GenerateStream',
-            protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_generation__pb2.GenerateChunk.FromString,
+            quill_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -234,8 +234,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/Tokenize',
-            protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
-            protos_dot_generation__pb2.TokenizeResponse.FromString,
+            quill_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -261,8 +261,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/Detokenize',
-            protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
-            protos_dot_generation__pb2.DetokenizeResponse.FromString,
+            quill_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -288,8 +288,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/Score',
-            protos_dot_generation__pb2.ScoreRequest.SerializeToString,
-            protos_dot_generation__pb2.ScoreResponse.FromString,
+            quill_dot_protos_dot_generation__pb2.ScoreRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -315,8 +315,8 @@ class TextGeneration:
             request,
             target,
             '/quill.v1.TextGeneration/GetModel',
-            protos_dot_generation__pb2.GetModelRequest.SerializeToString,
-            protos_dot_generation__pb2.Model.FromString,
+            quill_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.Model.FromString,
             options,
             channel_credentials,
             insecure,
@@ -342,8 +342,8 @@ class AdministrationStub:
         """
         self.Reload = channel.unary_unary(
                 '/quill.v1.Administration/Reload',
-                request_serializer=protos_dot_generation__pb2.ReloadRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.ReloadResponse.FromString,
+                request_serializer=quill_dot_protos_dot_generation__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.ReloadResponse.FromString,
                 _registered_method=True)
 
 
@@ -368,8 +368,8 @@ def add_AdministrationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Reload': grpc.unary_unary_rpc_method_handler(
                     servicer.Reload,
-                    request_deserializer=protos_dot_generation__pb2.ReloadRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.ReloadResponse.SerializeToString,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.ReloadRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -400,8 +400,8 @@ class Administration:
             request,
             target,
             '/quill.v1.Administration/Reload',
-            protos_dot_generation__pb2.ReloadRequest.SerializeToString,
-            protos_dot_generation__pb2.ReloadResponse.FromString,
+            quill_dot_protos_dot_generation__pb2.ReloadRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

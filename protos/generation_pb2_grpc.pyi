@@ -13,7 +13,7 @@ read at all: gRPC itself refuses it with RESOURCE_EXHAUSTED.
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import generation_pb2 as _generation_pb2
+from quill.protos import generation_pb2 as _generation_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

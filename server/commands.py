@@ -4,18 +4,13 @@ Imports nothing heavy: `--help` must answer at once.
 Each subcommand names the function that does the work as `module:function`.
 """
 
-import argparse
-from typing import TYPE_CHECKING
-
+from quill.server.cli.argument_types import Subparsers
 from quill.server.cli.generate_options import add_chat, add_generate
 from quill.server.cli.operator_options import add_keys, add_operating
 from quill.server.cli.serve_options import add_serve
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def register(subparsers: "Subparsers") -> None:
+def register(subparsers: Subparsers) -> None:
     """Adds this room's subcommands to the front door."""
     add_serve(subparsers)
     add_generate(subparsers)

@@ -4,7 +4,8 @@ Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text,
 What the engine answers is in server/events.py.
 
 The ranges are those of generation.proto, checked here once; an error names the proto's field.
-Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the field it came from.
+Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the
+field it came from.
 """
 
 import math

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import privacy as privacy
+import quill as quill
 
 if TYPE_CHECKING:
     from tests.server.tiny_bundle import TinyBundle

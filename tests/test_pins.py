@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-import pins
+from quill import pins
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = re.compile(r"([a-z0-9-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")

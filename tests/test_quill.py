@@ -12,13 +12,12 @@ from quill.__main__ import main
 COMMANDS = ["train", "eval", "import", "attend", "train-speed", "serve", "generate", "chat"]
 COMMANDS += ["loadtest", "bench"]
 
+FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"
 # A process in which importing torch raises, as on a serving machine.
-WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = None; from quill.__main__ import main; sys.exit(main())"
-)
+WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {FRONT_DOOR}"
 
 
-def run(*arguments: str, script: str = "import quill, sys; sys.exit(main())") -> str:
+def run(*arguments: str, script: str = FRONT_DOOR) -> str:
     command = [sys.executable, "-c", script, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return f"{result.returncode}\n{result.stdout}{result.stderr}"
@@ -27,7 +26,8 @@ def run(*arguments: str, script: str = "import quill, sys; sys.exit(main())") ->
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_loads_nothing_heavy(command: str) -> None:
     script = (
-        "import sys, quill\n"
+        "import sys\n"
+        "from quill.__main__ import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'onnx', 'onnxruntime', 'numpy', 'grpc', 'matplotlib', 'tokenizers'}\n"
@@ -77,7 +77,8 @@ def test_an_error_of_the_world_is_one_line(capfd: pytest.CaptureFixture[str]) ->
 
 def test_sigterm_ends_a_command_in_good_order(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys, types, quill\n"
+        "import os, signal, sys, types\n"
+        "from quill.__main__ import main\n"
         "from pathlib import Path\n"
         "from quill.model.checkpoint.atomic import atomic_directory\n"
         "def run(args):\n"

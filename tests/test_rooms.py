@@ -1,100 +1,190 @@
-"""Who may import whom: the table of rooms in ARCHITECTURE.md, checked in the source itself."""
+"""Who may import whom: the rooms, and the folders within them, checked in the source itself."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("model", "export", "server", "protos", "loadtest")
-MAY_IMPORT = {
-    "model": set(),
-    "export": {"model"},
+MAX_MODULES = 15  # in one folder: more can't be seen at a glance
+
+# What a room may import of the others. A line for a folder stands in place of its room's.
+BETWEEN = {
+    "model": "",
+    "export": "model",
+    "server": "protos export.bundle export.errors export.operators.library",
+    "server/client": "protos",
+    "protos": "",
+    "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
+    "export.bundle",
+    # The engine without the network, for `quill bench engine`.
+    "loadtest/bench": "protos server.client server.cli.argument_types export.bundle "
+    "server.loading.engine_factory server.request server.events server.errors "
+    "export.operators.library",
+}
+
+# What a folder may import of its own room beside the values at the room's root, from the lowest
+# folder to the highest. A name without a folder is a module at the root that isn't a value.
+WITHIN = {
     "server": {
-        *(
-            "protos",
-            "quill.export.bundle.manifest",
-            "quill.export.bundle.graph_contract",
-            "quill.export.errors",
-        ),
-        "quill.export.operators.library",
+        "machine": "",
+        "text": "",
+        "auth": "",
+        "sampling": "",
+        "scheduler": "sampling",
+        "runtime": "machine scheduler sampling",
+        "engine": "runtime scheduler sampling",
+        "protocol": "text",
+        "telemetry": "",
+        "loading": "engine runtime scheduler protocol text machine",
+        "api": "loading engine protocol text auth telemetry",
+        "serve": "api loading engine protocol auth telemetry",
+        "client": "",
+        "cli": "client serve auth",
+        "commands": "cli",
     },
-    "protos": set(),
-    # The engine without the network, for `quill bench engine`; and a client's way in.
+    "export": {
+        "bundle": "",
+        "operators": "",
+        "quantise": "",
+        "graph": "quantise bundle",
+        "verify": "quantise bundle operators",
+        "pipeline": "quantise graph verify bundle",
+        "cli": "pipeline verify quantise bundle operators",
+        "commands": "",
+    },
+    "model": {
+        "network": "",
+        "data": "network",
+        "checkpoint": "network data",
+        "reference": "network",
+        "training": "network data checkpoint reference",
+        "evaluation": "training network data checkpoint reference",
+        "importers": "network data checkpoint",
+        "commands": "",
+    },
     "loadtest": {
-        *(
-            "protos",
-            "quill.server.loading.engine_factory",
-            "quill.server.request",
-            "quill.server.events",
-            "quill.server.errors",
-        ),
-        *(
-            "quill.export.operators.library",
-            "quill.export.bundle.manifest",
-            "quill.server.serve.default_model",
-        ),
-        *(
-            "quill.server.client.access",
-            "quill.server.cli.access_options",
-            "quill.server.cli.argument_types",
-            "quill.server.client.connection_errors",
-        ),
+        "environment": "",
+        "workload": "",
+        "results": "workload environment",
+        "locust_users": "workload environment",
+        "locustfile": "locust_users workload environment",
+        "run": "workload environment results",
+        "bench/contenders": "environment",
+        "bench": "bench/contenders workload environment results",
+        "commands": "run bench",
     },
+    "protos": {},
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.
-PEERS = ("peer_transformers.py", "peers_prepare.py")
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Every module that a file imports, at the top or inside a function."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+PEERS = {"loadtest/bench/contenders/transformers.py", "loadtest/bench/contenders/prepare.py"}
 
 
 def source_files(room: str) -> list[Path]:
-    return sorted((ROOT / room).glob("*.py"))
+    """A room's files, relative to the root."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / room).rglob("*.py"))
 
 
-def room_of(module: str) -> str:
-    return module.partition(".")[0]
+SOURCES = [path for room in ROOMS for path in source_files(room)]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at the top or inside a function, with what it takes."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[str]:
+    """Those of ours, as the path of the file that they are in."""
+    for name in imported(path):
+        if not name.startswith("quill."):
+            continue
+        place = Path(*name.split(".")[1:])
+        while not (ROOT / place).with_suffix(".py").exists() and not (ROOT / place).is_dir():
+            place = place.parent
+        yield place.as_posix()
+
+
+def folder_of(place: Path, room: str) -> str:
+    """The line of WITHIN that a module belongs to; "" for the values at the room's root."""
+    inside = place.relative_to(room).with_suffix("").as_posix()
+    lines = [each for each in WITHIN[room] if inside == each or inside.startswith(f"{each}/")]
+    return max(lines, key=len, default="")
+
+
+def allowed_between(path: Path) -> set[str]:
+    lines = [each for each in BETWEEN if path.as_posix().startswith(f"{each}/")]
+    return {each.replace(".", "/") for each in BETWEEN[max(lines, key=len)].split()}
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
-    allowed = MAY_IMPORT[room]
+def test_a_room_imports_only_what_it_may_of_the_others(room: str) -> None:
     for path in source_files(room):
-        for module in imported_modules(path):
-            if room_of(module) in ROOMS and room_of(module) != room:
-                parts = module.split(".")
-                prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-                assert prefixes & allowed, f"{path.relative_to(ROOT)} imports {module}"
+        allowed = allowed_between(path)
+        for place in own_imports(path):
+            if place.partition("/")[0] != room:
+                names = {place, *(parent.as_posix() for parent in Path(place).parents)}
+                assert names & allowed, f"{path} imports {place}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_imports_only_what_it_may_of_its_room(room: str) -> None:
+    for path in source_files(room):
+        here = folder_of(path, room)
+        allowed = {here, "", *WITHIN[room].get(here, "").split()}
+        for place in own_imports(path):
+            if Path(place).parts[0] == room and place != room:
+                assert folder_of(Path(place), room) in allowed, f"{path} imports {place}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_folders_go_one_way(room: str) -> None:
+    lower: set[str] = set()
+    for folder, allowed in WITHIN[room].items():
+        assert set(allowed.split()) <= lower, f"{folder} may import what stands above it"
+        lower.add(folder)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_folder_is_in_the_table_and_can_be_seen_at_a_glance(room: str) -> None:
+    for folder in {path.parent for path in source_files(room)}:
+        modules = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MAX_MODULES, folder
+        assert (ROOT / folder / "__init__.py").exists(), folder
+        assert folder.as_posix() == room or folder.relative_to(room).as_posix() in WITHIN[room]
+
+
+def test_there_are_no_other_rooms() -> None:
+    with_code = {path.parts[0] for path in (p.relative_to(ROOT) for p in ROOT.glob("*/**/*.py"))}
+    assert {each for each in with_code if each[0] != "."} - {"build"} == {*ROOMS, "tests"}
+
+
+def test_ours_are_imported_by_their_whole_name() -> None:
+    # From the root of a checkout `import server` would work, and in an installation it wouldn't.
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
+    for path in (*SOURCES, *tests):
+        short = {name.partition(".")[0] for name in imported(path)} & set(ROOMS)
+        assert not short, f"{path} imports {short}"
 
 
 @pytest.mark.parametrize("room", TORCH_FREE)
 def test_a_serving_room_never_imports_torch(room: str) -> None:
     for path in source_files(room):
-        if path.name in PEERS:
-            continue
-        assert "torch" not in {room_of(module) for module in imported_modules(path)}, path
+        if path.as_posix() not in PEERS:
+            assert "torch" not in {name.partition(".")[0] for name in imported(path)}, path
 
 
-def test_there_are_no_other_folders() -> None:
-    known = {*ROOMS, "tests"}
-    packages = {path.parent.name for path in ROOT.glob("*/*.py") if path.parent.name[0] != "."}
-    assert packages - {"build"} <= known
-    nested = [path for room in ROOMS for path in (ROOT / room).glob("*/*.py")]
-    assert not nested
-
-
-@pytest.mark.parametrize("path", [p for room in ROOMS for p in source_files(room)], ids=str)
+@pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_a_module_opens_by_saying_what_it_is(path: Path) -> None:
     if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
         return
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), path
+    if path.name == "__init__.py":
+        assert len(tree.body) == 1, "a package is its modules"

@@ -3,8 +3,8 @@
 Knows: com.microsoft::GroupQueryAttention, its inputs and its rules.
 Does not know: layers, precisions, files.
 
-The network hands its queries, keys and values to an `Attending` (model/network/attention.py). This one
-computes nothing: it writes the operator into the graph that torch.onnx is tracing.
+The network hands its queries, keys and values to an `Attending` (model/network/attention.py). This
+one computes nothing: it writes the operator into the graph that torch.onnx is tracing.
 """
 
 from collections.abc import Mapping, Sequence

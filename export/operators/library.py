@@ -1,7 +1,8 @@
 """Where Quill's own operators are on this machine, and what they make of its processor.
 
-Knows: the library that `make operators` builds from export/operators/kernels/. Does not know: graphs, how
-to build it (export/operators/build.py). The server finds the library through this module, so it
+Knows: the library that `make operators` builds from export/operators/kernels/. Does not know:
+graphs, how to build it (export/operators/build.py). The server finds the library through this
+module, so it
 imports only the standard library.
 """
 

@@ -12,7 +12,8 @@ What doesn't fit goes through a narrow product in float32 beside it:
   a multiple of its scale. If not, `select` sums x over each block, and `exact` holds what a zero
   point of 8 leaves out: minimum + 8 * scale. (Float zero points would say the same, but have no
   fast kernel: 9 tokens/s against 144.)
-- Inputs that are far larger than their neighbours (export/quantise/outliers.py) would spoil the rounding of
+- Inputs that are far larger than their neighbours (export/quantise/outliers.py) would spoil the
+rounding of
   their whole block. `select` picks them, and `exact` holds their columns of the matrix.
 """
 

@@ -4,8 +4,9 @@ Knows: the two promises (any number of rows; prefill cut anywhere). Does not kno
 
 The server promises that the same seed gives the same tokens alone and in a crowd. It rests on
 kernels that treat each row alike however many there are. Nobody guarantees that: it is measured at
-every export, and the manifest says what held. The rule about tiles is in export/bundle/graph_contract.py: on
-SmolLM2, a prompt of 300 tokens cut at 129 moves its logits by 3e-5 in fp32 and by 0.5 in int4.
+every export, and the manifest says what held. The rule about tiles is in
+export/bundle/graph_contract.py: on SmolLM2, a prompt of 300 tokens cut at 129 moves its logits by
+3e-5 in fp32 and by 0.5 in int4.
 """
 
 import random

@@ -1,6 +1,7 @@
 """Lets contenders do the same tasks in turns, and keeps each one's best.
 
-Knows: processes that speak the lines of loadtest/bench/contenders/protocol.py. Does not know: what is in them.
+Knows: processes that speak the lines of loadtest/bench/contenders/protocol.py. Does not know: what
+is in them.
 
 A machine is slower at one moment than at the next, and everybody should meet the same moments. So
 a round lets every contender do a task before anybody does it again, and only one is at work at a

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.operators.library import operators_problem
 from quill.export.precisions import PRECISIONS
@@ -32,7 +33,6 @@ from quill.loadtest.bench.tasks import (
 )
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.errors import OptionError
-from quill.server.serve.default_model import cache_directory
 
 OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.loadtest.environment.processes import ROOT
 from quill.loadtest.errors import ContenderError, OptionError
 from quill.server.serve.default_model import NAME as MODEL
-from quill.server.serve.default_model import cache_directory
 
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.loadtest.bench.contenders.llama_server import llama_server
 from quill.loadtest.bench.contest import Running, running
@@ -31,7 +32,6 @@ from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.closed_loop import Ask, LoopResult, closed_loop
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.serve.default_model import cache_directory
 
 PROMPT_LENGTHS = (16, 128)
 NUM_PROMPTS = 64

@@ -9,7 +9,8 @@ Importing this patches the standard library: only a Locust process does it.
             self.generate(Ask(pb.GenerateRequest(prompt="Once", max_new_tokens=20)), "my name")
 
 Locust then counts streams under "my name", failed ones by gRPC status. Its tab Tokens, and the end
-of its summary, have time to first token, gaps and tokens a second (loadtest/locust_users/token_stats.py).
+of its summary, have time to first token, gaps and tokens a second
+(loadtest/locust_users/token_stats.py).
 """
 
 import time

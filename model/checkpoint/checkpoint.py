@@ -5,8 +5,8 @@
     quantised.safetensors   the source's own quantised values, if it had any
     tokenizer.json          the tokenizer, if there is one
 
-Knows: these files. Does not know: training state (model/checkpoint/run_directory.py adds its own files
-beside them), where weights come from.
+Knows: these files. Does not know: training state (model/checkpoint/run_directory.py adds its own
+files beside them), where weights come from.
 """
 
 import json

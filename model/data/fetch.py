@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from quill.cache import cache_directory
 from quill.model.data.wheels import Wheel
 from quill.model.errors import CorpusError
 from quill.model.progress import Display
@@ -32,11 +33,6 @@ _URL = re.compile(r"\w+://[^\s'\")>,]+")
 _HOST = re.compile(r"'[\w-]+(\.[\w-]+)+'|\(host=[^)]*\)")
 
 _OBJECT = re.compile(r"<[^<>]* object at 0x\w+>: ")
-
-
-def cache_directory() -> Path:
-    """The directory named by QUILL_CACHE, else ~/.cache/quill."""
-    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
 
 
 def fetch_wheel(wheel: Wheel) -> Path:

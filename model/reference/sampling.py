@@ -3,9 +3,10 @@
 Knows: numpy arrays, token ids. Does not know: torch, caches, text, where a random number comes
 from (see model/randomness.py).
 
-Written twice on purpose: the server's sampler (server/sampling/sampler.py and what it calls) is fast and
-imports nothing from here, and must choose the same token from the same float32 logits. Its tests
-hold it against this module. The logits become float64 at once and stay so. Then, in this order:
+Written twice on purpose: the server's sampler (server/sampling/sampler.py and what it calls) is
+fast, imports nothing from here, and must choose the same token from the same float32 logits. Its
+tests hold it against this module. The logits become float64 at once and stay so. Then, in this
+order:
 
 1. repetition penalty r, for each token that the prompt or the answer has: l / r where l > 0,
    else l x r;

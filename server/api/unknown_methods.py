@@ -2,11 +2,12 @@
 
 Knows: the parts of grpc.aio 1.85 that take calls in. Does not know: what the server offers.
 
-grpc.aio reads the name of a method that isn't registered as UTF-8 inside the loop that takes in
-all calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls:
+grpc.aio reads the name of a method that isn't registered as UTF-8 inside the loop that takes in all
+calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls:
 anybody who can connect can do that, with or without a key. All our methods are registered, so calls
 of others are taken in here instead: their names aren't read, and they are told UNIMPLEMENTED.
-`tests/server/end_to_end/test_fuzz.py` sends such a path, and fails where another grpcio needs another cure.
+`tests/server/end_to_end/test_fuzz.py` sends such a path, and fails where another grpcio needs
+another cure.
 """
 
 import asyncio

@@ -1,6 +1,10 @@
 """Numbers on the command line, each with its range. Imports nothing heavy."""
 
 import argparse
+from typing import TypeAlias
+
+# What a parser of commands hands to those who add one.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def port(text: str) -> int:

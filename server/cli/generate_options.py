@@ -6,7 +6,7 @@ Knows: argparse. Does not know: requests; it imports no grpc.
 import argparse
 
 from quill.server.cli.access_options import add_access
-from quill.server.cli.argument_types import positive
+from quill.server.cli.argument_types import Subparsers, positive
 
 # Where nothing is said of a default, it is the model's own, as its author wished.
 _SAMPLING = (
@@ -30,7 +30,7 @@ _SAMPLING = (
 _CHAT_SAMPLING = {"temperature": 0.4, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
-def add_generate(subparsers: "Subparsers") -> None:
+def add_generate(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue a text on a running server",
@@ -45,7 +45,7 @@ def add_generate(subparsers: "Subparsers") -> None:
     parser.set_defaults(run="quill.server.cli.generate:generate", extra="serve")
 
 
-def add_chat(subparsers: "Subparsers") -> None:
+def add_chat(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="talk with a model on a running server",

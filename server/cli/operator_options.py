@@ -5,17 +5,13 @@ Imports nothing heavy: `--help` must answer at once.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quill.server.auth.rate_limit import BURST_S
 from quill.server.cli.access_options import add_access
-from quill.server.cli.argument_types import positive, seconds
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from quill.server.cli.argument_types import Subparsers, positive, seconds
 
 
-def add_keys(subparsers: "Subparsers") -> None:
+def add_keys(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "keys",
         help="make, list and revoke the API keys of a server",
@@ -36,7 +32,7 @@ def add_keys(subparsers: "Subparsers") -> None:
         each.set_defaults(run=f"quill.server.cli.api_keys:{function}", extra="serve")
 
 
-def add_operating(subparsers: "Subparsers") -> None:
+def add_operating(subparsers: Subparsers) -> None:
     for name, text, description in (
         (
             "reload",

@@ -6,7 +6,14 @@ Knows: argparse, what a person may choose. Does not know: what comes of it; it i
 import argparse
 from pathlib import Path
 
-from quill.server.cli.argument_types import metrics_port, natural, port, positive, seconds
+from quill.server.cli.argument_types import (
+    Subparsers,
+    metrics_port,
+    natural,
+    port,
+    positive,
+    seconds,
+)
 
 
 def add_protection(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +57,7 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_serve(subparsers: "Subparsers") -> None:
+def add_serve(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a bundle over gRPC",

@@ -1,19 +1,20 @@
-"""What a failed call tells its caller: the status, the reason, and the details that the server gave.
+"""What a failed call tells its caller: the status, the reason, and the details of it.
 
 Knows: gRPC's errors and their rich details. Does not know: when to try again.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+from google.protobuf.message import DecodeError
 
+from quill.protos import error_details_pb2 as details_pb
 from quill.server.client.access import Access
 from quill.server.client.connection_errors import diagnose
 from quill.server.client.requests import _DROPPED
 from quill.server.errors import ServerError
+
+_STATUS_KEY = "grpc-status-details-bin"
 
 
 class CallError(ServerError):
@@ -41,35 +42,27 @@ class CallError(ServerError):
 def read_error(error: grpc.RpcError, access: Access) -> CallError:
     """What the server said, with the details that it gave; or why there is none."""
     call: Any = error  # every RpcError that a call raises is a Call too, which no type says
-    field, retry_after_s = None, None
-    status = rpc_status.from_call(_Ended(call.code(), call.details(), call.trailing_metadata()))
-    for detail in status.details if status is not None else ():
-        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request) and bad_request.field_violations:
-            field = bad_request.field_violations[0].field
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     reason = call.details() or "no reason was given"
     if (call.code(), reason) == _DROPPED:
         return CallError(grpc.StatusCode.UNAVAILABLE, "the server dropped the call before it began")
     if call.code() is grpc.StatusCode.UNAVAILABLE and (found := diagnose(reason, access)):
         return CallError(call.code(), found.reason, is_lasting=found.is_lasting)
-    return CallError(call.code(), reason, field, retry_after_s)
+    return CallError(call.code(), reason, *_read_details(call.trailing_metadata()))
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """The part of a call that rpc_status reads; AioRpcError isn't a Call."""
-
-    _code: grpc.StatusCode
-    _details: str
-    _metadata: Any
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
-
-    def trailing_metadata(self) -> Any:
-        return self._metadata
+def _read_details(metadata: Any) -> tuple[str | None, float | None]:
+    """The field that is wrong, and in how many seconds to come back; None for what isn't said."""
+    field, retry_after_s = None, None
+    packed = next((value for key, value in metadata or () if key == _STATUS_KEY), b"")
+    try:
+        for detail in details_pb.ErrorStatus.FromString(packed).details:
+            kind = detail.type_url.rpartition("/")[2]
+            if kind == "google.rpc.BadRequest":
+                violations = details_pb.BadRequest.FromString(detail.value).field_violations
+                field = violations[0].field if violations else field
+            elif kind == "google.rpc.RetryInfo":
+                delay = details_pb.RetryInfo.FromString(detail.value).retry_delay
+                retry_after_s = delay.ToNanoseconds() / 1e9
+    except DecodeError:
+        pass  # a proxy's own, perhaps: the status and the reason are known without it
+    return field, retry_after_s

@@ -1,6 +1,7 @@
 """A small client for people who import it.
 
-Knows: channels, waiting. Does not know: terminals. What both clients share is in server/client/requests.py.
+Knows: channels, waiting. Does not know: terminals. What both clients share is in
+server/client/requests.py.
 
     with Client("127.0.0.1:50051") as client:
         for chunk in client.stream("Once upon a time", max_new_tokens=50):

@@ -3,8 +3,8 @@
 Knows: ONNX Runtime's values, addresses. Does not know: the decoder, requests, which slots are in
 use. The device may be the CPU, too: so the tests run all of this without a GPU.
 
-Like server/runtime/slots.py: one block of memory for each layer and side, slot i contiguous, and so are
-the first n slots. A copy takes the whole slot, in one run of a graph that does nothing else.
+Like server/runtime/slots.py: one block of memory for each layer and side, slot i contiguous, and so
+are the first n slots. A copy takes the whole slot, in one run of a graph that does nothing else.
 """
 
 import math

@@ -58,7 +58,8 @@ class OrtSession:
     """A decoder with its slots, and the sources that it translates if there is an encoder.
 
     With `pad`, no row of a step is alone in its tile, nor a position whose logits are wanted: in
-    int4 it would get another answer (server/scheduler/batch_invariance.py). Without, a lone row is faster.
+    int4 it would get another answer (server/scheduler/batch_invariance.py). Without, a lone row is
+    faster.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Draws a token for every row whose temperature isn't 0: rules 5 to 10 of model/reference/sampling.py.
+"""Draws a token for every row whose temperature isn't 0.
+
+These are rules 5 to 10 of model/reference/sampling.py.
 
 Knows: scores, settings, random numbers. Does not know: where any of them come from.
 

@@ -3,8 +3,9 @@
 Knows: log-probabilities, scores, when to stop, which row may follow which beam.
 Does not know: logits, slots, the other requests.
 
-The same rules as the reference, model/reference/beam_search.py, and the same answers: here the beams are rows of a
-batch. They are written twice on purpose: the reference is the oracle that tests compare with.
+The same rules as the reference, model/reference/beam_search.py, and the same answers: here the
+beams are rows of a batch. They are written twice on purpose: the reference is the oracle that tests
+compare with.
 """
 
 import math

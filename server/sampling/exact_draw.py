@@ -23,7 +23,8 @@ class RowSettings(NamedTuple):
 
 
 def draw_exactly(logits_V: Logits, adjusted: Adjusted, settings: RowSettings) -> int:
-    """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the end."""
+    """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the
+    end."""
     scores_V = logits_V.astype(np.float64)
     scores_V[adjusted.ids_A] = adjusted.scores_A
     scores_C = np.sort(scores_V)[::-1].copy()

@@ -1,8 +1,8 @@
 """What the text so far, and the client, say about single tokens: rules 1 to 3 of sampling.
 
-Knows: one row's tokens, its sampling. Does not know: the other rows, how a token is drawn.
-The same rules as the reference, model/reference/sampling.py, written twice on purpose: it is the oracle. Only
-the tokens that are adjusted are ever looked at, not the whole vocabulary.
+Knows: one row's tokens, its sampling. Does not know: the other rows, how a token is drawn. The same
+rules as the reference, model/reference/sampling.py, written twice on purpose: it is the oracle.
+Only the tokens that are adjusted are ever looked at, not the whole vocabulary.
 """
 
 import numpy as np

@@ -2,9 +2,9 @@
 
 Knows: logits, each row's sampling, seed and position. Does not know: caches, text, time.
 
-The same rules as the reference, model/reference/sampling.py, and the same tokens, only faster. They are
-written twice on purpose: the reference is the oracle that tests compare with.
-Penalties are in server/sampling/penalties.py, the draw is in server/sampling/batch_draw.py.
+The same rules as the reference, model/reference/sampling.py, and the same tokens, only faster. They
+are written twice on purpose: the reference is the oracle that tests compare with. Penalties are in
+server/sampling/penalties.py, the draw is in server/sampling/batch_draw.py.
 """
 
 from collections.abc import Sequence

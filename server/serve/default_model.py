@@ -5,11 +5,11 @@ Does not know: how the commands work. They run as processes of their own: export
 which a server never loads. Only what is going to be served is made; the rest can be added.
 """
 
-import os
 from pathlib import Path
 
 import onnxruntime
 
+from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
 from quill.export.operators.library import operators_are_fast, operators_problem
@@ -19,11 +19,6 @@ from quill.server.runtime.onnx_session import cuda_problem
 from quill.server.serve.subcommand import run_step
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
-
-
-def cache_directory() -> Path:
-    """As model/data/fetch.py, which the server may not import."""
-    return Path(os.environ.get("QUILL_CACHE") or "~/.cache/quill").expanduser().absolute()
 
 
 def default_bundle(device: str = "auto", precision: str | None = None) -> Path:

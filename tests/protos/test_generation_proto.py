@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+from google.protobuf import duration_pb2
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.rpc import error_details_pb2 as google_details
+from google.rpc import status_pb2
 from grpc_tools import protoc
 
-from quill.protos import generation_pb2, generation_pb2_grpc
-from quill.protos.generate import SOURCE, generate, stale
+from quill.protos import error_details_pb2, generation_pb2, generation_pb2_grpc
+from quill.protos.generate import SOURCES, generate, stale
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = "protos/generation.proto"
 
 
 def test_committed_code_is_what_protoc_makes() -> None:
@@ -17,8 +21,10 @@ def test_committed_code_is_what_protoc_makes() -> None:
 
 def test_changed_source_makes_the_code_stale(tmp_path: Path) -> None:
     (tmp_path / "protos").mkdir()
+    for name in SOURCES:
+        path = Path("protos", f"{name}.proto")
+        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
     source = (ROOT / SOURCE).read_text(encoding="utf-8")
-    (tmp_path / SOURCE).write_text(source, encoding="utf-8")
     generate(tmp_path, tmp_path)
     assert stale(tmp_path) == []
     changed = source.replace("string prompt = 1;", "string prompt = 99;")
@@ -64,3 +70,23 @@ def test_service_has_the_calls_of_the_design() -> None:
         *("Generate", "GenerateStream", "Tokenize", "Detokenize", "Score", "GetModel"),
     }
     assert hasattr(generation_pb2_grpc, "TextGenerationServicer")
+
+
+def test_error_details_are_googles_on_the_wire() -> None:
+    violation = google_details.BadRequest.FieldViolation(field="top_k", description="too small")
+    bad_request = google_details.BadRequest(field_violations=[violation])
+    retry = google_details.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=5))
+    status = status_pb2.Status(code=3, message="no")
+    status.details.add().Pack(bad_request)
+    theirs = (status, bad_request, retry)
+    ours = (
+        error_details_pb2.ErrorStatus(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    for their, our in zip(theirs, ours, strict=True):
+        our.ParseFromString(their.SerializeToString())
+        our.DiscardUnknownFields()
+        assert our.SerializeToString() == their.SerializeToString(), "every field is known"
+    assert ours[1].field_violations[0].field == "top_k"
+    assert ours[2].retry_delay.nanos == 5

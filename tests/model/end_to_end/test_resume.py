@@ -72,7 +72,8 @@ run.append_measurement = append
 }
 PREAMBLE = """
 import os, signal, sys
-import quill.model.checkpoint.atomic as atomic, quill.model.training.run as run, quill.model.training.trainer as training
+import quill.model.checkpoint.atomic as atomic, quill.model.training.run as run
+import quill.model.training.trainer as training
 import quill.model.checkpoint.run_directory as state
 from quill.__main__ import main
 """

@@ -10,7 +10,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.protos import generation_pb2 as pb
-from quill.server.cli import generate
+from quill.server.cli import chat, generate
 from quill.server.client.call_error import CallError
 from quill.server.client.requests import Options
 from tests.server.running import Running, make_manifest, make_served, running_server
@@ -159,12 +159,12 @@ def test_chat_remembers_what_was_said(
 def test_chat_draws_with_care_where_nobody_says_how() -> None:
     careful: Options = {"temperature": 0.4, "top_p": 0.9}
     plain, willed = pb.Model(), pb.Model(defaults={"temperature": 0.7})
-    assert generate.with_chat_defaults({"top_p": 0.5}, careful, plain) == {
+    assert chat.with_chat_defaults({"top_p": 0.5}, careful, plain) == {
         "temperature": 0.4,
         "top_p": 0.5,
     }
-    assert generate.with_chat_defaults({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
-    assert generate.with_chat_defaults({"num_beams": 4}, careful, plain) == {"num_beams": 4}
+    assert chat.with_chat_defaults({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
+    assert chat.with_chat_defaults({"num_beams": 4}, careful, plain) == {"num_beams": 4}
 
 
 @pytest.mark.parametrize("option", [("--logprobs", "0"), ("--num-sequences", "2"), ("--echo",)])

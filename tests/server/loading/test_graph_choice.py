@@ -11,6 +11,7 @@ import pytest
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
+from quill.server.loading import graph_choice
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.loader import prepare
@@ -28,8 +29,8 @@ without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
 @pytest.fixture(autouse=True)
 def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of Quill's own operators is another test's."""
-    monkeypatch.setattr(device, "operators_problem", lambda: "not built")
-    monkeypatch.setattr(device, "operators_are_fast", lambda: False)
+    monkeypatch.setattr(graph_choice, "operators_problem", lambda: "not built")
+    monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: False)
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:

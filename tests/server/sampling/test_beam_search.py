@@ -1,4 +1,5 @@
-"""Beams are rows beside other people's, and the answers are those of model/reference/beam_search.py."""
+"""Beams are rows beside other people's, and the answers are those of
+model/reference/beam_search.py."""
 
 import dataclasses
 import random
