@@ -1,6 +1,6 @@
 """Prints the held-out passages that a checkpoint is measured on, as JSON lists of token ids.
 
-    python -m export.passages CHECKPOINT
+    python -m quill.export.cli.passages CHECKPOINT
 
 For benchmarks, which score other programs on the same tokens, and have no torch in their process.
 """

@@ -32,7 +32,7 @@ class Cache:
     present: list[KeyValue] = field(default_factory=list)  # what the operators give back
 
 
-# The sizes of heads that Quill's own attention has kernels for (export/operators/heads.h).
+# The sizes of heads that Quill's own attention has kernels for (export/operators/kernels/heads.h).
 OWN_HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 OWN_OPERATOR = "quill::Attention"
 

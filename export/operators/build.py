@@ -1,4 +1,4 @@
-"""Builds Quill's own operators: `make operators`, or `python -m export.build_operators`.
+"""Builds Quill's own operators: `make operators`, or `python -m quill.export.operators.build`.
 
 Knows: the compiler's arguments. Does not know: what the operators compute.
 

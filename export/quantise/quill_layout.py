@@ -1,6 +1,7 @@
 """Quantised weights in the layout of Quill's own operators, without changing a single value.
 
-Knows: the records that export/operators/matrix.h describes. Does not know: graphs, compilers.
+Knows: the records that export/operators/kernels/matrix.h describes.
+Does not know: graphs, compilers.
 
 Sixteen columns are computed side by side, 32 inputs share a scale: that is a record. First come its
 scales (and with 4 bits its minima), then its integers, four neighbouring inputs of each column in

@@ -2,7 +2,7 @@
 
 Knows: the order of things. Does not know: how a request is asked, or what must be shown.
 
-    python -m loadtest.soak --minutes 20 --bundle bundles/tiny
+    python -m quill.loadtest.run.soak --minutes 20 --bundle bundles/tiny
 
 First a closed loop finds what the server carries; that is also the warm-up. Then requests come at
 twice that rate, whatever the server does. In the end some answers are asked for again, alone.

@@ -1,4 +1,4 @@
-"""`quill keys add|list|revoke`.
+"""`quill keys add`, `quill keys list`, `quill keys revoke`.
 
 Knows: terminals, the file of keys. Does not know: servers: those notice a change by themselves.
 """

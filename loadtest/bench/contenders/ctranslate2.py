@@ -1,4 +1,6 @@
-"""CTranslate2 as a contender: `python -m loadtest.peer_ctranslate2 DIRECTORY KIND THREADS`.
+"""CTranslate2 as a contender.
+
+    python -m quill.loadtest.bench.contenders.ctranslate2 DIRECTORY KIND THREADS
 
 Knows: its generator. Runs in the peers' virtual environment.
 """

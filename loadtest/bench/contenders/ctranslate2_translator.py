@@ -1,4 +1,6 @@
-"""CTranslate2 as a translator: `python -m loadtest.peer_translator CHECKPOINT KIND THREADS`.
+"""CTranslate2 as a translator.
+
+    python -m quill.loadtest.bench.contenders.ctranslate2_translator CHECKPOINT KIND THREADS
 
 Knows: its model specification, a checkpoint's tensors. Runs in the peers' virtual environment.
 The same weights, written down in its own format: it fuses queries, keys and values as Quill does.

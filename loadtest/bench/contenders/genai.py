@@ -1,4 +1,6 @@
-"""onnxruntime-genai as a contender: `python -m loadtest.peer_genai DIRECTORY KIND THREADS`.
+"""onnxruntime-genai as a contender.
+
+    python -m quill.loadtest.bench.contenders.genai DIRECTORY KIND THREADS
 
 Knows: its generator. Runs in the peers' virtual environment.
 """

@@ -1,4 +1,6 @@
-"""llama.cpp as a contender: `python -m loadtest.peer_llama MODEL.gguf KIND THREADS`.
+"""llama.cpp as a contender.
+
+    python -m quill.loadtest.bench.contenders.llama MODEL.gguf KIND THREADS
 
 Knows: llama-cpp-python's low-level batch API. Runs in the peers' virtual environment.
 """

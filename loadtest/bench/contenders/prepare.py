@@ -3,7 +3,7 @@
 Knows: the peers' converters. Does not know: speed. Runs in the peers' virtual environment
 (`make peers`), never in Quill's: it needs torch and transformers there.
 
-    python -m loadtest.peers_prepare MODEL.gguf TOKENIZER.json DIRECTORY
+    python -m quill.loadtest.bench.contenders.prepare MODEL.gguf TOKENIZER.json DIRECTORY
 
 All of them get the same weights: the GGUF's values, dequantised. llama.cpp requantises from its
 own file; its Q8_0 holds Q4_1's values almost exactly, its Q4_0 doesn't.

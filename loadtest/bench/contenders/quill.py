@@ -1,6 +1,6 @@
 """Quill's own engine as a contender, with no network around it.
 
-    python -m loadtest.contender_quill BUNDLE PRECISION THREADS
+    python -m quill.loadtest.bench.contenders.quill BUNDLE PRECISION THREADS
 
 Knows: the server's engine, from submitting a request to its events. Does not know: gRPC, peers.
 It measures what a server does in a step: planning, running, choosing, reporting.

@@ -1,4 +1,6 @@
-"""Quill's own engine as a translator: `python -m loadtest.translator_quill BUNDLE KIND THREADS`.
+"""Quill's own engine as a translator.
+
+    python -m quill.loadtest.bench.contenders.quill_translator BUNDLE KIND THREADS
 
 Knows: the server's engine. Does not know: gRPC, peers.
 As many requests as are allowed at once are always under way: whoever ends makes room for the next.

@@ -1,4 +1,6 @@
-"""transformers as a contender: `python -m loadtest.peer_transformers DIRECTORY KIND THREADS`.
+"""transformers as a contender.
+
+    python -m quill.loadtest.bench.contenders.transformers DIRECTORY KIND THREADS
 
 Knows: its forward pass with a cache. Runs in the peers' virtual environment, the only place in this
 room that loads torch.
