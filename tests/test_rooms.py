@@ -12,17 +12,17 @@ MAX_MODULES = 15  # in one folder: more can't be seen at a glance
 
 # What a room may import of the others. A line for a folder stands in place of its room's.
 BETWEEN = {
-    "model": "",
+    "model": "cache",
     "export": "model",
-    "server": "protos export.bundle export.errors export.operators.library",
+    "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
     "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
     "export.bundle",
     # The engine without the network, for `quill bench engine`.
-    "loadtest/bench": "protos server.client server.cli.argument_types export.bundle "
+    "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.request server.events server.errors "
-    "export.operators.library",
+    "server.serve.default_model export.operators.library export.precisions",
 }
 
 # What a folder may import of its own room beside the values at the room's root, from the lowest

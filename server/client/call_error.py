@@ -11,10 +11,12 @@ from google.protobuf.message import DecodeError
 from quill.protos import error_details_pb2 as details_pb
 from quill.server.client.access import Access
 from quill.server.client.connection_errors import diagnose
-from quill.server.client.requests import _DROPPED
 from quill.server.errors import ServerError
 
 _STATUS_KEY = "grpc-status-details-bin"
+# What gRPC says for a server with too many calls that it hasn't looked at, or one that stops. Who
+# cancels a call itself hears other words.
+_DROPPED = (grpc.StatusCode.CANCELLED, "CANCELLED")
 
 
 class CallError(ServerError):

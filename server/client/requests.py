@@ -12,10 +12,6 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
-# What gRPC says for a server with too many calls that it hasn't looked at, or one that stops. Who
-# cancels a call itself hears other words.
-_DROPPED = (grpc.StatusCode.CANCELLED, "CANCELLED")
-
 # A text, token ids, or a conversation of {"role": …, "content": …}.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 

@@ -112,3 +112,18 @@ def _against(wanted: Precision, best: Graphs, on_cpu: dict[str, Graphs]) -> str 
     else:
         reason = "its perplexity is too high" if graphs.verification else "it was never verified"
     return f"not {wanted}: {reason}"
+
+
+def takes_cuda(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and cuda_problem() is None)
+
+
+def best_here(manifest: Manifest) -> str:
+    """The precision that this machine would serve, but for what was tried and wasn't good enough."""
+    has_operators = operators_problem() is None
+    return next(
+        name
+        for name in preferred(manifest.family, fast_operators=operators_are_fast())
+        if name not in manifest.left_out
+        if has_operators or not PRECISIONS[name].needs_operators
+    )

@@ -12,19 +12,18 @@ import onnxruntime
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
-from quill.export.operators.library import operators_are_fast, operators_problem
-from quill.export.precisions import PRECISIONS, preferred
 from quill.server.errors import StartError
-from quill.server.runtime.onnx_session import cuda_problem
+from quill.server.loading.graph_choice import best_here, takes_cuda
 from quill.server.serve.subcommand import run_step
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
+KNOWN_AS = "SmolLM2-135M-Instruct"
 
 
 def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
     """The bundle's directory; what it lacks is made first. Shows progress."""
     bundle = cache_directory() / "bundles" / NAME
-    asked = precision or ("fp16" if _takes_cuda(device) else None)
+    asked = precision or ("fp16" if takes_cuda(device) else None)
     export = ["export", NAME, "--out", str(bundle)]
     if asked is not None:
         export += ["--precision", asked]
@@ -36,12 +35,8 @@ def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
         else:
             _complete(manifest, asked, export)
             return bundle
-    run_step(f"The first start makes the default model, {NAME}: a minute or two.", *export)
+    run_step(f"The first start makes the default model, {KNOWN_AS}: a minute or two.", *export)
     return bundle
-
-
-def _takes_cuda(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and cuda_problem() is None)
 
 
 def _read(bundle: Path) -> Manifest:
@@ -57,7 +52,7 @@ def _read(bundle: Path) -> Manifest:
 
 def _complete(manifest: Manifest, asked: str | None, export: list[str]) -> None:
     """Adds the precision that is going to be served, if it isn't there."""
-    wanted = asked or _best_here(manifest)
+    wanted = asked or best_here(manifest)
     if wanted in manifest.precisions:
         return
     try:
@@ -66,14 +61,3 @@ def _complete(manifest: Manifest, asked: str | None, export: list[str]) -> None:
         if asked is not None:
             raise
         print(f"{error}\nSo it is served as it is.", flush=True)
-
-
-def _best_here(manifest: Manifest) -> str:
-    """What this machine would serve, but for what was tried and wasn't good enough."""
-    has_operators = operators_problem() is None
-    return next(
-        name
-        for name in preferred(manifest.family, fast_operators=operators_are_fast())
-        if name not in manifest.left_out
-        if has_operators or not PRECISIONS[name].needs_operators
-    )

@@ -34,5 +34,6 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
         "quill.export.errors",
         "quill.export.operators",
         "quill.export.operators.library",
+        "quill.export.precisions",
     }
     assert set(done.stdout.split()) <= standard_library_only

@@ -64,17 +64,6 @@ def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_growth_draws_three_plots(bundle: Path, tmp_path: Path) -> None:
-    options = ["--vocabularies", "64,128", "--out", str(tmp_path)]
-    assert main(["bench", "growth", str(bundle), *options]) == 0
-    record = json.loads((tmp_path / "growth.json").read_text())
-    assert [size for size, _ in record["vocabulary"]["8"]] == [64, 128]
-    assert [rows for rows, _ in record["rows"]][-1] == 32
-    assert all(time_ms > 0 for _, time_ms in record["context"]["1"])
-    for name in ("context", "rows", "vocabulary"):
-        assert (tmp_path / f"growth-{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bench_server_counts_every_token_and_prints_the_memory(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
