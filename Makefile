@@ -1,18 +1,20 @@
 # Every target works by itself from a clean clone: it needs Python 3.11+, pip, venv and make.
 # .venv is made once; it is brought up to date when pyproject.toml or constraints.txt change.
 
+SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-portable check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model"
 	@echo "make translate  train, export, serve and ask a translation model (an hour or less)"
 	@echo "make test    run the tests"
+	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
 	@echo "make check   ruff, mypy strict, generated code up to date"
@@ -25,8 +27,11 @@ help:
 $(VENV)/base: constraints.txt pyproject.toml
 	@echo "[1/3] making the virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(VENV)/link && ln -sfn ../.. $(VENV)/link/quill
 	@echo "[2/3] installing PyTorch (the pin keeps it a CPU build where one is offered; about a minute)"
-	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0
+	@echo "      and compiling Quill's own operators meanwhile"
+	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build --optional & \
+	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0; code=$$?; wait; exit $$code
 	@echo "[3/3] installing what training, export and serving need"
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[train,export,serve]'
 	@touch $@
@@ -81,6 +86,22 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 test: $(VENV)/dev compiled
 	$(BIN)/python -m pytest
 
+# As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
+CPUS ?= Haswell Nehalem
+PORTABLE := $(CPUS:%=portable-%)
+.PHONY: $(PORTABLE)
+test-portable: $(VENV)/dev compiled
+	@if command -v qemu-x86_64 > /dev/null; then \
+		$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(PORTABLE); \
+	else \
+		echo "skipped: there is no qemu-x86_64 here to emulate other processors with (Debian: qemu-user)"; \
+	fi
+
+$(PORTABLE): portable-%:
+	@QUILL_EMULATED=$* OMP_NUM_THREADS=1 qemu-x86_64 -cpu $* $(BIN)/python -m pytest -m portable \
+		--timeout 0 --durations 5 -p no:cacheprovider --basetemp $(VENV)/portable-$* \
+		2> >(grep -v "TCG doesn't support" >&2) | sed "s/^/$*: /"; exit $${PIPESTATUS[0]}
+
 FUZZ_INPUTS ?= 100000
 fuzz: $(VENV)/dev compiled
 	$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
@@ -92,7 +113,6 @@ soak: $(VENV)/dev compiled
 check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p $(VENV)/typed && ln -sfn ../.. $(VENV)/typed/quill
 	$(BIN)/mypy
 	$(BIN)/python -m quill.protos.generate --check
 

@@ -40,7 +40,7 @@ WITHIN = {
         "telemetry": "",
         "loading": "engine runtime scheduler protocol text machine",
         "api": "loading engine protocol text auth telemetry",
-        "serve": "api loading engine protocol auth telemetry",
+        "serve": "api loading engine protocol auth telemetry machine",
         "client": "",
         "cli": "client serve auth",
         "commands": "cli",

@@ -119,7 +119,7 @@ def takes_cuda(device: str) -> bool:
 
 
 def best_here(manifest: Manifest) -> str:
-    """The precision that this machine would serve, but for what was tried and wasn't good enough."""
+    """What this machine would serve, but for what was tried and was not good enough."""
     has_operators = operators_problem() is None
     return next(
         name

@@ -17,7 +17,7 @@ from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.export.tiny import LLAMA
 from tests.operators import needs_operators
 
-pytestmark = needs_operators
+pytestmark = [needs_operators, pytest.mark.portable]
 
 NUM, NUM_KV, SIZE, CAPACITY = 6, 2, 64, 96
 NAMES = ("qkv", "past_key", "past_value", "last", "longest")

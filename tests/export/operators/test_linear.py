@@ -21,7 +21,7 @@ from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
-pytestmark = needs_operators
+pytestmark = [needs_operators, pytest.mark.portable]
 
 KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0"]
 

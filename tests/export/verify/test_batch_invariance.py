@@ -15,6 +15,8 @@ from quill.export.verify.held_out import Passage
 from quill.export.verify.runner import Runner
 from tests.export.tiny import Exported
 
+pytestmark = pytest.mark.portable
+
 
 def passages(exported: Exported) -> list[Passage]:
     chance = np.random.default_rng(0)

@@ -18,6 +18,8 @@ from quill.export.verify.pytorch_reference import Answer, Oracle
 from quill.export.verify.runner import Runner
 from tests.export.tiny import Exported
 
+pytestmark = pytest.mark.portable
+
 
 def answers_for(exported: Exported) -> list[Answer]:
     config = exported.checkpoint.config

@@ -23,6 +23,8 @@ from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
+pytestmark = pytest.mark.portable
+
 VOCAB_SIZE = 512
 
 

@@ -22,6 +22,8 @@ from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
 
+pytestmark = pytest.mark.portable
+
 VOCAB_SIZE = 512
 BOS = 0
 

@@ -16,6 +16,8 @@ from quill.server.sampling import batch_draw, exact_draw
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.sampler import Draw, choose
 
+pytestmark = pytest.mark.portable
+
 # R rows · V vocabulary
 
 Logits = npt.NDArray[np.float32]
