@@ -19,6 +19,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from quill.loadtest.environment.own_server import own_server
 from quill.loadtest.locust_users.collector import Collector
+from quill.loadtest.locust_users.options import add_options
 from quill.loadtest.locust_users.quill_user import QuillUser, Shared
 from quill.loadtest.locust_users.stream_user import address_of
 from quill.loadtest.workload.ask import Facts
@@ -28,6 +29,8 @@ from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access, read_access
 
 logger = logging.getLogger(__name__)
+
+events.init_command_line_parser.add_listener(add_options)
 
 
 @events.init.add_listener

@@ -5,14 +5,12 @@ Knows: Locust's parser. Does not know: what comes of it.
 
 from dataclasses import fields
 
-from locust import events
 from locust.argument_parser import LocustArgumentParser
 
 from quill.loadtest.workload.scenarios import SCENARIOS
 from quill.loadtest.workload.schedule import Plan
 
 
-@events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     for each in fields(Plan):

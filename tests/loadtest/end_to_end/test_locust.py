@@ -54,16 +54,16 @@ def run_load(server: OwnServer, directory: Path, plan: Plan, **more: Any) -> lis
 
 def test_only_locusts_own_files_import_it() -> None:
     found = set()
-    for path in sorted(ROOT.glob("*/*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            if {name.partition(".")[0] for name in names} & {"locust", "gevent"}:
-                found.add(f"{path.parent.name}/{path.name}")
-    assert found == {
-        f"loadtest/{name}.py" for name in ("collecting", "locustfile", "token_stats", "user")
-    }
+    for room in ("model", "export", "server", "protos", "loadtest"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                if {name.partition(".")[0] for name in names} & {"locust", "gevent"}:
+                    found.add(path.relative_to(ROOT))
+    own = (ROOT / "loadtest" / "locust_users").glob("[!_]*.py")
+    assert found == {Path("loadtest/locustfile.py"), *(path.relative_to(ROOT) for path in own)}
 
 
 def test_closed_loop_asks_every_request_once(server: OwnServer, tmp_path: Path) -> None:
