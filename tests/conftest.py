@@ -16,3 +16,10 @@ def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_translator
 
     return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes (`make test`), a room's tests share one: they share its bundles."""
+    for item in items:
+        room = item.path.relative_to(item.config.rootpath).parts[1]
+        item.add_marker(pytest.mark.xdist_group(room))

@@ -58,7 +58,7 @@ def test_eight_bits_of_zeros_are_zeros() -> None:
 
 def test_loading_the_runtimes_quantisers_turns_on_nobodys_messages() -> None:
     code = (
-        "import logging, export.quantisers\n"
+        "import logging, quill.export.quantise.quantisers\n"
         "assert logging.root.handlers == [], logging.root.handlers\n"
         "assert logging.root.level == logging.WARNING\n"
     )
