@@ -136,6 +136,7 @@ $(PEERS)/installed: constraints-peers.txt
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@echo "[2/3] installing PyTorch and the peers"
 	$(PEERS_PIP) install --progress-bar on torch==2.13.0
+	$(PEERS_PIP) install --no-deps -e . # for what starts each of them
 	$(PEERS_PIP) install --progress-bar on accelerate ctranslate2 gguf numpy onnx onnx-ir \
 		onnxruntime-genai transformers
 	@echo "[3/3] compiling llama.cpp (minutes)"
