@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quill.loadtest.bench.contenders.protocol import About
-from quill.loadtest.environment.processes import ROOT, wait_or_kill
+from quill.loadtest.environment.processes import wait_or_kill
 from quill.loadtest.errors import ContenderError
 
 PAUSE_S = 0.3  # OpenMP's threads spin for up to 0.2 s
@@ -81,7 +81,7 @@ class Running:
 @contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[Running]:
     """Starts a contender; ends it, whatever happens."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command,
