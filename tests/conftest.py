@@ -18,6 +18,7 @@ def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several processes (`make test`), a room's tests share one: they share its bundles."""
     for item in items:

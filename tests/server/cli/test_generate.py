@@ -203,7 +203,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
             raise next(interrupted)
 
     printed: list[str] = []
-    monkeypatch.setattr(generate, "print", show, raising=False)
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "print", show, raising=False)
     running.session.hold()
     running.session.let_go(1)
     code, *_ = run("chat")
