@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         missing = (error.name or "").partition(".")[0]
         print(
             f"quill: this command needs the Python package '{missing}', which isn't installed. "
-            f"Install Quill with the extra that brings it: pip install 'quill[{args.extra}]'",
+            f"In Quill's clone, install the extra that brings it: pip install '.[{args.extra}]'",
             file=sys.stderr,
         )
         return 3

@@ -58,7 +58,9 @@ def _add_data(data: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="your own text files, or directories of *.txt",
     )
-    data.add_argument("--pairs", type=Path, metavar="TSV", help="your own pairs, one a line")
+    data.add_argument(
+        "--pairs", type=Path, metavar="TSV", help="your own pairs: source, tab, target on a line"
+    )
 
 
 def _add_eval(subparsers: "Subparsers") -> None:

@@ -58,7 +58,7 @@ def test_an_unknown_command_is_refused() -> None:
 def test_a_command_whose_package_is_missing_names_the_extra() -> None:
     printed = run("train", "--out", "x", script=WITHOUT_TORCH)
     assert printed.startswith("3\n")
-    assert "pip install 'quill[train]'" in printed
+    assert "pip install '.[train]'" in printed
     assert "Traceback" not in printed
 
 

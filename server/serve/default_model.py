@@ -12,6 +12,7 @@ import onnxruntime
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
+from quill.export.precisions import PRECISIONS
 from quill.server.errors import StartError
 from quill.server.loading.graph_choice import best_here, takes_cuda
 from quill.server.serve.subcommand import run_step
@@ -23,6 +24,8 @@ KNOWN_AS = "SmolLM2-135M-Instruct"
 def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
     """The bundle's directory; what it lacks is made first. Shows progress."""
     bundle = cache_directory() / "bundles" / NAME
+    if precision is not None and precision not in PRECISIONS:
+        raise StartError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
     asked = precision or ("fp16" if takes_cuda(device) else None)
     export = ["export", NAME, "--out", str(bundle)]
     if asked is not None:

@@ -35,7 +35,7 @@ def open_tracing() -> "Tracing":
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise StartError(
-            f"--tracing needs the package {error.name}: pip install 'quill[tracing]'"
+            f"--tracing needs the package {error.name}: in Quill's clone, pip install '.[tracing]'"
         ) from error
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before our name.
     resource = Resource({SERVICE_NAME: "quill"}).merge(Resource.create())

@@ -162,3 +162,8 @@ def test_signal_during_the_first_start_ends_the_child_too(monkeypatch: pytest.Mo
         default_bundle()
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_precision_that_nobody_knows_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(StartError, match="unknown precision 'int8'; there are fp32, "):
+        default_bundle(precision="int8")
