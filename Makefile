@@ -100,7 +100,7 @@ test-portable: $(VENV)/dev compiled
 
 # Only the files that have such tests: collecting all of them takes minutes under emulation.
 $(PORTABLE): portable-%:
-	@OMP_NUM_THREADS=1 qemu-x86_64 -cpu $* $(BIN)/python -m pytest -m portable \
+	@QUILL_EMULATED=$* OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 qemu-x86_64 -cpu $* $(BIN)/python -m pytest -m portable \
 		--timeout 0 --durations 5 -p no:cacheprovider --basetemp $(VENV)/portable-$* \
 		$$(grep -rl --include='test_*.py' mark.portable tests) \
 		2> >(grep -v "TCG doesn't support" >&2) | sed -u "s/^/$*: /"; exit $${PIPESTATUS[0]}

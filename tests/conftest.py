@@ -1,5 +1,6 @@
 """What tests of several rooms may ask for."""
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,13 @@ def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_translator
 
     return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
+
+
+def pytest_configure() -> None:
+    if "QUILL_EMULATED" in os.environ:
+        from tests.native_tracer import install
+
+        install()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at groups

@@ -4,6 +4,7 @@ Knows: projections and residuals. Does not know: how attention finds its keys (s
 model/network/attention.py), embeddings, how many layers there are.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ class CrossAttention(nn.Module):
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
 
