@@ -6,6 +6,7 @@ Does not know: how graphs are made, verified or shown to anybody.
 
 import contextlib
 import errno
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -41,6 +42,9 @@ from quill.model.network.transformer import Transformer
 Say = Callable[[str], None]
 Keep = Literal["all", "proven", "best"]
 
+# The files of any bundle.
+OWN_FILE = re.compile(r"manifest\.json|tokenizer\.json|(de|en)coder\.\w+\.onnx|weights\.\w+\.bin")
+
 
 class Stage(Protocol):
     """Shows what is going on while it lasts. Of `total` things, each tick says that one is done."""
@@ -75,12 +79,11 @@ def write_bundle(
 ) -> Manifest:
     """Exports, verifies, writes. When anything fails, what stood at `out` is still there."""
     check_exportable(checkpoint.config)
+    out = out.resolve()  # a link stays one, and what it leads to is replaced
     check_replaceable(out)
-    standing = read_manifest(out) if wishes.add else None
+    standing = check_standing(out, checkpoint) if wishes.add else None
     try:
-        empty = describe(out.resolve().name, checkpoint)
-        if standing is not None:
-            check_addable(out, standing, empty)
+        empty = describe(out.name, checkpoint)
         with atomic_directory(out) as directory:
             if standing is None:
                 manifest = _save_tokenizer(directory, checkpoint, empty)
@@ -99,13 +102,27 @@ def write_bundle(
         raise BundleError(f"can't write the bundle {out}: {reason}") from error
 
 
+def check_standing(out: Path, checkpoint: Checkpoint) -> Manifest:
+    """The bundle that stands there, if graphs of this checkpoint may be added to it."""
+    standing = read_manifest(out)
+    check_addable(out, standing, describe(out.resolve().name, checkpoint))
+    return standing
+
+
 def check_replaceable(out: Path) -> None:
-    """Only an empty directory or another bundle gives way to the new one."""
-    if out.exists() and not (out / MANIFEST_FILE).exists():
-        if out.is_dir() and not any(out.iterdir()):
-            return
+    """Only an empty directory gives way, or a bundle that holds nothing of anybody else's."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if not {MANIFEST_FILE} < {name for name in names if OWN_FILE.fullmatch(name)}:
         raise BundleError(
             f"{out} exists and isn't a bundle, so it isn't replaced. Give --out another name"
+        )
+    # By their names: a bundle that is damaged, or of another version, is replaced as well.
+    if others := [name for name in names if not OWN_FILE.fullmatch(name)]:
+        raise BundleError(
+            f"{out} holds more than its bundle ({', '.join(others[:3])}), which would be lost. "
+            "Move that elsewhere, or give --out another name"
         )
 
 

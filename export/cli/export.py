@@ -19,7 +19,7 @@ from quill.export.operators.library import (
     operators_are_fast,
     operators_problem,
 )
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import Wishes, check_standing, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from quill.export.quantise.quantisation import check_quantisable
 from quill.model.importers.import_weights import open_checkpoint
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> None:
     wishes = Wishes(precisions=(), verify=args.verify, text=args.text, add=args.add)
     wishes = with_precisions(wishes, args.precision, checkpoint.config, standing, console)
     if not wishes.precisions:
+        check_standing(args.out, checkpoint)
         console.print(f"Nothing to add: {args.out} has {', '.join(standing)}")
         return
     manifest = write_bundle(args.out, checkpoint, wishes, Stages(console), console.print)

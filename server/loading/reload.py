@@ -24,6 +24,7 @@ from quill.server.machine.heap import trim_heap
 logger = logging.getLogger(__name__)
 
 UNWIND_S = 5.0
+LOADING = "loading"
 
 OnHealth = Callable[[str, bool], None]
 
@@ -142,5 +143,10 @@ async def _in_thread(load: Load) -> ModelInstance:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, loaded, error)
 
-    threading.Thread(target=work, name="loading", daemon=True).start()
+    threading.Thread(target=work, name=LOADING, daemon=True).start()
     return await future
+
+
+def is_loading() -> bool:
+    """Whether a bundle is being loaded, wanted or not: loading can't be told to stop."""
+    return any(thread.name == LOADING for thread in threading.enumerate())

@@ -5,10 +5,13 @@ Knows: settings, which bundle, the event loop. Does not know: what a server cons
 
 import argparse
 import asyncio
+import logging
+import os
 import signal
 
 from quill.server.api.grpc_server import allow_connections
 from quill.server.loading.loader import Load, prepare
+from quill.server.loading.reload import is_loading
 from quill.server.serve.default_model import default_bundle
 from quill.server.serve.server import Server
 from quill.server.settings import Settings, check_exposure, read_settings
@@ -23,6 +26,10 @@ def run(args: argparse.Namespace) -> None:
     directory = args.bundle or default_bundle(settings.device, settings.precision)
     load = prepare(directory, settings)
     asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
+    if is_loading():
+        # C++ aborts the process when Python ends under a thread that is in it.
+        logging.shutdown()
+        os._exit(0)
 
 
 async def serve(load: Load, settings: Settings, load_again: Load) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 
-from quill.export.bundle.manifest import check_files, read_manifest
+from quill.export.bundle.manifest import MANIFEST_FILE, check_files, read_manifest
 from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
 from quill.export.pipeline import Stage, Wishes, check_good, check_replaceable, write_bundle
 from quill.export.verify.proof import Tick
@@ -173,6 +174,24 @@ def test_only_a_bundle_or_an_empty_directory_is_replaced(tmp_path: Path) -> None
         check_replaceable(tmp_path)
     with pytest.raises(BundleError, match="isn't a bundle"):
         check_replaceable(tmp_path / "thesis.txt")
+    # A manifest.json is what web pages have, too.
+    (tmp_path / MANIFEST_FILE).write_text('{"name": "my app"}', encoding="utf-8")
+    with pytest.raises(BundleError, match="isn't a bundle, so it isn't replaced"):
+        check_replaceable(tmp_path)
+
+
+def test_a_bundle_with_something_else_in_it_is_not_replaced(
+    llama: Exported, tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(llama.directory, tmp_path / "bundle")
+    check_replaceable(bundle)
+    (bundle / MANIFEST_FILE).write_text("damaged", encoding="utf-8")
+    check_replaceable(bundle)
+    (bundle / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(
+        BundleError, match=r"more than its bundle \(notes.txt\), which would be lost"
+    ):
+        check_replaceable(bundle)
 
 
 @pytest.mark.parametrize(

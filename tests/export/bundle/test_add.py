@@ -11,7 +11,7 @@ import torch
 from quill.export.bundle.add import fingerprint
 from quill.export.bundle.manifest import check_files, read_manifest, write_manifest
 from quill.export.errors import BundleError
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import Wishes, check_standing, write_bundle
 from quill.model.checkpoint.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, make_checkpoint, quantised_at_source
 
@@ -94,6 +94,21 @@ def test_a_damaged_bundle_is_not_carried_on(bundle: Path) -> None:
     (bundle / "weights.fp32.bin").write_bytes(b"nonsense")
     with pytest.raises(BundleError, match=r"weights\.fp32\.bin has 8 bytes"):
         write_bundle(bundle, CHECKPOINT, ADD_INT4)
+
+
+def test_a_link_to_a_bundle_stays_one(bundle: Path) -> None:
+    link = bundle.parent / "current"
+    link.symlink_to(bundle.name)
+    write_bundle(link, CHECKPOINT, ADD_INT4)
+    assert link.is_symlink()
+    assert read_manifest(bundle).precisions == ("fp32", "int4")
+    assert set(bundle.parent.iterdir()) == {bundle, link}
+
+
+def test_nothing_to_add_is_said_only_of_the_same_model_and_whole(bundle: Path) -> None:
+    assert check_standing(bundle, CHECKPOINT) == read_manifest(bundle)
+    with pytest.raises(BundleError, match="made from another checkpoint"):
+        check_standing(bundle, other_weights())
 
 
 def test_there_must_be_something_to_add_to(tmp_path: Path) -> None:
