@@ -85,7 +85,7 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
 CPUS ?= Haswell Nehalem

@@ -24,11 +24,3 @@ def pytest_configure() -> None:
         from tests.native_tracer import install
 
         install()
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes (`make test`), a room's tests share one: they share its bundles."""
-    for item in items:
-        room = item.path.relative_to(item.config.rootpath).parts[1]
-        item.add_marker(pytest.mark.xdist_group(room))
