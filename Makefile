@@ -93,7 +93,7 @@ PORTABLE := $(CPUS:%=portable-%)
 .PHONY: $(PORTABLE)
 test-portable: $(VENV)/dev compiled
 	@if command -v qemu-x86_64 > /dev/null; then \
-		$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(PORTABLE); \
+		$(MAKE) --no-print-directory --jobs 2 $(PORTABLE); \
 	else \
 		echo "skipped: there is no qemu-x86_64 here to emulate other processors with (Debian: qemu-user)"; \
 	fi
