@@ -7,6 +7,11 @@ import pytest
 
 import quill as quill
 
+if "QUILL_EMULATED" in os.environ:  # before anything that traces is imported
+    from tests.native_tracer import install
+
+    install()
+
 if TYPE_CHECKING:
     from tests.server.tiny_bundle import TinyBundle
 
@@ -17,10 +22,3 @@ def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_translator
 
     return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
-
-
-def pytest_configure() -> None:
-    if "QUILL_EMULATED" in os.environ:
-        from tests.native_tracer import install
-
-        install()
