@@ -226,13 +226,16 @@ def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_
 def in_the_middle(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """A load of ten minutes of which some requests have ended. Nothing is left of it."""
     command = [sys.executable, "-m", "quill", "loadtest", "--out", str(out), "--duration", "10m"]
-    # Whoever runs in a script's background ignores Ctrl-C, and so would its children.
+    # Who runs in a script's background ignores Ctrl-C, and under nohup a terminal's end, too. So
+    # would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, *arguments], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
     ) as process:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGHUP, hangup)
         try:
             assert process.stdout is not None
             next(line for line in process.stdout if re.search(r" [1-9][\d,]* requests ", line))
