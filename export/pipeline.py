@@ -83,9 +83,9 @@ def write_bundle(
     check_replaceable(out)
     standing = check_standing(out, checkpoint) if wishes.add else None
     try:
-        empty = describe(out.name, checkpoint)
         with atomic_directory(out) as directory:
             if standing is None:
+                empty = describe(out.name, checkpoint)
                 manifest = _save_tokenizer(directory, checkpoint, empty)
             else:
                 manifest = link_files(out, directory, standing)
