@@ -100,6 +100,9 @@ class Collector:
         if options is not None and options.headless:
             runner.quit()
         else:
+            # A master that is stopped while its users start says later that it runs, and for good.
+            while isinstance(runner, MasterRunner) and not runner.spawning_completed:
+                gevent.sleep(_LOOK_S)
             runner.stop()
 
     def _report(self, data: dict[str, Any], **_: Any) -> None:
