@@ -95,8 +95,8 @@ def make_prompts(ids: Sequence[int], max_length: int) -> list[list[int]]:
 def measure_quill(
     args: argparse.Namespace, bundle: Path, prompts: Sequence[Sequence[int]], logs: Path
 ) -> QuillResult:
-    options = ["--max-slots", str(args.users), "--context", str(args.context)]
-    options += ["--threads", str(args.threads or num_cores()), "--prefix-cache", "0"]
+    options = ["--max-rows", str(args.users), "--context", str(args.context)]
+    options += ["--threads", str(args.threads or num_cores()), "--no-prefix-cache"]
     if args.precision:
         options += ["--precision", args.precision]
     with (

@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> None:
     options = [
         "--precision",
         precision,
-        "--max-slots",
+        "--max-rows",
         str(args.streams),
         "--context",
         str(CONTEXT),
     ]
-    options += ["--threads", threads, "--prefix-cache", "0"]
+    options += ["--threads", threads, "--no-prefix-cache"]
     command = [
         sys.executable,
         "-m",

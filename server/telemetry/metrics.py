@@ -21,7 +21,6 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._num_slots = 1
         self._last_token_s: dict[tuple[str, int], float] = {}
         self._make_counters()
         self._make_gauges()
@@ -34,7 +33,8 @@ class Metrics:
         )
         self._tokens = Counter(
             "quill_tokens",
-            "Tokens of finished sequences' prompts, of those from the prefix cache, and generated",
+            "Tokens of finished sequences' prompts, of those from the prefix cache, generated; and "
+            "of those guessed, and guessed rightly",
             ["kind"],
             registry=registry,
         )
@@ -52,9 +52,12 @@ class Metrics:
         registry = self.registry
         self._waiting = Gauge("quill_queue_depth", "Requests that wait", registry=registry)
         self._rows = Gauge("quill_running_rows", "Sequences in the last step", registry=registry)
-        self._slots = Gauge("quill_slots", "Sequences that can run at once", registry=registry)
-        self._slot_use = Gauge(
-            "quill_slot_use_ratio", "Running rows as a share of the slots", registry=registry
+        self._max_rows = Gauge("quill_max_rows", "Sequences that can run at once", registry=registry)
+        self._blocks = Gauge(
+            "quill_blocks",
+            "Blocks of keys and values: used by running sequences, kept for others, free",
+            ["state"],
+            registry=registry,
         )
 
     def _make_histograms(self) -> None:
@@ -71,9 +74,8 @@ class Metrics:
         self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
 
-    def set_slots(self, num_slots: int) -> None:
-        self._slots.set(num_slots)
-        self._num_slots = num_slots
+    def set_max_rows(self, max_rows: int) -> None:
+        self._max_rows.set(max_rows)
 
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
@@ -81,7 +83,8 @@ class Metrics:
             self._step.labels(batch.step.kind).observe(batch.step.duration_s)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
-            self._slot_use.set(batch.crowd.num_rows / self._num_slots)
+            for state, number in batch.crowd.blocks._asdict().items():
+                self._blocks.labels(state).set(number)
             self._waiting.set(batch.crowd.num_waiting)
         now_s = self._clock()
         for event in batch.events:
@@ -115,6 +118,8 @@ class Metrics:
         self._tokens.labels("prompt").inc(record.num_prompt)
         self._tokens.labels("cached").inc(record.num_cached)
         self._tokens.labels("generated").inc(record.num_generated)
+        self._tokens.labels("guessed").inc(record.num_guessed)
+        self._tokens.labels("accepted").inc(record.num_accepted)
         if record.queue_ms is not None:
             self._queue.observe(record.queue_ms / 1000)
         if record.first_token_ms is not None:

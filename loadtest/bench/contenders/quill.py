@@ -19,7 +19,9 @@ from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
 from quill.server.events import Batch, Event, FailEvent, PromptEvent
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.sizing import blocks_of_one
 from quill.server.request import Request, Sampling
+from quill.server.scheduler.limits import Limits
 
 MAX_ROWS = 32
 CONTEXT = 1024
@@ -36,8 +38,15 @@ class Quill:
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
         self._context = min(CONTEXT, opened.manifest.sizes.context)
-        settings = EngineSettings(max_rows=MAX_ROWS, context=self._context, num_threads=num_threads)
-        self._engine = open_engine(opened, settings)
+        # Each step is a token of each row, and no prompt was read before.
+        limits = Limits(
+            max_rows=MAX_ROWS,
+            context=self._context,
+            num_blocks=MAX_ROWS * blocks_of_one(opened.graphs, self._context),
+            prefix_cache=False,
+            guess=False,
+        )
+        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
         self._names = map(str, itertools.count())
 
     def prefill(self, ids: Sequence[int]) -> float:

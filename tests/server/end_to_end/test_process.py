@@ -35,7 +35,7 @@ SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")
 
 
 def command(bundle: Path) -> list[str]:
-    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-slots", "2"]
+    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-rows", "2"]
     return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
 
 
