@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from quill.export.bundle.graph_contract import BLOCK
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
@@ -15,12 +16,12 @@ from quill.server.engine.engine import Engine
 from quill.server.events import PositionLogprobs
 from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.sampling.logprobs import position_logprobs
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
+from quill.server.scheduler.plan import Piece, Source
 from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together
-from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
+from tests.server.tiny_bundle import CONTEXT, EOS, NUM_BLOCKS, TinyBundle, rounding_error
 
 pytestmark = pytest.mark.portable
 
@@ -32,13 +33,16 @@ def _alone(session: OrtSession, request: Request) -> Answers:
     """The source at once, then token after token, chosen by the reference's rules."""
     assert request.source_ids is not None
     answers: Answers = {}
+    blocks = range(CONTEXT // BLOCK)
+    source = Source(request.source_ids, range(len(blocks), 2 * len(blocks)))
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(**vars(request.sampling))
         text, reports = [BOS], list[PositionLogprobs]()
-        session.encode(0, request.source_ids)
+        session.encode([source])
         for position in range(request.max_new_tokens):
-            logits_1V = session.decode(text[-1:], [position])
+            piece = Piece(text[-1:], position, blocks, [0], source.blocks, len(source.ids))
+            logits_1V = session.step([piece])
             token = choose(logits_1V[0], parameters, [BOS], text[1:], uniform(seed, position))
             reports += position_logprobs(logits_1V, [token], [request.logprobs or 0])
             text.append(token)
@@ -74,20 +78,19 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize(("max_rows", "num_blocks"), [(1, 16), (3, 32), (8, 40), (40, 600)])
 def test_crowd_gets_the_translations_of_requests_alone(
-    tiny_translator: TinyBundle, precision: str, max_rows: int
+    tiny_translator: TinyBundle, precision: str, max_rows: int, num_blocks: int
 ) -> None:
     rng = random.Random(max_rows)
     requests = [each for each in _requests(40, rng) if each.num_sequences <= max_rows]
     engine = Engine(
-        tiny_translator.session(precision, max_rows),
-        Limits(max_rows=max_rows, context=CONTEXT),
-        PrefixCache(0),
+        tiny_translator.session(precision, num_blocks),
+        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
         clock=restless_clock(rng),
     )
     crowd = together(engine, requests, rng)
-    plain = tiny_translator.session(precision, 1)
+    plain = tiny_translator.session(precision)
     alone: Answers = {}
     for request in requests:
         alone |= _alone(plain, request)
@@ -112,8 +115,8 @@ def test_engine_gives_the_translations_of_the_reference_decoder(
         )
         for number in range(24)
     ]
-    limits = Limits(max_rows=4, context=CONTEXT)
-    engine = Engine(tiny_translator.session("fp32", 4), limits, PrefixCache(0))
+    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=NUM_BLOCKS)
+    engine = Engine(tiny_translator.session("fp32"), limits)
     served = together(engine, requests, rng)
     lengths = set()
     # A logprob is a logit less the logarithm of a sum: each may be off by the rounding.
