@@ -58,6 +58,8 @@ def with_precisions(
             if name in problems:
                 raise ExportError(f"{name} can't be exported here: {problems[name]}")
         return replace(wishes, precisions=tuple(p for p in precisions if p not in standing))
+    if "fp32" in problems:  # the plainest
+        raise ExportError(f"nothing can be exported here: {problems['fp32']}")
     if wanted is not None:
         for name, problem in problems.items():
             console.print(f"Leaving {name} out: {problem}")
@@ -67,8 +69,6 @@ def with_precisions(
     ideal = preferred(config.family, fast_operators=True)[0]
     order = preferred(config.family, fast_operators=operators_are_fast())
     possible = [name for name in order if name not in problems]
-    if not possible:
-        raise ExportError(f"nothing can be exported here: {problems[ideal]}")
     better = tuple(possible[: next((i for i, p in enumerate(possible) if p in standing), None)])
     if better:
         why = f"{ideal} can't be had: {problems[ideal]}" if ideal in problems else _why_fastest()
