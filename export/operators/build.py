@@ -23,7 +23,7 @@ from quill.export.operators.library import SOURCES, library_path, operators_prob
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
     # Products and sums are fused where the source says so and nowhere else: all machines must
     # compute the same.
     "-ffp-contract=off",
@@ -31,8 +31,14 @@ OPTIONS = (
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # Slow in any case, and -O3 takes the compiler 16 s where -O2 takes it 7.
-PORTABLE: dict[str, tuple[str, ...]] = {"operators": (), "plain": ("-O2",)}
-X86: dict[str, tuple[str, ...]] = {"avx2": AVX2, "avx512": AVX512}
+PORTABLE: dict[str, tuple[str, ...]] = {
+    **{"operators": (), "plain": ("-O2",)},
+    **{"sampling": (), "sampling_plain": ()},
+}
+X86: dict[str, tuple[str, ...]] = {
+    **{"avx2": AVX2, "avx512": AVX512},
+    **{"sampling_avx2": AVX2, "sampling_avx512": AVX512},
+}
 
 
 class BuildError(Exception):
@@ -68,7 +74,7 @@ def build() -> Path:
                 job.result()
         objects = [str(Path(directory, f"{name}.o")) for name in chosen]
         linked = Path(directory, library.name)
-        _run([*compiler, "-shared", "-o", str(linked), *objects])
+        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *objects])
         linked.replace(library)
     seal(library)
     for old in SOURCES.glob("operators-*"):

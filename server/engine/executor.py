@@ -6,8 +6,6 @@ Knows: the session, sampling, the prefix cache. Does not know: who is next, what
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from quill.server.events import PositionLogprobs
 from quill.server.runtime.model_runner import Session
 from quill.server.runtime.prefix_cache import PrefixCache
@@ -58,7 +56,7 @@ class Executor:
     def _decode(self, plan: DecodePlan) -> StepResult:
         ids = [row.last_token for row in plan.rows]
         lengths = [row.num_cached for row in plan.rows]
-        return _sample(self._session.decode(ids, lengths), plan.rows)
+        return _sample(self._session.decode(ids, lengths), plan.rows, range(len(plan.rows)))
 
     def _encode(self, plan: EncodePlan) -> StepResult:
         for request, _, slot in plan.encodings:
@@ -74,7 +72,7 @@ class Executor:
         self._keep_prefix(plan)
         result = NOTHING
         if plan.is_last and plan.request.max_new_tokens:
-            result = _sample(np.repeat(logits_LV[-1:], len(plan.rows), axis=0), plan.rows)
+            result = _sample(logits_LV, plan.rows, [len(logits_LV) - 1] * len(plan.rows))
         if plan.request.prompt_logprobs is not None:
             return result._replace(prompt_logprobs=_prompt_logprobs(logits_LV, plan))
         return result
@@ -103,43 +101,45 @@ def _wanted(plan: PrefillPlan) -> range:
     return range(length - 1, length) if plan.is_last else range(0)
 
 
-def _sample(logits_RV: Logits, rows: Sequence[Row]) -> StepResult:
-    broken = set(np.flatnonzero(~np.isfinite(logits_RV.max(axis=1))).tolist())
-    if broken:
-        logits_RV[list(broken)] = 0.0  # so that the other rows are chosen in peace
+def _sample(logits_LV: Logits, rows: Sequence[Row], places: Sequence[int]) -> StepResult:
+    """`places` says where among the logits each row's are."""
     tokens, logprobs = [0] * len(rows), list[PositionLogprobs | None]([None] * len(rows))
+    ranked, broken = _rank(logits_LV, rows, places)
     drawn = [i for i, row in enumerate(rows) if row.search is None]
     if drawn:
-        drawn_RV = logits_RV if len(drawn) == len(rows) else logits_RV[drawn]
-        chosen, reports = _draw(drawn_RV, [rows[i] for i in drawn])
-        for i, token, report in zip(drawn, chosen, reports, strict=True):
-            tokens[i], logprobs[i] = token, report
-    return StepResult(tokens, logprobs, broken, [], _rank(logits_RV, rows))
+        drawn_places = [places[i] for i in drawn]
+        choices = choose(logits_LV, [rows[i].draw() for i in drawn], drawn_places)
+        broken |= {drawn[i] for i in choices.broken}
+        for i, token in zip(drawn, choices.tokens, strict=True):
+            tokens[i] = token
+        reporting = [i for i in drawn if rows[i].request.logprobs is not None and i not in broken]
+        if reporting:
+            reports = position_logprobs(
+                logits_LV,
+                [tokens[i] for i in reporting],
+                [rows[i].request.logprobs or 0 for i in reporting],
+                [places[i] for i in reporting],
+            )
+            for i, report in zip(reporting, reports, strict=True):
+                logprobs[i] = report
+    return StepResult(tokens, logprobs, broken, [], ranked)
 
 
-def _rank(logits_RV: Logits, rows: Sequence[Row]) -> Ranked:
+def _rank(
+    logits_LV: Logits, rows: Sequence[Row], places: Sequence[int]
+) -> tuple[Ranked, set[int]]:
+    """What searches go on with, and the rows whose logits weren't finite."""
     found = searches(rows)
     if not found:
-        return {}
+        return {}, set()
     # Before the first token all rows of a search are alike, and only one of them counts.
-    wanted = [i for search, places in found.items() for i in places[: len(search.running)]]
-    ranked = rank(logits_RV[wanted], list(found))
-    return {search.request.request_id: each for search, each in zip(found, ranked, strict=True)}
-
-
-def _draw(
-    logits_RV: Logits, rows: Sequence[Row]
-) -> tuple[list[int], list[PositionLogprobs | None]]:
-    reporting = [i for i, row in enumerate(rows) if row.request.logprobs is not None]
-    raw_LV = logits_RV[reporting]  # a copy: choosing overwrites penalised logits
-    tokens = choose(logits_RV, [row.draw() for row in rows])
-    logprobs: list[PositionLogprobs | None] = [None] * len(rows)
-    if reporting:
-        num_tops = [rows[i].request.logprobs or 0 for i in reporting]
-        reports = position_logprobs(raw_LV, [tokens[i] for i in reporting], num_tops)
-        for i, report in zip(reporting, reports, strict=True):
-            logprobs[i] = report
-    return tokens, logprobs
+    wanted = [i for search, beams in found.items() for i in beams[: len(search.running)]]
+    rankings = rank(logits_LV, list(found), [places[i] for i in wanted])
+    by_request = {
+        search.request.request_id: each
+        for search, each in zip(found, rankings.ranked, strict=True)
+    }
+    return by_request, {wanted[i] for i in rankings.broken}
 
 
 def _prompt_logprobs(logits_LV: Logits, plan: PrefillPlan) -> list[PositionLogprobs]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quill.model.randomness import uniform
 from quill.model.reference import sampling as reference
 from quill.server.request import Sampling
-from quill.server.sampling import batch_draw, exact_draw
+from quill.server.sampling import exact_draw, sampler
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.sampler import Draw, choose
 
@@ -34,7 +34,9 @@ class Row:
 
 
 def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
-    return choose(logits_RV.copy(), [_draw(row) for row in rows])
+    choices = choose(logits_RV, [_draw(row) for row in rows])
+    assert not choices.broken
+    return choices.tokens
 
 
 def _draw(row: Row) -> Draw:
@@ -165,7 +167,7 @@ def test_typical_rows_are_rarely_drawn_exactly(monkeypatch: pytest.MonkeyPatch) 
         return real(*arguments)
 
     real = exact_draw.draw_exactly
-    monkeypatch.setattr(batch_draw, "draw_exactly", counted)
+    monkeypatch.setattr(sampler, "draw_exactly", counted)
     rng = np.random.default_rng(2)
     # About as peaked as a language model's: a Zipf-like head, and noise.
     logits_RV = (-1.5 * np.log(np.arange(1, 20001)) + rng.normal(size=(64, 20000)) / 4).astype("f4")
