@@ -107,7 +107,7 @@ class Pool:
     """Blocks that begin as NaN: only what was written is finite."""
 
     def __init__(self, path: Path, shape: Shape, num_blocks: int, num_threads: int = 2) -> None:
-        self.session = open_session(path, num_threads, operators=True)
+        self.session = open_session(path, num_threads)
         kv = (num_blocks, shape.num_kv)
         self.keys = np.full((*kv, shape.size, BLOCK), np.nan, shape.dtype)
         self.values = np.full((*kv, BLOCK, shape.size), np.nan, shape.dtype)

@@ -31,7 +31,7 @@ SHAPES = [
 
 
 def run(path: Path, feeds: dict[str, Array], num_threads: int = 2) -> list[Array]:
-    found = open_session(path, num_threads, operators=True).run(None, feeds)
+    found = open_session(path, num_threads).run(None, feeds)
     return [each for each in found if isinstance(each, np.ndarray)]
 
 
