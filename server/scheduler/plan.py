@@ -71,7 +71,9 @@ class Plan:
 
     @property
     def sources(self) -> list[Source]:
-        return [Source(group.request.source_ids or (), group.source_blocks) for group in self.encoding]
+        return [
+            Source(group.request.source_ids or (), group.source_blocks) for group in self.encoding
+        ]
 
     @property
     def kind(self) -> StepKind:

@@ -63,8 +63,8 @@ class PromptShares:
         return num
 
     def _adopt(self, group: Group, row: Row) -> None:
-        """Takes over blocks that are known, instead of reading. The logits have to be computed."""
-        most = group.goal(row) - group.is_new
+        """Takes over blocks that are known, instead of reading; but never a prompt's last."""
+        most = group.goal(row) - (not group.is_forked)
         if group.scores:
             most = min(most, group.num_scored)
         while row.num_held + self._size <= most and not row.num_held % self._size:
@@ -122,10 +122,15 @@ class _Step:
     def _weighted_s(self, row: Row, num_tokens: int) -> float:
         group = self._groups[row]
         past = row.num_held + self._given.get(row, 0)
-        cost_s = self._budget.cost_s(num_tokens, past)
-        if group.source_blocks and not group.is_encoded and row not in self._given:
-            cost_s += self._budget.cost_s(group.request.num_prompt, 0)
+        cost_s = self._budget.cost_s(num_tokens, past) + self._source_s(row)
         return cost_s * self._owners[group.request.owner]
+
+    def _source_s(self, row: Row) -> float:
+        """What the encoder takes, if it has to come first."""
+        group = self._groups[row]
+        if not group.source_blocks or group.is_encoded or row in self._given:
+            return 0.0
+        return self._budget.cost_s(group.request.num_prompt, 0)
 
     def _give(self, row: Row) -> bool:
         """Its next piece. False: it gets nothing more in this step."""
@@ -138,7 +143,7 @@ class _Step:
         self._all._now = max(self._all._now, row.tag)
         self._left_s -= weighted_s / self._owners[group.request.owner]
         self._left -= num_tokens
-        if group.source_blocks and not group.is_encoded and row not in self._given:
+        if self._source_s(row):
             self._left -= group.request.num_prompt
         self._num_free -= max(0, self._num_missing(row, num_tokens))
         self._given[row] = self._given.get(row, 0) + num_tokens
@@ -152,9 +157,8 @@ class _Step:
         num_tokens = min(affordable, self._wanted(row), QUANTUM, self._left)
         if group.scores:
             num_tokens = min(num_tokens, self._max_scored - given)
-        if group.source_blocks and not group.is_encoded and self._given:
-            if self._budget.cost_s(group.request.num_prompt, 0) > self._left_s:
-                return 0
+        if self._given and self._source_s(row) > self._left_s:
+            return 0
         if group is not self._oldest:  # nobody else may set others back
             num_places = (len(row.blocks) + self._num_free) * self._size
             num_tokens = min(num_tokens, num_places - row.num_held - given)
@@ -172,9 +176,11 @@ class _Step:
         if group.scores or (place + 1) * self._size > group.goal(row):
             return
         key = self._all.key(row, place)
-        other = self._readers.get(key) if key is not None else None
-        if key is not None and (other is None or other.num_held < row.num_held):
+        if key is None:
+            return
+        other = self._readers.setdefault(key, row)
+        if other.num_held < row.num_held:
             self._readers[key] = row
-            row = other if other is not None else row
-        if other is not None:
+            self._waits.add(other)
+        elif other is not row:
             self._waits.add(row)

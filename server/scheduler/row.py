@@ -1,9 +1,9 @@
 """One sequence that is being generated, or one beam of a search; and all those of one request.
 
-Knows: requests, tokens, blocks as numbers, when a row ends. Does not know: the other requests, time.
+Knows: a request, its tokens, blocks as numbers, when a row ends.
+Does not know: the other requests, time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quill.server.events import FinishReason
@@ -113,7 +113,7 @@ class Group:
         running = [row for row in self.rows if row.num_held == row.num_text - 1]
         return [] if self.search is not None and len(running) < len(self.rows) else running
 
-    def drop_blocks(self) -> list[Sequence[int]]:
+    def drop_blocks(self) -> list[list[int]]:
         """Forgets all that was read; the blocks that it held, text by text."""
         dropped = [row.blocks for row in self.rows] + [self.source_blocks]
         for row in self.rows:

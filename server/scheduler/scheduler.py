@@ -339,14 +339,14 @@ class Scheduler:
     def _follow(self, rows: Sequence[Row], parents: Sequence[int]) -> None:
         """Row i goes on from the blocks of row parents[i]; what is written next is parted then."""
         before = [(row.blocks, row.num_held, row.num_known) for row in rows]
-        for row, parent in zip(rows, parents, strict=True):
-            if rows[parent] is not row:
+        for place, (row, parent) in enumerate(zip(rows, parents, strict=True)):
+            if place != parent:
                 blocks, row.num_held, row.num_known = before[parent]
                 self._pool.share(blocks)
                 row.blocks = blocks.copy()
-        for parent, (row, (blocks, _, _)) in zip(parents, zip(rows, before), strict=True):
-            if rows[parent] is not row:
-                self._pool.release(blocks)
+        for place, parent in enumerate(parents):
+            if place != parent:
+                self._pool.release(before[place][0])
 
     def remove(self, request_id: str, sequence: int | None = None) -> None:
         """Forgets a request, or one of its answers, wherever it is."""

@@ -31,9 +31,7 @@ class House:
     ) -> None:
         self.session = FakeSession(num_blocks)
         self.now_s = 0.0
-        self.limits = Limits(
-            max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks, guess=guess
-        )
+        self.limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks, guess=guess)
         self.engine = Engine(self.session, self.limits, clock=self._clock)
         self._step_s = step_s  # that a look at the clock takes
         self.started: dict[str, int] = {}
