@@ -18,7 +18,6 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.scheduler.scheduler import Limits
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
@@ -120,8 +119,11 @@ class Running:
 
     def _load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
-        limits = Limits(max_rows=self._served.max_rows, context=self._served.context)
-        return ModelInstance(self._served, Engine(self.session, limits, PrefixCache(10**6)))
+        num_blocks = 2 * self._served.max_rows * (self._served.context // 16 + 1)
+        limits = Limits(
+            max_rows=self._served.max_rows, context=self._served.context, num_blocks=num_blocks
+        )
+        return ModelInstance(self._served, Engine(self.session, limits))
 
     def _run(self) -> None:
         asyncio.run(self._main())
