@@ -29,6 +29,8 @@ namespace {
 
 constexpr int kSideBySide = 2;  // groups that share each input that was read
 constexpr int kMaxRows = 6;     // of a tile: more would not fit into 32 registers
+constexpr int kMaxQueries = 6;  // of a tile
+constexpr int wide(int) { return 4; }  // sixteens of a tile of so many queries
 
 using Floats = __m512;
 using Ints = __m512i;
@@ -72,6 +74,14 @@ INLINE Ints start(int32_t shift) { return all(shift); }
 INLINE Ints dot4(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 
+// The first `num` lanes of a, the others of b.
+INLINE Floats first_of(int64_t num, Floats a, Floats b) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>((1u << num) - 1), b, a);
+}
+INLINE float first(Floats x) { return _mm512_cvtss_f32(x); }
+// No lane is NaN.
+INLINE float most_of(Floats x) { return _mm512_reduce_max_ps(x); }
+
 // Each of 16 vectors added up. All processors do it in the order of added_up in kernels.h: the
 // second half to the first, until one number is left.
 INLINE Floats halved(Floats a, Floats b) {
@@ -98,6 +108,8 @@ INLINE Floats sums(const Floats (&v)[16]) {
 
 constexpr int kSideBySide = 1;
 constexpr int kMaxRows = 3;
+constexpr int kMaxQueries = 6;
+constexpr int wide(int queries) { return queries == 1 ? 4 : queries < 4 ? 2 : 1; }
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
@@ -191,6 +203,21 @@ INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
   return add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
 }
 
+INLINE Floats first_of(int64_t num, Floats x, Floats y) {
+  const __m256i nums = _mm256_set1_epi32(static_cast<int32_t>(num));
+  const __m256i a = _mm256_cmpgt_epi32(nums, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i b = _mm256_cmpgt_epi32(nums, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15));
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(a)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(b))};
+}
+INLINE float first(Floats x) { return _mm256_cvtss_f32(x.a); }
+INLINE float most_of(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 INLINE __m256 quartered(__m256 a, __m256 b) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
@@ -213,6 +240,8 @@ INLINE Floats sums(const Floats (&v)[16]) { return {sums_of_8(v), sums_of_8(v + 
 
 constexpr int kSideBySide = 1;
 constexpr int kMaxRows = 1;
+constexpr int kMaxQueries = 1;
+constexpr int wide(int) { return 1; }
 
 struct Floats { float v[16]; };
 struct Ints { int32_t v[16]; };
@@ -342,6 +371,16 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   });
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+
+INLINE Floats first_of(int64_t num, Floats a, Floats b) {
+  return each<Floats>([&](int i) { return i < num ? a.v[i] : b.v[i]; });
+}
+INLINE float first(Floats x) { return x.v[0]; }
+INLINE float most_of(Floats x) {
+  float most = x.v[0];
+  for (float each : x.v) most = each > most ? each : most;
+  return most;
+}
 
 // Each of 16 vectors added up, in the order of added_up in kernels.h.
 INLINE Floats sums(const Floats (&v)[16]) {

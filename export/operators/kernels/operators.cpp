@@ -7,7 +7,7 @@
 #include <mutex>
 #include <new>
 
-#include "attention_operator.h"
+#include "attention_operators.h"
 #include "linear_operators.h"
 
 namespace quill {
@@ -83,8 +83,13 @@ EXPORTED const char* QuillKernels() { return quill::choose_kernels(); }
 EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
                                             const runtime::ApiBase* base) {
   using namespace quill;
-  static const Operator linear = describe<Linear>(), embedding = describe<Embedding>();
-  static const Operator attention = describe<Attention>();
+  // Caches have 16 bits or 32: two operators of the same name, told apart by their types.
+  static const Operator operators[] = {
+      describe<Linear>(),           describe<Embedding>(),
+      describe<Attention<true>>(),  describe<CrossAttention<true>>(),  describe<Store<true>>(),
+      describe<Attention<false>>(), describe<CrossAttention<false>>(), describe<Store<false>>(),
+      describe<EncoderAttention>(),
+  };
   static std::mutex registering;
   static runtime::Domain* domain;
   const std::lock_guard<std::mutex> lock(registering);
@@ -92,9 +97,7 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
     ort = base->api(runtime::kVersion);
     choose_kernels();
     TRY(ort->create_domain("quill", &domain));
-    TRY(ort->add_operator(domain, &linear));
-    TRY(ort->add_operator(domain, &embedding));
-    TRY(ort->add_operator(domain, &attention));
+    for (const Operator& each : operators) TRY(ort->add_operator(domain, &each));
   }
   return ort->add_domain(options, domain);
 }
