@@ -22,14 +22,14 @@ from quill.model.network.positions import RotaryTables
 
 MAX_HEAD_SIZE = 256
 HEAD_SIZE_STEP = 16
+# Blocks may be of either precision: the runtime tells operators of one name apart by their types.
+ATTENTION = "quill::Attention"
+CROSS_ATTENTION = "quill::CrossAttention"
+ENCODER_ATTENTION = "quill::EncoderAttention"
+STORE = "quill::Store"
 PAGED = "com.microsoft::PagedAttention"
 
 Attributes = Mapping[str, int | float]
-
-
-def own_operator(name: str, cache_type: torch.dtype) -> str:
-    """The runtime wants a name for each type of cache."""
-    return f"quill::{name}{'32' if cache_type == torch.float32 else ''}"
 
 
 def own_attributes(config: ModelConfig) -> Attributes:
@@ -54,10 +54,6 @@ class Pool:
 
     layers: Sequence[Layer]
     extended: list[Layer] = field(default_factory=list)
-
-    @property
-    def number_type(self) -> torch.dtype:
-        return self.layers[0].keys.dtype
 
     def replace(self, layer: int, sides: Sequence[Tensor]) -> None:
         assert len(self.extended) == layer, "layers attend in order, each once"
@@ -94,9 +90,7 @@ class PackedEncoding:
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         inputs = [qkv_TE, self._packed.starts_S, *self._rotary]
-        return _write("quill::EncoderAttention", inputs, own_attributes(self._config), self._width)[
-            0
-        ]
+        return _write(ENCODER_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         raise AssertionError("an encoder has no cross-attention")
@@ -126,26 +120,20 @@ class PackedAttending(PackedEncoding):
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         """Queries, keys and values side by side, as the projection made them."""
-        pool = self._pool
-        # In half precision when a graph for a card is tried without one.
-        qkv, tables = (
-            qkv_TE.float(),
-            [each if each is None else each.float() for each in self._rotary],
-        )
-        inputs = [qkv, *pool.layers[layer], *self._where, *tables]
-        operator = own_operator("Attention", pool.number_type)
-        out_TE, *extended = _write(
-            operator, inputs, own_attributes(self._config), self._width, pool.layers[layer]
-        )
-        pool.replace(layer, extended)
+        # They are halves when a graph for a card is tried without one.
+        tables = [None if each is None else each.float() for each in self._rotary]
+        blocks = self._pool.layers[layer]
+        inputs = [qkv_TE.float(), *blocks, *self._where, *tables]
+        attributes = own_attributes(self._config)
+        out_TE, *extended = _write(ATTENTION, inputs, attributes, self._width, blocks)
+        self._pool.replace(layer, extended)
         return out_TE.to(qkv_TE.dtype)
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         """Reads a source's blocks, which lie among the others."""
         assert self._source is not None, "a decoder with cross-attention needs a source"
-        operator = own_operator("CrossAttention", self._pool.number_type)
         inputs = [q_TE, *self._pool.extended[layer], self._packed.starts_S, *self._source]
-        return _write(operator, inputs, own_attributes(self._config), self._width)[0]
+        return _write(CROSS_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
 
 
 class PagedAttending(PackedAttending):
@@ -176,7 +164,7 @@ def store(
     """Puts a source's keys and values into blocks. `where`: starts and block table."""
     blocks = pool.layers[layer]
     extended = torch.onnx.ops.symbolic_multi_out(
-        own_operator("Store", pool.number_type),
+        STORE,
         [*key_value_TE.chunk(2, dim=-1), *blocks, *where],
         attrs={**own_attributes(config)},
         dtypes=[side.dtype for side in blocks],

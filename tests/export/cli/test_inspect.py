@@ -24,7 +24,7 @@ def test_inspect_shows_what_is_in_a_bundle(
         "causal",
         f"{sizes.num_parameters:,}",
         "96 tokens",
-        "2 Attention32",
+        "2 Attention",
         "the source's own values (q4_1, q8_0)",
         "licence: MIT",
         "bit-identical for 1, 2, 3, 8, 32 rows, and for a prompt of 96 tokens cut anywhere",

@@ -73,7 +73,7 @@ def paged_attention(
     return out, key_cache_NPKH, value_cache_NPKH
 
 
-class PagedAttention(OpRun):  # type: ignore[misc]
+class PagedAttention(OpRun):
     """The node, for onnx's reference evaluator."""
 
     op_domain = "com.microsoft"

@@ -34,7 +34,7 @@ def test_a_llama_is_as_few_nodes_as_it_has_ideas(llama: Exported) -> None:
         "Gather": 2,  # the embedding, and the positions whose logits are wanted
         "RMSNormalization": 5,
         "Gemm": 9,
-        "Attention32": 2,
+        "Attention": 2,
         "Split": 2,  # SwiGLU's gate and value
         "Sigmoid": 2,
         "Mul": 4,
@@ -56,8 +56,8 @@ def test_a_translator_is_as_few_nodes_as_it_has_ideas(seq2seq: Exported) -> None
         "Add": 7,
         "LayerNormalization": 6,
         "Gemm": 13,
-        "Attention32": 2,
-        "CrossAttention32": 2,
+        "Attention": 2,
+        "CrossAttention": 2,
         "Relu": 2,
     }
     assert encoder == {
@@ -69,7 +69,7 @@ def test_a_translator_is_as_few_nodes_as_it_has_ideas(seq2seq: Exported) -> None
         "EncoderAttention": 1,
         "Relu": 1,
         "Split": 2,  # each decoder layer's keys and values
-        "Store32": 2,
+        "Store": 2,
     }
 
 
@@ -133,7 +133,7 @@ def test_a_seq2seq_model_has_two_graphs_with_the_documented_names(seq2seq: Expor
 def test_cross_attention_reads_the_pool_that_attention_wrote(seq2seq: Exported) -> None:
     """Or the runtime might read before it is written, or from a copy."""
     graph = load(seq2seq).graph
-    crossings = [node for node in graph.node if node.op_type == "CrossAttention32"]
+    crossings = [node for node in graph.node if node.op_type == "CrossAttention"]
     assert [list(node.input[1:3]) for node in crossings] == [
         [f"new_key_cache_{i}", f"new_value_cache_{i}"] for i in range(2)
     ]

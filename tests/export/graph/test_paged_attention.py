@@ -1,7 +1,7 @@
 """The graphs for cards, as far as they can be seen without one."""
 
 import os
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from quill.export.bundle.graph_contract import BLOCK, CUDA_BLOCK, cache_names
-from quill.export.graph.attention import own_operator
+from quill.export.graph.attention import ATTENTION
 from quill.export.operators.library import library_path
 from tests.export.graph.paged_attention import Array, PagedAttention, paged_attention
 from tests.export.tiny import Exported
@@ -54,7 +54,7 @@ def test_evaluated_by_the_schema_it_computes_what_pytorch_computes(causal: Expor
     evaluator = ReferenceEvaluator(load(causal), new_ops=[PagedAttention])
     names = cache_names(sizes.num_layers)
     shape = (NUM_BLOCKS, CUDA_BLOCK, sizes.num_kv_heads, sizes.head_size)
-    caches = {name: np.zeros(shape, np.float16) for name in names}
+    caches: dict[str, Any] = {name: np.zeros(shape, np.float16) for name in names}
     past, found = np.zeros(3, np.int64), []
     for lengths in STEPS:
         rows = [p[a : a + n] for p, a, n in zip(prompts, past, lengths, strict=True)]
@@ -92,7 +92,7 @@ def test_the_runtime_looks_at_the_types_before_that(causal: Exported) -> None:
 @pytest.mark.parametrize("is_rotary", [False, True], ids=["plain", "rotary"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (3, 3, 64), (8, 1, 80)])
 def test_quills_own_attention_means_the_same(
-    heads: int, kv_heads: int, size: int, is_rotary: bool, tmp_path: Path
+    heads: int, kv_heads: int, size: int, is_rotary: bool
 ) -> None:
     """Over blocks of 16, which both can have here."""
     chance = np.random.default_rng(size)
@@ -116,9 +116,9 @@ def test_quills_own_attention_means_the_same(
     np.testing.assert_array_equal(own[2].transpose(0, 2, 1, 3), expected[2])
 
 
-def run_own(inputs: list[Array], attributes: dict[str, int | float]) -> list[Array]:
+def run_own(inputs: list[Array], attributes: dict[str, Any]) -> list[Array]:
     names = [f"input_{i}" for i in range(len(inputs))]
-    domain, operator = own_operator("Attention", torch.float16).split("::")
+    domain, operator = ATTENTION.split("::")
     outputs = ["attended", "keys", "values"]
     types = {"attended": TensorProto.FLOAT}
     graph = helper.make_graph(

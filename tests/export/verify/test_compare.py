@@ -93,12 +93,12 @@ def nodes(model: onnx.ModelProto, operator: str) -> list[onnx.NodeProto]:
 
 def shift_rotary_table(model: onnx.ModelProto) -> None:
     """Every position is taken for the next one: no logit changes, but every key does."""
-    for name in nodes(model, "Attention32")[0].input[6:8]:
+    for name in nodes(model, "Attention")[0].input[6:8]:
         change_tensor(model, name, lambda table: np.roll(table, -1, axis=0))
 
 
 def stretch_rotary_table(model: onnx.ModelProto) -> None:
-    for name in nodes(model, "Attention32")[0].input[6:8]:
+    for name in nodes(model, "Attention")[0].input[6:8]:
         change_tensor(model, name, lambda table: np.repeat(table, 2, axis=0)[: len(table)])
 
 
@@ -120,7 +120,7 @@ def exchange_gate_and_value(model: onnx.ModelProto) -> None:
 
 
 def sharpen_attention(model: onnx.ModelProto) -> None:
-    for attribute in nodes(model, "Attention32")[1].attribute:
+    for attribute in nodes(model, "Attention")[1].attribute:
         if attribute.name == "scale":
             attribute.f *= 1.1
 
