@@ -39,5 +39,28 @@ __attribute__((always_inline)) inline Double exponential_of(Double x) {
   return scaled;
 }
 
+// In single precision, for exponents from -87 to 0: within 4 units of the last place.
+constexpr float kFloatShift = 12582912.f;
+
+template <typename Float, typename Bits>
+__attribute__((always_inline)) inline Float float_exponential_of(Float x) {
+  const Float shifted = x * 1.44269504f + kFloatShift;
+  const Float n = shifted - kFloatShift;
+  const Float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Float s = r * r;
+  Float even = s * (1.f / 720) + 1.f / 24;
+  Float odd = s * (1.f / 120) + 1.f / 6;
+  even = even * s + 0.5f;
+  odd = odd * s + 1.f;
+  const Float y = even * s + 1.f + odd * r;
+  Bits power, bits;
+  std::memcpy(&power, &shifted, sizeof power);
+  std::memcpy(&bits, &y, sizeof bits);
+  bits += power << 23;
+  Float scaled;
+  std::memcpy(&scaled, &bits, sizeof scaled);
+  return scaled;
+}
+
 }  // namespace
 }  // namespace quill

@@ -3,9 +3,12 @@
 // Knows: logits, settings, a random number for each row. Does not know: text, Python, ONNX Runtime.
 //
 // With top-k, or with min-p alone, only the best tokens matter: those above a threshold that one look at
-// the row gives. Otherwise the whole vocabulary is weighed, into buckets by score. Their masses say in
-// which one a cut or the draw falls, and only that one is sorted. Weights and sums are right within
-// known bounds: where those leave a doubt the row is left to the caller.
+// the row gives. Otherwise the weight of the whole vocabulary counts too. It is estimated, and mostly that
+// is enough to say which of the best tokens is drawn. If not, the whole vocabulary is weighed, into buckets
+// by score. Their masses say in which one a cut or the draw falls, and only that one is sorted.
+//
+// Weights and sums are right within known bounds: what those leave in doubt is left to the next, and at
+// last to the caller.
 #include "sampling.h"
 
 #include <cmath>
@@ -24,6 +27,7 @@ namespace {
 constexpr double kNegligible = 40;    // e to the -40, times a vocabulary, is less than any doubt
 constexpr double kTiny = 1e-290;      // settings below are left to the caller: inverses overflow
 constexpr int64_t kFewTokens = 1024;  // sorted at once
+constexpr int64_t kHeadPart = 6;      // of the groups; the tokens that reach this many are looked at first
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 const Passes& passes() {
@@ -127,7 +131,9 @@ class Row {
     if (draw_.min_p > 0 && draw_.min_p < kTiny) return kInDoubt;
     scale_ = {top_, 1 / draw_.temperature, 0};
     double threshold;
-    return has_threshold(threshold) ? choose_of_best(threshold, token) : choose_of_all(token);
+    if (has_threshold(threshold)) return choose_of_best(threshold, token);
+    const Outcome outcome = draw_.top_k ? kInDoubt : choose_of_head(token);
+    return outcome == kInDoubt ? choose_of_all(token) : outcome;
   }
 
  private:
@@ -181,8 +187,8 @@ class Row {
     return static_cast<int64_t>(place < kBuckets - 1 ? place : kBuckets - 1);
   }
 
-  // One bucket has them all.
-  Outcome choose_of_best(double threshold, int64_t& token) {
+  // The best tokens, sorted. Their mass.
+  double find_best(double threshold) {
     Items& items = room_.items;
     items.clear();
     collect(x_, size_, threshold, room_.tops, items);
@@ -193,9 +199,34 @@ class Row {
     if (draw_.top_k && draw_.top_k < static_cast<int64_t>(items.size())) items.resize(draw_.top_k);
     double mass = 0;
     for (Item& each : items) mass += each.weight = weight(each.score);
-    const Ranking::Collect all = [&](int64_t, Items& to) { to = items; };
+    return mass;
+  }
+
+  // One bucket has them all.
+  Outcome choose_of_best(double threshold, int64_t& token) {
+    const double mass = find_best(threshold);
+    const Ranking::Collect all = [&](int64_t, Items& to) { to = room_.items; };
     Ranking ranking(&mass, 1, error(), all);
     return decide(ranking, ranking.end(), token);
+  }
+
+  // One bucket has the best. Of the rest only the mass is known, and not to the last digit.
+  Outcome choose_of_head(int64_t& token) {
+    const double inverse = scale_.inverse;
+    if (!(inverse > 1e-30 && inverse < 1e30)) return kInDoubt;
+    double total = 0;
+    if (scan_.top > kNothing) {
+      total = passes().estimate(x_, size_, scan_.top, static_cast<float>(inverse));
+      total *= weight(scan_.top);
+    }
+    for (const Item& each : room_.adjusted) total += weight(each.score);
+    const int64_t num = std::max<int64_t>(1, room_.tops.size() / kHeadPart);
+    const double mass = find_best(threshold_of(num, room_.tops, room_.best));
+    const Ranking::Collect best = [&](int64_t, Items& to) { to = room_.items; };
+    Ranking ranking(&mass, 1, estimate_error(), best);
+    const Place end{1, 0, total};
+    if (draw_.min_p > 0 && !(ranking.lighter_than(draw_.min_p, 0) < end)) return kInDoubt;
+    return decide(ranking, end, token);
   }
 
   Outcome choose_of_all(int64_t& token) {
@@ -221,17 +252,7 @@ class Row {
     const double range = std::min(top_ - least, kNegligible * draw_.temperature);
     scale_.buckets = range > 0 ? (kBuckets - 2) / range : 0;
     room_.buckets.resize(size_);
-    alignas(64) double weights[kChunk + 8];
-    alignas(64) int32_t buckets[kChunk + 8];
-    for (int64_t start = 0; start < size_; start += kChunk) {
-      const int64_t num = std::min(kChunk, size_ - start);
-      passes().weigh(x_ + start, num, scale_, weights, buckets);
-      uint16_t* const to = room_.buckets.data() + start;
-      for (int64_t i = 0; i < num; i++) {
-        masses[buckets[i]] += weights[i];
-        to[i] = static_cast<uint16_t>(buckets[i]);
-      }
-    }
+    passes().weigh(x_, size_, scale_, masses, room_.buckets.data());
     for (Item& each : room_.adjusted) {
       each.weight = weight(each.score);
       masses[bucket(each.score)] += each.weight;
@@ -265,6 +286,10 @@ class Row {
   // Of sums of weights: the oracle's, one by one, and ours.
   double error() const { return 5e-16 * static_cast<double>(size_) + 1e-12; }
 
+  // Exponents are off by 3 roundings, which weigh most where they are as large as the logarithm of the
+  // vocabulary; the rest is for exp and for sums.
+  double estimate_error() const { return 0x1p-24 * (3 * std::log(size_) + 30); }
+
   const Draw& draw_;
   const float* x_;
   const int64_t size_;
@@ -297,10 +322,18 @@ Outcome find_tops(const Logits& logits, Tops& wanted, int64_t* ids, double* valu
   return kChosen;
 }
 
-// Too few rows aren't worth waking anybody.
-int64_t worthwhile(int64_t threads, int64_t rows, int64_t vocabulary) {
-  constexpr int64_t kLogits = 100'000;  // tens of microseconds
-  return std::min(threads, rows * vocabulary / kLogits);
+// A row that is only looked through costs a nanosecond for four tokens, one whose total counts six
+// times as much. Less than a quarter of a millisecond isn't worth waking anybody.
+constexpr int64_t kWorthwhile = 1'000'000;
+
+bool is_costly(const Draw& draw) {
+  return draw.temperature > 0 && !draw.top_k && (draw.top_p < 1 || draw.min_p == 0);
+}
+
+int64_t worthwhile(int64_t threads, const Logits& logits, const Draw* draws, int64_t num) {
+  int64_t cost = 0;
+  for (int64_t i = 0; i < num; i++) cost += logits.vocabulary * (is_costly(draws[i]) ? 6 : 1);
+  return std::min(threads, cost / kWorthwhile);
 }
 
 template <typename Work>
@@ -324,7 +357,7 @@ EXPORTED void QuillChoose(const float* x, int64_t stride, int64_t vocabulary, in
                           uint8_t* outcomes) {
   using namespace quill;
   const Logits logits{x, stride, vocabulary};
-  for_each_row(rows, worthwhile(threads, rows, vocabulary), outcomes,
+  for_each_row(rows, worthwhile(threads, logits, draws, rows), outcomes,
                [&](int64_t i) { return Row(logits, draws[i]).choose(tokens[i]); });
 }
 
@@ -334,7 +367,8 @@ EXPORTED void QuillTops(const float* x, int64_t stride, int64_t vocabulary, int6
                         double* values, uint8_t* outcomes) {
   using namespace quill;
   const Logits logits{x, stride, vocabulary};
-  for_each_row(rows, worthwhile(threads, rows, vocabulary), outcomes, [&](int64_t i) {
+  const int64_t most_threads = std::min(threads, 6 * rows * vocabulary / kWorthwhile);
+  for_each_row(rows, most_threads, outcomes, [&](int64_t i) {
     return find_tops(logits, tops[i], ids + i * most, values + i * most);
   });
 }

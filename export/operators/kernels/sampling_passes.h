@@ -8,7 +8,6 @@
 namespace quill {
 
 constexpr int64_t kGroup = 64;       // neighbouring tokens whose greatest logit is kept
-constexpr int64_t kChunk = 1024;     // tokens that are weighed at a time; a multiple of kGroup
 constexpr int kBuckets = 2048;       // of scores, best first
 constexpr double kLeast = -708;      // exponents below give as little as this one
 
@@ -29,10 +28,13 @@ struct Scale {
 struct Passes {
   // The greatest of each group go to `tops`.
   Scan (*scan)(const float* x, int64_t size, float* tops);
-  // Weights and buckets of up to kChunk tokens, rounded up to 8.
-  void (*weigh)(const float* x, int64_t size, const Scale& scale, double* weights, int32_t* buckets);
+  // About the sum of exp((x - top) / temperature), in single precision.
+  double (*estimate)(const float* x, int64_t size, float top, float inverse);
   // The sum of exp(x - top).
   double (*total)(const float* x, int64_t size, double top);
+  // Adds each token's weight to the mass of its bucket. The last one has all that is negligible: its
+  // mass isn't touched.
+  void (*weigh)(const float* x, int64_t size, const Scale& scale, double* masses, uint16_t* buckets);
   // The ids whose bucket is this one. Their number.
   int64_t (*find)(const uint16_t* buckets, int64_t size, uint16_t wanted, int32_t* ids);
 };
