@@ -15,6 +15,7 @@ from quill.loadtest.errors import ContenderError, OptionError
 from quill.server.serve.default_model import NAME as MODEL
 
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+LLAMA_SERVER = PEERS_PYTHON.with_name("llama-server")
 
 PASSAGES = "passages.json"
 
