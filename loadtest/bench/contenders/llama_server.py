@@ -112,7 +112,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) 
             return
         time.sleep(_LOOK_S)
     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    raise ContenderError(f"llama-server didn't start: {' '.join(last) or 'no word'} ({log})")
+    raise ContenderError(f"llama-server didn't start: {' '.join(last) or 'no word'}")
 
 
 def _is_ready(port: int) -> bool:
