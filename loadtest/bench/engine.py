@@ -34,7 +34,6 @@ from quill.loadtest.bench.tasks import (
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.errors import OptionError
 
-OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600
 
 

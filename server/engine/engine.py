@@ -15,9 +15,10 @@ from quill.server.errors import CancelledError, DeadlineError, RequestError, Ste
 from quill.server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
 from quill.server.request import Request
 from quill.server.sampling.beam_search import Search
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Outcome, Plan, StepResult
 from quill.server.scheduler.row import Group, Row
-from quill.server.scheduler.scheduler import Limits, Scheduler
+from quill.server.scheduler.scheduler import Scheduler
 from quill.server.scheduler.session import Session
 
 logger = logging.getLogger(__name__)

@@ -76,18 +76,14 @@ def _drawn(parts: Sequence[Part], firsts: Sequence[int]) -> list[_Drawn]:
     return drawn
 
 
-def _choose(
-    logits_LV: Logits, drawn: Sequence[_Drawn], num_parts: int
-) -> list[list[Choice]]:
+def _choose(logits_LV: Logits, drawn: Sequence[_Drawn], num_parts: int) -> list[list[Choice]]:
     choices: list[list[Choice]] = [[] for _ in range(num_parts)]
     if not drawn:
         return choices
     places = [each.logits for each in drawn]
     tokens, broken = choose(logits_LV, [each.draw for each in drawn], places)
     logprobs: dict[int, PositionLogprobs] = {}
-    reporting = [
-        i for i, each in enumerate(drawn) if each.num_tops is not None and i not in broken
-    ]
+    reporting = [i for i, each in enumerate(drawn) if each.num_tops is not None and i not in broken]
     if reporting:
         reports = position_logprobs(
             logits_LV,

@@ -30,7 +30,7 @@ class Bundle:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether it was measured that a row's answer is the same alone and in a crowd, and held."""
+        """Whether a row's answer is the same alone and in a crowd: that was measured, and held."""
         return self.graphs.invariance is not None and self.graphs.invariance.holds
 
 
@@ -79,12 +79,13 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
 def _try_last_position(bundle: Bundle, session: OrtSession, limits: Limits) -> None:
     """A manifest may claim a longer context than the graphs have positions for. Only running them
     shows it: one token at the last position, which costs a step of one row."""
-    context, piece = limits.context, Piece([0], limits.context - 1, [0] * limits.blocks_of(limits.context), [0])
+    context = limits.context
+    blocks = [0] * -(-context // limits.block_size)
+    piece = Piece([0], context - 1, blocks, [0])
     try:
         if bundle.graphs.encoder is not None:
-            source = Source([0] * context, piece.blocks)
-            session.encode([source])
-            piece = piece._replace(source_blocks=source.blocks, source_length=context)
+            session.encode([Source([0] * context, blocks)])
+            piece = piece._replace(source_blocks=blocks, source_length=context)
         session.step([piece])
     except MemoryError:
         raise

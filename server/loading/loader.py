@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnxruntime
 
+from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import read_manifest
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
@@ -53,12 +54,11 @@ def prepare(directory: Path, settings: Settings) -> Load:
         max_rows=sizing.max_rows,
         context=sizing.context,
         num_blocks=sizing.num_blocks,
+        block_size=graph_contract.block_size(choice.graphs.device),
         prefix_cache=settings.prefix_cache,
         guess=settings.guess,
     )
-    engine_settings = EngineSettings(
-        limits=limits, num_threads=threads, spinning=settings.spinning
-    )
+    engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
     return lambda: _load(directory, choice, engine_settings, settings)
 
 

@@ -6,11 +6,11 @@ A person should never have to tune to start; whoever does is told what doesn't f
 
 from dataclasses import dataclass
 
+from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
 from quill.server.machine.resources import num_cores
 from quill.server.runtime.blocks import BlockShape
-from quill.export.bundle import graph_contract
 
 MAX_ROWS = 256
 MAX_CACHE_BYTES = 2**31  # unless one sequence needs more
@@ -53,10 +53,10 @@ def choose_sizes(
     if num_blocks < least or wanted > free:
         asked = gigabytes(max(wanted, least * block_bytes))
         raise StartError(
-            f"{asked} of keys and values are needed beside the model's {gigabytes(weight_bytes)} "
-            f"({context} tokens take {gigabytes(least * block_bytes)}), and {gigabytes(available)} "
-            f"of memory is free{'' if cache_bytes is None else f' (--cache is {gigabytes(wanted)})'}"
-            ". Lower --context, or choose another --cache"
+            f"{asked} for keys and values beside the model's {gigabytes(weight_bytes)} is more "
+            f"than the {gigabytes(available)} of memory that are free, or too little for a context of "
+            f"{context} tokens ({gigabytes(least * block_bytes)}). Lower --context, or choose "
+            "another --cache"
         )
     return Sizing(
         max_rows=MAX_ROWS if max_rows is None else max_rows,

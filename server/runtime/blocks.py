@@ -43,9 +43,7 @@ class BlockShape:
 
     @classmethod
     def of(cls, sizes: Sizes, graphs: Graphs) -> "BlockShape":
-        key, value = graph_contract.block_shapes(
-            graphs.device, sizes.num_kv_heads, sizes.head_size
-        )
+        key, value = graph_contract.block_shapes(graphs.device, sizes.num_kv_heads, sizes.head_size)
         return cls(sizes.num_layers, graphs.cache_type, key, value)
 
     @property
@@ -104,9 +102,7 @@ class DeviceBlocks:
         self._device = device
         self._num = num_blocks
         num_sides = 2 * shape.num_layers
-        self._copier = open_graph(
-            identity_graph(num_sides), SessionSettings(num_threads=1), device
-        )
+        self._copier = open_graph(identity_graph(num_sides), SessionSettings(num_threads=1), device)
         number = np.dtype(shape.cache_type).type
         dimensions = [(num_blocks, *side) for side in (shape.key, shape.value)]
         try:

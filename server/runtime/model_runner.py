@@ -23,6 +23,9 @@ from quill.server.scheduler.plan import BlockCopy, Piece, Source
 # S sequences · T tokens of all of them · B blocks of the longest · L logits · V vocabulary
 
 
+_Inputs = dict[str, npt.NDArray[Any]]
+
+
 class OrtSession:
     """A decoder over blocks, and the encoder of a translator."""
 
@@ -43,7 +46,7 @@ class OrtSession:
     def step(self, pieces: Sequence[Piece]) -> Logits:
         lengths = [len(piece.ids) for piece in pieces]
         starts = _starts(lengths)
-        inputs = {
+        inputs: _Inputs = {
             graph_contract.INPUT_IDS: _longs(chain.from_iterable(piece.ids for piece in pieces)),
             graph_contract.POSITIONS: _positions([piece.start for piece in pieces], lengths),
             graph_contract.QUERY_STARTS: np.array(starts, np.int32),
@@ -67,7 +70,7 @@ class OrtSession:
     def encode(self, sources: Sequence[Source]) -> None:
         assert self._encoder is not None, "a causal model has no encoder"
         lengths = [len(source.ids) for source in sources]
-        inputs = {
+        inputs: _Inputs = {
             graph_contract.SOURCE_IDS: _longs(chain.from_iterable(each.ids for each in sources)),
             graph_contract.POSITIONS: _positions([0] * len(sources), lengths),
             graph_contract.QUERY_STARTS: np.array(_starts(lengths), np.int32),
@@ -95,7 +98,7 @@ class OrtSession:
         return self._logits_LV[:num_logits]
 
 
-def _run(session: Any, binding: Any, inputs: dict[str, npt.NDArray[Any]]) -> None:
+def _run(session: Any, binding: Any, inputs: _Inputs) -> None:
     for name, array in inputs.items():
         bind(binding.bind_input, name, view_of(array))
     session.run_with_iobinding(binding)

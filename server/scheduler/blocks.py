@@ -19,7 +19,8 @@ Key = tuple[int | str, tuple[int, ...]]
 class BlockPool:
     """Blocks are numbered from 0. Whoever takes or shares one releases it once."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, knows: bool = True) -> None:
+        self._knows = knows  # False: no text shares what another has read
         self._counts = [0] * num_blocks  # how many hold each
         self._free = list(range(num_blocks))[::-1]  # held by nobody, and nothing is known of them
         # Held by nobody, but known; the least recently used first. Whoever holds a block holds all
@@ -74,6 +75,8 @@ class BlockPool:
 
     def key(self, scope: str, before: int | None, tokens: tuple[int, ...]) -> Key | None:
         """What a block of these tokens is known by. None: the one before isn't known."""
+        if not self._knows:
+            return None
         if before is None:
             return scope, tokens
         known = self._known.get(before)

@@ -10,11 +10,11 @@ always gets on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool
 from quill.server.scheduler.guesses import MAX_GUESSES, Guesses
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import (
     BlockCopy,
     Choice,
@@ -36,38 +36,12 @@ from quill.server.scheduler.step_budget import Chunk, StepBudget
 LOOK_AHEAD = 16  # requests in the queue that may start although an earlier one can't
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    max_rows: int
-    context: int  # tokens of prompt and answer together
-    num_blocks: int
-    block_size: int = 16
-    guess: bool = True
-    max_read: int = 1024  # tokens of prompts in a step
-
-    def num_blocks_of(self, request: Request, num_tokens: int) -> int:
-        """What its rows hold together after so many tokens each: they share the prompt only."""
-        num_prompt, size = len(request.prompt_ids), self.block_size
-        num_shared = num_prompt // size
-        num_own = -(-(num_prompt + num_tokens) // size) - num_shared
-        return num_shared + request.num_rows * num_own + self.num_source_blocks(request)
-
-    def num_source_blocks(self, request: Request) -> int:
-        return -(-len(request.source_ids or ()) // self.block_size)
-
-    def fits(self, request: Request) -> bool:
-        """Whether there are rows and blocks enough for it, if it is alone."""
-        max_tokens = min(request.max_new_tokens, self.context - len(request.prompt_ids))
-        fits_blocks = self.num_blocks_of(request, max(0, max_tokens)) <= self.num_blocks
-        return request.num_rows <= self.max_rows and fits_blocks
-
-
 class Scheduler:
     """The queue, and all who have left it."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks)
+        self._pool = BlockPool(limits.num_blocks, limits.prefix_cache)
         self._queue = RequestQueue()
         self._budget = StepBudget()
         self._shares = PromptShares(self._pool, self._budget, limits.block_size, limits.max_read)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
+from quill.server.scheduler.limits import Limits
 from quill.server.telemetry.call_record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -52,12 +53,12 @@ class Metrics:
         registry = self.registry
         self._waiting = Gauge("quill_queue_depth", "Requests that wait", registry=registry)
         self._rows = Gauge("quill_running_rows", "Sequences in the last step", registry=registry)
-        self._max_rows = Gauge("quill_max_rows", "Sequences that can run at once", registry=registry)
-        self._blocks = Gauge(
-            "quill_blocks",
-            "Blocks of keys and values: used by running sequences, kept for others, free",
-            ["state"],
-            registry=registry,
+        self._max_rows = Gauge(
+            "quill_max_rows", "Sequences that can run at once", registry=registry
+        )
+        self._blocks = Gauge("quill_blocks", "Blocks of keys and values", registry=registry)
+        self._held = Gauge(
+            "quill_blocks_held", "Blocks that running sequences hold", registry=registry
         )
 
     def _make_histograms(self) -> None:
@@ -74,8 +75,9 @@ class Metrics:
         self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
 
-    def set_max_rows(self, max_rows: int) -> None:
-        self._max_rows.set(max_rows)
+    def set_limits(self, limits: Limits) -> None:
+        self._max_rows.set(limits.max_rows)
+        self._blocks.set(limits.num_blocks)
 
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
@@ -83,8 +85,7 @@ class Metrics:
             self._step.labels(batch.step.kind).observe(batch.step.duration_s)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
-            for state, number in batch.crowd.blocks._asdict().items():
-                self._blocks.labels(state).set(number)
+            self._held.set(batch.crowd.num_blocks)
             self._waiting.set(batch.crowd.num_waiting)
         now_s = self._clock()
         for event in batch.events:

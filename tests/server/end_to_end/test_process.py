@@ -21,7 +21,7 @@ from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.loading.loader import prepare, warm_up
 from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle

@@ -24,7 +24,7 @@ from quill.server.engine.engine import Engine
 from quill.server.errors import ReloadError, StartError
 from quill.server.loading.instance import ModelInstance
 from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import serving
 from tests.server.running import (

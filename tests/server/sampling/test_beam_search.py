@@ -19,7 +19,7 @@ from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEv
 from quill.server.request import Beams, Request, Sampling
 from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.scheduler.beam_rows import follow
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle

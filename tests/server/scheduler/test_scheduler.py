@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quill.server.request import Request
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Copy, DecodePlan, Outcome, PrefillPlan
-from quill.server.scheduler.scheduler import Limits, Scheduler
+from quill.server.scheduler.scheduler import Scheduler
 
 
 class Remembered:
