@@ -54,8 +54,8 @@ def choose_sizes(
         asked = gigabytes(max(wanted, least * block_bytes))
         raise StartError(
             f"{asked} for keys and values beside the model's {gigabytes(weight_bytes)} is more "
-            f"than the {gigabytes(available)} of memory that are free, or too little for a context of "
-            f"{context} tokens ({gigabytes(least * block_bytes)}). Lower --context, or choose "
+            f"than the {gigabytes(available)} of memory that are free, or too little for a context "
+            f"of {context} tokens ({gigabytes(least * block_bytes)}). Lower --context, or choose "
             "another --cache"
         )
     return Sizing(

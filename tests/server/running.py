@@ -27,6 +27,7 @@ from quill.server.text.tokenizer import Text
 from tests.server.scripted_session import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
 CONTEXT = 200
+NUM_BLOCKS = 256
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<|endoftext|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'k' }}{% endif %}"
@@ -92,8 +93,7 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
             device="cpu",
             runtime_version="1.31.1",
             deterministic=True,
-            context=CONTEXT,
-            max_rows=max_rows,
+            limits=Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS),
             max_waiting=max_waiting,
             max_message_bytes=2**20,
             text=make_text(),

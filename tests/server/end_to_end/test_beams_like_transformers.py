@@ -12,6 +12,7 @@ from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request
+from quill.server.scheduler.limits import Limits
 from tests.server.sampling.test_beam_search import Results
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict
@@ -104,7 +105,8 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     wishes = Wishes(precisions=("fp32",), verify=False)
     write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
-    engine = open_engine(bundle, EngineSettings(max_rows=9, context=CONTEXT, num_threads=1))
+    limits = Limits(max_rows=9, context=CONTEXT, num_blocks=200)
+    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
     requests = [
         _request(str(number), number, theirs.config.is_encoder_decoder) for number in range(8)
     ]

@@ -16,6 +16,7 @@ from quill.server.loading.engine_factory import EngineSettings, open_bundle, ope
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.loader import prepare
 from quill.server.runtime.onnx_session import cuda_free_bytes, cuda_problem
+from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from tests.server.running import make_manifest
 from tests.server.scripted_session import TIMEOUT_S
@@ -24,6 +25,8 @@ from tests.server.tiny_bundle import TinyBundle
 ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = cuda_problem()
 without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
+
+LIMITS = Limits(max_rows=1, context=64, num_blocks=4)
 
 
 @pytest.fixture(autouse=True)
@@ -116,20 +119,15 @@ def test_server_asked_for_cuda_ends_with_what_is_missing(tiny_for_both: TinyBund
 def test_graphs_for_cuda_are_never_opened_on_the_cpu_in_silence(tiny_for_both: TinyBundle) -> None:
     bundle = open_bundle(tiny_for_both.directory, "fp16")
     with pytest.raises(StartError, match="CUDA provider"):
-        open_engine(bundle, EngineSettings(max_rows=1, context=64))
+        open_engine(bundle, EngineSettings(limits=LIMITS))
 
 
-def test_engine_on_cuda_has_no_prefix_cache_and_no_translations(
-    tiny_for_both: TinyBundle, tiny_translator: TinyBundle
-) -> None:
-    bundle = open_bundle(tiny_for_both.directory, "fp16")
-    with pytest.raises(StartError, match="no prefix cache on CUDA"):
-        open_engine(bundle, EngineSettings(max_rows=1, context=64, cache_bytes=1))
+def test_engine_on_cuda_has_no_translations(tiny_translator: TinyBundle) -> None:
     translator = open_bundle(tiny_translator.directory, "fp32")
     graphs = dataclasses.replace(translator.graphs, device="cuda")
     translator = dataclasses.replace(translator, graphs=graphs)
     with pytest.raises(StartError, match="translation models are served on the CPU only"):
-        open_engine(translator, EngineSettings(max_rows=1, context=64))
+        open_engine(translator, EngineSettings(limits=LIMITS))
 
 
 def test_card_has_memory_or_some_is_assumed() -> None:

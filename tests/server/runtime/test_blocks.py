@@ -64,7 +64,7 @@ def _session(bundle: TinyBundle, on_device: bool) -> OrtSession:
     decoder: Any = open_graph(bundle.directory / graphs.decoder, ONE_THREAD)
     if on_device:
         blocks = DeviceBlocks(NUM_BLOCKS, shape, "cpu")
-        return OrtSession(CopyingDecoder(decoder), blocks, bundle.manifest.sizes)  # type: ignore[arg-type]
+        return OrtSession(CopyingDecoder(decoder), blocks, bundle.manifest.sizes)
     return OrtSession(decoder, Blocks(NUM_BLOCKS, shape), bundle.manifest.sizes)
 
 
