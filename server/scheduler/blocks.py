@@ -95,3 +95,10 @@ class BlockPool:
         self._index[key] = block
         self._known[block] = key, self._num_known
         return block
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What these hold is not to be trusted: nobody finds them any more."""
+        for block in blocks:
+            known = self._known.pop(block, None)
+            if known is not None:
+                del self._index[known[0]]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool, Key
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.row import Group, Row
 from quill.server.scheduler.step_budget import MIN_CHUNK, StepBudget
 
@@ -31,13 +32,11 @@ class _Owner:
 class PromptShares:
     """Remembers from step to step who has had how much."""
 
-    def __init__(
-        self, pool: BlockPool, budget: StepBudget, block_size: int, max_tokens: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, budget: StepBudget, limits: Limits) -> None:
         self._pool = pool
         self._budget = budget
-        self._size = block_size
-        self._max_tokens = max_tokens
+        self._limits = limits
+        self._size = limits.block_size
         self._owners: dict[str, _Owner] = {}
         self._now = 0.0  # the turn of the owners that was served last
 
@@ -56,6 +55,8 @@ class PromptShares:
 
     def key(self, row: Row, place: int) -> Key | None:
         """What one of a row's blocks is known by. The whole block has to be in its text."""
+        if not self._limits.share:
+            return None
         tokens = row.ids(place * self._size, (place + 1) * self._size)
         before = row.blocks[place - 1] if place else None
         return self._pool.key(row.request.cache_scope, before, tokens)
@@ -97,7 +98,7 @@ class _Step:
         self._all = shares
         self._budget, self._size = shares._budget, shares._size
         self._left_s = self._budget.prompts_s(num_running)
-        self._left = self._all._max_tokens
+        self._left = shares._limits.max_read
         self._num_free = shares._pool.num_free
         self._oldest = groups[0] if groups else None
         self._groups = {row: group for group in groups for row in group.readers()}

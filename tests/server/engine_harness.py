@@ -17,7 +17,7 @@ from quill.server.events import (
     TokenEvent,
 )
 from quill.server.request import Request
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from tests.server.fake_session import VOCAB_SIZE, FakeSession
 
 CONTEXT = 96

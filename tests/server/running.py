@@ -18,7 +18,7 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record

@@ -20,8 +20,7 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.loading.loader import prepare, warm_up
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
@@ -133,7 +132,7 @@ def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
 
 def test_model_that_cannot_run_is_not_served() -> None:
     session = Reciter()
-    engine = Engine(session, Limits(max_rows=1, context=8), PrefixCache(0))
+    engine = Engine(session, Limits(max_rows=1, context=8, num_blocks=4))
     warm_up(engine, "causal")
     assert session.num_steps == 2
     session.failures.append(RuntimeError("injected"))

@@ -23,8 +23,8 @@ from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, cuda_problem, open_graph
 from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.runtime.slots import Slots, SlotShape
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Copy
-from quill.server.scheduler.scheduler import Limits
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

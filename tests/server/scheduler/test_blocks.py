@@ -45,6 +45,9 @@ class Texts:
         self.pool.share(self.held[place])
         self.held.append(self.held[place].copy())
 
+    def forget(self, place: int) -> None:
+        self.pool.forget(self.held[place])
+
     def end(self, place: int) -> None:
         self.pool.release(self.held.pop(place))
 
@@ -60,6 +63,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 ACTIONS = st.one_of(
     st.tuples(st.just("read"), st.sampled_from(["", "a", "b"]), TEXTS),
     st.tuples(st.just("fork"), st.integers(0, 9), st.none()),
+    st.tuples(st.just("forget"), st.integers(0, 9), st.none()),
     st.tuples(st.just("end"), st.integers(0, 9), st.none()),
 )
 
@@ -74,7 +78,7 @@ def test_no_block_is_lost_or_given_twice_or_found_by_another_scope(
         if isinstance(what, str):
             texts.read(what, text)
         elif what < len(texts.held):
-            (texts.fork if kind == "fork" else texts.end)(what)
+            {"fork": texts.fork, "forget": texts.forget, "end": texts.end}[kind](what)
         texts.check()
     while texts.held:
         texts.end(0)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from quill.server.request import Beams, Request
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
-from quill.server.scheduler.scheduler import Limits, Scheduler
+from quill.server.scheduler.scheduler import Scheduler
 
 CONTEXT = 128
 
@@ -175,7 +176,11 @@ def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> 
         said[guess] = []
         while (outcome := world.step()) is not None:
             said[guess] += [each.token for each in outcome.said]
-            held = [row.num_held - row.num_text for group in world.scheduler._groups for row in group.rows]
+            held = [
+                row.num_held - row.num_text
+                for group in world.scheduler._groups
+                for row in group.rows
+            ]
             assert set(held) <= {-1}
         assert world.finished["r", 0] == reason
         num_asked = [len(part.piece.ids) for plan in world.plans for part in plan.running]

@@ -12,8 +12,8 @@ import pytest
 from quill.server.engine.engine import Engine
 from quill.server.events import StartEvent, TokenEvent
 from quill.server.request import Request, Sampling
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
-from quill.server.scheduler.scheduler import Limits
 
 CONTEXT = 9000
 STEP_S, ROW_S, TOKEN_S, PAST_S = 0.012, 0.0012, 0.0011, 0.0000003
