@@ -35,6 +35,7 @@ class Engine:
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._limits = limits
         self._executor = Executor(session)
         self._scheduler = Scheduler(limits)
         self._states = RequestStates()
@@ -60,6 +61,10 @@ class Engine:
             return "between two runs of the model"
         requests = ", ".join(sorted({part.row.request.request_id for part in plan.parts}))
         return f"a {plan.kind} step of {plan.num_tokens} tokens for the requests {requests}"
+
+    def fits(self, request: Request) -> bool:
+        """Whether it can ever be served; others mustn't be submitted. From any thread."""
+        return self._limits.fits(request)
 
     def submit(self, request: Request, arrived_s: float) -> None:
         self._states.arrive(request, arrived_s)

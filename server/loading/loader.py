@@ -55,7 +55,7 @@ def prepare(directory: Path, settings: Settings) -> Load:
         context=sizing.context,
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
-        prefix_cache=settings.prefix_cache,
+        share=settings.prefix_cache,
         guess=settings.guess,
     )
     engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)

@@ -19,8 +19,7 @@ Key = tuple[int | str, tuple[int, ...]]
 class BlockPool:
     """Blocks are numbered from 0. Whoever takes or shares one releases it once."""
 
-    def __init__(self, num_blocks: int, knows: bool = True) -> None:
-        self._knows = knows  # False: no text shares what another has read
+    def __init__(self, num_blocks: int) -> None:
         self._counts = [0] * num_blocks  # how many hold each
         self._free = list(range(num_blocks))[::-1]  # held by nobody, and nothing is known of them
         # Held by nobody, but known; the least recently used first. Whoever holds a block holds all
@@ -75,8 +74,6 @@ class BlockPool:
 
     def key(self, scope: str, before: int | None, tokens: tuple[int, ...]) -> Key | None:
         """What a block of these tokens is known by. None: the one before isn't known."""
-        if not self._knows:
-            return None
         if before is None:
             return scope, tokens
         known = self._known.get(before)
@@ -98,3 +95,10 @@ class BlockPool:
         self._index[key] = block
         self._known[block] = key, self._num_known
         return block
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What these hold is not to be trusted: nobody finds them any more."""
+        for block in blocks:
+            known = self._known.pop(block, None)
+            if known is not None:
+                del self._index[known[0]]

@@ -1,11 +1,10 @@
-"""How much may run at once.
+"""How many can be served at once, and how long.
 
-Knows: rows, blocks, lengths. Does not know: who runs.
+Knows: numbers. Does not know: who is served.
 """
 
 from dataclasses import dataclass
 
-from quill.export.bundle.graph_contract import BLOCK
 from quill.server.request import Request
 
 
@@ -14,10 +13,10 @@ class Limits:
     max_rows: int
     context: int  # tokens of prompt and answer together
     num_blocks: int
-    block_size: int = BLOCK
-    prefix_cache: bool = True  # texts that begin alike share blocks
+    block_size: int = 16
+    share: bool = True  # blocks of texts that begin alike
     guess: bool = True
-    max_read: int = 1024  # tokens of prompts in a step
+    max_read: int = 1024  # tokens of prompts and sources in a step
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
         """What its rows hold together after so many tokens each: they share the prompt only."""

@@ -3,48 +3,60 @@
 Knows: rows that are being read, what tokens cost, which blocks are known. Does not know: the queue.
 
 Prompts are read side by side. Owners have equal shares of the time, and so have the prompts of one
-owner; a short one is done before a long one's next piece. (This is self-clocked fair queueing over
-pieces of QUANTUM tokens.) Of those who read the same beginning at once, one reads it and the others
-wait for its blocks.
+owner; a short one is done before a long one's next piece. (This is self-clocked fair queueing, of
+owners and of each one's prompts, over pieces of QUANTUM tokens.) Of those who read the same
+beginning at once, one reads it and the others wait for its blocks.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool, Key
+from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.row import Group, Row
 from quill.server.scheduler.step_budget import MIN_CHUNK, StepBudget
 
-QUANTUM = 64
+QUANTUM = 256
 # Logits are wanted for every token of such prompts: 64 x 49,152 of them are 12 MB.
 MAX_LOGPROBS_TOKENS = 64
+
+
+@dataclass
+class _Owner:
+    tag: float  # its turn among the owners
+    now: float = 0.0  # the turn of its prompts that was served last
 
 
 class PromptShares:
     """Remembers from step to step who has had how much."""
 
-    def __init__(
-        self, pool: BlockPool, budget: StepBudget, block_size: int, max_tokens: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, budget: StepBudget, limits: Limits) -> None:
         self._pool = pool
         self._budget = budget
-        self._size = block_size
-        self._max_tokens = max_tokens
-        self._now = 0.0  # the turn that was served last
+        self._limits = limits
+        self._size = limits.block_size
+        self._owners: dict[str, _Owner] = {}
+        self._now = 0.0  # the turn of the owners that was served last
 
     def enter(self, group: Group) -> None:
         """Nobody has a claim on what was read before it came."""
+        owner = self._owners.setdefault(group.request.owner, _Owner(self._now))
         for row in group.rows:
-            row.tag = self._now
+            row.tag = owner.now
 
     def share(self, groups: Sequence[Group], num_running: int) -> dict[Row, int]:
         """How many tokens each row reads, for those that read any."""
-        return _Step(self, groups, num_running).share()
+        given = _Step(self, groups, num_running).share()
+        present = {group.request.owner for group in groups}
+        self._owners = {name: self._owners[name] for name in present}
+        return given
 
     def key(self, row: Row, place: int) -> Key | None:
         """What one of a row's blocks is known by. The whole block has to be in its text."""
+        if not self._limits.share:
+            return None
         tokens = row.ids(place * self._size, (place + 1) * self._size)
         before = row.blocks[place - 1] if place else None
         return self._pool.key(row.request.cache_scope, before, tokens)
@@ -86,11 +98,10 @@ class _Step:
         self._all = shares
         self._budget, self._size = shares._budget, shares._size
         self._left_s = self._budget.prompts_s(num_running)
-        self._left = self._all._max_tokens
+        self._left = shares._limits.max_read
         self._num_free = shares._pool.num_free
         self._oldest = groups[0] if groups else None
         self._groups = {row: group for group in groups for row in group.readers()}
-        self._owners = Counter(group.request.owner for group in self._groups.values())
         num_scored = sum(group.scores for group in self._groups.values())
         self._max_scored = max(1, MAX_LOGPROBS_TOKENS // max(1, num_scored))
         self._given: dict[Row, int] = {}
@@ -104,12 +115,18 @@ class _Step:
             if group.request.source_ids is None:
                 self._all._adopt(group, row)
                 self._claim(row)
-        line = [(self._finish(row), place, row) for place, row in enumerate(self._groups)]
-        heapq.heapify(line)
-        while line and self._left > 0 and (self._left_s > 0 or not self._given):
-            _, place, row = heapq.heappop(line)
+        lines: dict[str, list[tuple[float, int, Row]]] = {}
+        for place, (row, group) in enumerate(self._groups.items()):
+            lines.setdefault(group.request.owner, []).append((self._finish(row), place, row))
+        for line in lines.values():
+            heapq.heapify(line)
+        while lines and self._left > 0 and (self._left_s > 0 or not self._given):
+            name = min(lines, key=lambda name: self._owner_finish(name, lines[name][0][2]))
+            _, place, row = heapq.heappop(lines[name])
             if self._give(row) and self._wanted(row):
-                heapq.heappush(line, (self._finish(row), place, row))
+                heapq.heappush(lines[name], (self._finish(row), place, row))
+            if not lines[name]:
+                del lines[name]
         return self._given
 
     def _wanted(self, row: Row) -> int:
@@ -117,13 +134,14 @@ class _Step:
 
     def _finish(self, row: Row) -> float:
         """The turn at which its next piece would be read."""
-        return row.tag + self._weighted_s(row, min(self._wanted(row), QUANTUM))
+        return row.tag + self._cost_s(row, min(self._wanted(row), QUANTUM))
 
-    def _weighted_s(self, row: Row, num_tokens: int) -> float:
-        group = self._groups[row]
+    def _owner_finish(self, name: str, row: Row) -> float:
+        return self._all._owners[name].tag + self._finish(row) - row.tag
+
+    def _cost_s(self, row: Row, num_tokens: int) -> float:
         past = row.num_held + self._given.get(row, 0)
-        cost_s = self._budget.cost_s(num_tokens, past) + self._source_s(row)
-        return cost_s * self._owners[group.request.owner]
+        return self._budget.cost_s(num_tokens, past) + self._source_s(row)
 
     def _source_s(self, row: Row) -> float:
         """What the encoder takes, if it has to come first."""
@@ -138,10 +156,12 @@ class _Step:
         if num_tokens <= 0 or row in self._waits:
             return False
         group = self._groups[row]
-        weighted_s = self._weighted_s(row, num_tokens)
-        row.tag += weighted_s
-        self._all._now = max(self._all._now, row.tag)
-        self._left_s -= weighted_s / self._owners[group.request.owner]
+        owner, cost_s = self._all._owners[group.request.owner], self._cost_s(row, num_tokens)
+        row.tag += cost_s
+        owner.tag += cost_s
+        owner.now = max(owner.now, row.tag)
+        self._all._now = max(self._all._now, owner.tag)
+        self._left_s -= cost_s
         self._left -= num_tokens
         if self._source_s(row):
             self._left -= group.request.num_prompt

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool
-from quill.server.scheduler.guesses import MAX_GUESSES, Guesses
+from quill.server.scheduler.guesses import Guesses
 from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import (
     BlockCopy,
@@ -34,6 +34,7 @@ from quill.server.scheduler.row import Group, Row, group_of
 from quill.server.scheduler.step_budget import Chunk, StepBudget
 
 LOOK_AHEAD = 16  # requests in the queue that may start although an earlier one can't
+MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
 
 
 class Scheduler:
@@ -41,10 +42,10 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks, limits.prefix_cache)
+        self._pool = BlockPool(limits.num_blocks)
         self._queue = RequestQueue()
         self._budget = StepBudget()
-        self._shares = PromptShares(self._pool, self._budget, limits.block_size, limits.max_read)
+        self._shares = PromptShares(self._pool, self._budget, limits)
         self._groups: list[Group] = []  # who started first is first
         self._set_back: dict[str, Group] = {}  # they wait in the queue
         self._overtaken: dict[str, int] = {}  # of those who wait: by how many tokens
@@ -79,11 +80,10 @@ class Scheduler:
         self._start()
         num_running = sum(len(group.running()) for group in self._groups)
         shares = self._shares.share(self._groups, num_running)
-        least_rate = self._budget.least_rate(num_running)
         plan = Plan()
         for group in self._groups.copy():
             if not group.is_set_back:
-                self._run(group, plan, least_rate)
+                self._run(group, plan, num_running)
             for row in () if group.is_set_back else group.readers():
                 if row in shares:
                     self._read(group, row, shares[row], plan)
@@ -141,25 +141,25 @@ class Scheduler:
         self._shares.enter(group)
         self._groups.append(group)
 
-    def _run(self, group: Group, plan: Plan, least_rate: float) -> None:
+    def _run(self, group: Group, plan: Plan, num_running: int) -> None:
         """The rows that are ready; a search only if there is room for all of its beams."""
         rows = group.running()
         ready = [row for row in rows if self._make_room(group, row, 1, plan)]
         if group.search is not None and len(ready) < len(rows):
             return
         for row in ready:
-            guesses = self._guess(row, least_rate)
+            guesses = self._guess(row, num_running)
             ids = (*row.ids(row.num_held, row.num_text), *guesses)
             piece = self._piece(group, row, ids, range(len(ids)))
             plan.running.append(Part(piece, group, row, (row,), guesses, reads=False))
 
-    def _guess(self, row: Row, least_rate: float) -> list[int]:
+    def _guess(self, row: Row, num_running: int) -> list[int]:
         if not self._limits.guess or not row.may_guess or self._budget.is_probing:
             return []
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
-        most = min(MAX_GUESSES, row.max_tokens - len(row.token_ids) - 1)
-        guesses = row.guesses.next(most, least_rate)
+        most = min(row.max_tokens - len(row.token_ids) - 1, max(1, MAX_ALL_GUESSES // num_running))
+        guesses = row.guesses.next(most, self._budget.least_rate(num_running))
         while len(row.blocks) * self._limits.block_size < row.num_text + len(guesses):
             if self._pool.num_free <= self.num_rows:  # nobody is set back for a guess
                 return guesses[: len(row.blocks) * self._limits.block_size - row.num_text]
@@ -235,6 +235,9 @@ class Scheduler:
         for group in {part.group: None for part in plan.parts if part.takers}:
             if group.search is not None:
                 self._advance(group, result.ranked, outcome)
+        for part in plan.parts if outcome.broken else ():
+            if part.row.request.request_id in outcome.broken:
+                self._pool.forget(part.row.blocks)
         for row, _ in outcome.finished:
             self.remove(row.request.request_id, row.sequence)
         return outcome

@@ -43,7 +43,7 @@ class Quill:
             max_rows=MAX_ROWS,
             context=self._context,
             num_blocks=MAX_ROWS * blocks_of_one(opened.graphs, self._context),
-            prefix_cache=False,
+            share=False,
             guess=False,
         )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))

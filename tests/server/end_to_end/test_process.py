@@ -34,7 +34,7 @@ SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")
 
 
 def command(bundle: Path) -> list[str]:
-    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-rows", "2"]
+    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-slots", "2"]
     return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
 
 
@@ -132,7 +132,7 @@ def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
 
 def test_model_that_cannot_run_is_not_served() -> None:
     session = Reciter()
-    engine = Engine(session, Limits(max_rows=1, context=8, num_blocks=1))
+    engine = Engine(session, Limits(max_rows=1, context=8, num_blocks=4))
     warm_up(engine, "causal")
     assert session.num_steps == 2
     session.failures.append(RuntimeError("injected"))

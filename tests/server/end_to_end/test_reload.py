@@ -23,6 +23,7 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import ReloadError, StartError
 from quill.server.loading.instance import ModelInstance
+from quill.server.scheduler.limits import Limits
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import serving
 from tests.server.running import (
@@ -41,7 +42,9 @@ from tests.server.tiny_bundle import TinyBundle
 def second(max_rows: int = 2) -> ModelInstance:
     """Another bundle, by its name and its slots."""
     served = make_served(max_rows, manifest=make_manifest(name="second"))
-    return ModelInstance(served, Engine(Reciter(), served.limits))
+    num_blocks = max_rows * (served.context // 16 + 1)
+    limits = Limits(max_rows=max_rows, context=served.context, num_blocks=num_blocks)
+    return ModelInstance(served, Engine(Reciter(), limits))
 
 
 def name_of(running: Running) -> str:
