@@ -125,9 +125,7 @@ def _sample(logits_LV: Logits, rows: Sequence[Row], places: Sequence[int]) -> St
     return StepResult(tokens, logprobs, broken, [], ranked)
 
 
-def _rank(
-    logits_LV: Logits, rows: Sequence[Row], places: Sequence[int]
-) -> tuple[Ranked, set[int]]:
+def _rank(logits_LV: Logits, rows: Sequence[Row], places: Sequence[int]) -> tuple[Ranked, set[int]]:
     """What searches go on with, and the rows whose logits weren't finite."""
     found = searches(rows)
     if not found:
@@ -136,8 +134,7 @@ def _rank(
     wanted = [i for search, beams in found.items() for i in beams[: len(search.running)]]
     rankings = rank(logits_LV, list(found), [places[i] for i in wanted])
     by_request = {
-        search.request.request_id: each
-        for search, each in zip(found, rankings.ranked, strict=True)
+        search.request.request_id: each for search, each in zip(found, rankings.ranked, strict=True)
     }
     return by_request, {wanted[i] for i in rankings.broken}
 

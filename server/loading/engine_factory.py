@@ -20,6 +20,7 @@ from quill.server.runtime.onnx_session import SessionSettings, first_line, open_
 from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.runtime.slots import Slots, SlotShape
 from quill.server.runtime.source_slots import Sources
+from quill.server.sampling import native
 from quill.server.scheduler.batch_invariance import padded
 from quill.server.scheduler.scheduler import Limits
 
@@ -72,6 +73,7 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     """Loads the weights and makes the slots."""
     manifest, graphs = bundle.manifest, bundle.graphs
     _check(bundle, settings)
+    native.prepare(settings.num_threads)
     pad = settings.exact and bundle.needs_padding
     shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
     num_slots = padded(settings.max_rows) if pad else settings.max_rows

@@ -42,9 +42,7 @@ class Choices(NamedTuple):
 _NOTHING_ADJUSTED = (0, 0, 0, 0, 0)
 
 
-def choose(
-    logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None = None
-) -> Choices:
+def choose(logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Choices:
     """A token for each draw. Draw i is from row i, or from rows[i]: several may be from one."""
     if rows is None:
         rows = range(len(logits_RV))
@@ -68,7 +66,5 @@ def _fields(row: int, each: Draw, u: float) -> tuple[float, ...]:
 
 def _exactly(logits_V: Logits, each: Draw, u: float) -> int:
     sampling = each.sampling
-    settings = RowSettings(
-        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u
-    )
+    settings = RowSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
     return draw_exactly(logits_V, each.adjustments, settings)
