@@ -21,7 +21,7 @@ help:
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
-	@echo "make operators  compile Quill's own operators (the others do it too, if there is g++)"
+	@echo "make operators  compile Quill's own operators (the others do it too; with $$CXX, g++, clang++ or PyPI's ziglang)"
 	@echo "make protos  make the Python code of protos/generation.proto"
 	@echo "make peers   install the programs that quill bench compares with, and compile llama.cpp (20 minutes)"
 
@@ -31,8 +31,10 @@ $(VENV)/base: constraints.txt pyproject.toml
 	@mkdir -p $(VENV)/link && ln -sfn ../.. $(VENV)/link/quill
 	@echo "[2/3] installing PyTorch (the pin keeps it a CPU build where one is offered; about a minute)"
 	@echo "      and compiling Quill's own operators meanwhile"
-	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build --optional & \
-	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0; code=$$?; wait; exit $$code
+	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build --find-compiler > /dev/null 2>&1 \
+		|| { echo "      with the compiler from PyPI: there is no other"; $(CONSTRAINED) $(PIP) install --progress-bar on ziglang; }
+	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build & building=$$!; \
+	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0; code=$$?; wait $$building && exit $$code
 	@echo "[3/3] installing what training, export and serving need"
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[train,export,serve]'
 	@touch $@
@@ -42,9 +44,8 @@ $(VENV)/dev: $(VENV)/base
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@
 
-# Without a compiler this says so, and everything works but precisions quill4 and quill8.
 compiled: $(VENV)/base
-	@$(BIN)/python -m quill.export.operators.build --optional
+	@$(BIN)/python -m quill.export.operators.build --quiet
 
 operators: $(VENV)/base
 	$(BIN)/python -m quill.export.operators.build

@@ -1,4 +1,4 @@
-"""Whether Quill's own operators can be tested here: `make test` builds them if there is g++."""
+"""Whether Quill's own operators can be tested here: `make test` builds them."""
 
 import pytest
 

@@ -38,7 +38,7 @@ WITHIN = {
         "engine": "runtime scheduler sampling",
         "protocol": "text",
         "telemetry": "",
-        "loading": "engine runtime scheduler protocol text machine",
+        "loading": "engine runtime scheduler sampling protocol text machine",
         "api": "loading engine protocol text auth telemetry",
         "serve": "api loading engine protocol auth telemetry machine",
         "client": "",

@@ -16,6 +16,7 @@ from quill.server.machine.mapped_file import detach
 from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, first_line, open_graph
+from quill.server.sampling import native
 from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Piece, Source
 
@@ -58,6 +59,7 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     """Loads the weights and makes the blocks."""
     manifest, graphs, limits = bundle.manifest, bundle.graphs, settings.limits
     _check(bundle, limits)
+    native.prepare(settings.num_threads)
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
     encoder = None
     with huge_pages():

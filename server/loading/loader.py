@@ -18,6 +18,7 @@ from quill.server.events import FailEvent
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
+from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from quill.server.machine.heap import drop_startup_pages
 from quill.server.machine.resources import available_bytes
@@ -38,6 +39,7 @@ Load = Callable[[], ModelInstance]
 def prepare(directory: Path, settings: Settings) -> Load:
     """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
     manifest = read_manifest(directory)
+    require_library()
     choice = choose_graphs(manifest, settings.device, settings.precision)
     on_cuda = choice.graphs.device == "cuda"
     sizing = choose_sizes(

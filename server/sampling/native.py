@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quill.export.operators.library import library_path
+from quill.export.operators.library import library_path, operators_problem
+from quill.server.errors import StartError
 from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
 
 # R rows · D draws · T most tops
@@ -61,9 +62,10 @@ class _Threads:
     num = 0  # as many as there are cores
 
 
-def use_threads(num: int) -> None:
-    """0: as many as there are cores."""
-    _Threads.num = num
+def prepare(num_threads: int = 0) -> None:
+    """Says at start what would stand against choosing tokens. 0: as many as there are cores."""
+    _library()
+    _Threads.num = num_threads
 
 
 def _num_threads() -> int:
@@ -131,6 +133,9 @@ def _checked(outcomes: npt.NDArray[np.uint8]) -> bytes:
 
 @functools.cache
 def _library() -> Any:
+    problem = operators_problem()
+    if problem is not None:
+        raise StartError(f"tokens can't be chosen: {problem}")
     loaded = ctypes.CDLL(os.fspath(library_path()))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.QuillChoose.argtypes = (

@@ -26,6 +26,7 @@ namespace {
 
 constexpr double kNegligible = 40;    // e to the -40, times a vocabulary, is less than any doubt
 constexpr double kTiny = 1e-290;      // settings below are left to the caller: inverses overflow
+constexpr double kLeastStep = 1e-9;   // between two buckets' exponents
 constexpr int64_t kFewTokens = 1024;  // sorted at once
 constexpr int64_t kHeadPart = 6;      // of the groups; the tokens that reach this many are looked at first
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -232,6 +233,8 @@ class Row {
   Outcome choose_of_all(int64_t& token) {
     double masses[kBuckets] = {};
     weigh_all(masses);
+    // Then weights of many buckets are the same, or almost, and min-p can't be found by score.
+    if (draw_.min_p > 0 && scale_.inverse < kLeastStep * scale_.buckets) return kInDoubt;
     const Ranking::Collect some = [&](int64_t wanted, Items& to) { collect_bucket(wanted, to); };
     Ranking ranking(masses, kBuckets, error(), some);
     Place end = ranking.end();
