@@ -16,6 +16,7 @@ namespace quill {
 namespace {
 
 constexpr int64_t kRowsOfTable = 24;  // queries whose weights stay in the nearest cache
+constexpr int64_t kRow = kChunk + 16;  // weights of a query: a power of two would be slower
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 INLINE uint8_t* bytes(uint16_t* p) { return reinterpret_cast<uint8_t*>(p); }
@@ -95,7 +96,7 @@ INLINE void score_tile(const Chunk& chunk, const Query* queries, int64_t block, 
   UNROLLED
   for (int r = 0; r < ROWS; r++) {
     UNROLLED
-    for (int w = 0; w < WIDE; w++) store(to + r * kChunk + (block + w) * kPositions, sums[r][w]);
+    for (int w = 0; w < WIDE; w++) store(to + r * kRow + (block + w) * kPositions, sums[r][w]);
   }
 }
 
@@ -132,7 +133,7 @@ INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* we
         const Floats value = load(values + 16 * w);
         UNROLLED
         for (int r = 0; r < ROWS; r++) {
-          sums[r][w] = fused(all(weights[r * kChunk + i]), value, sums[r][w]);
+          sums[r][w] = fused(all(weights[r * kRow + i]), value, sums[r][w]);
         }
       }
     }
@@ -145,7 +146,7 @@ INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* we
       if (i >= queries[r].num) continue;
       UNROLLED
       for (int w = 0; w < WIDE; w++) {
-        sums[r][w] = fused(all(weights[r * kChunk + i]), load(values + 16 * w), sums[r][w]);
+        sums[r][w] = fused(all(weights[r * kRow + i]), load(values + 16 * w), sums[r][w]);
       }
     }
   }
@@ -208,7 +209,7 @@ INLINE void tiles_of_rows(int64_t num, F f) {
 
 template <typename T>
 void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
-  alignas(64) float weights[kRowsOfTable * kChunk];
+  alignas(64) float weights[kRowsOfTable * kRow];
   alignas(64) float old_most[kRowsOfTable + 8], new_most[kRowsOfTable + 8], total[kRowsOfTable];
   tiles_of_rows(num, [&](auto rows, int64_t row) {
     constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
@@ -219,17 +220,17 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
     const int64_t blocks = (longest + kPositions - 1) / kPositions;
     int64_t block = 0;
     for (; block + kWide <= blocks; block += kWide) {
-      score_tile<T, kRows, kWide>(chunk, queries + row, block, weights + row * kChunk);
+      score_tile<T, kRows, kWide>(chunk, queries + row, block, weights + row * kRow);
     }
     if constexpr (kWide > 1) {
       for (; block < blocks; block++) {
-        score_tile<T, kRows, 1>(chunk, queries + row, block, weights + row * kChunk);
+        score_tile<T, kRows, 1>(chunk, queries + row, block, weights + row * kRow);
       }
     }
   });
   const int64_t size = chunk.size;
   for (int64_t r = 0; r < num; r++) {
-    weigh(weights + r * kChunk, queries[r].num, new_most + r, total + r);
+    weigh(weights + r * kRow, queries[r].num, new_most + r, total + r);
     old_most[r] = queries[r].seen[size];
   }
   alignas(64) float of_old[kRowsOfTable + 8], of_new[kRowsOfTable + 8];
@@ -252,7 +253,7 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
   }
   tiles_of_rows(num, [&](auto rows, int64_t row) {
     constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
-    const float* of_rows = weights + row * kChunk;
+    const float* of_rows = weights + row * kRow;
     int64_t at = 0;
     for (; at + 16 * kWide <= size; at += 16 * kWide) {
       value_tile<T, kRows, kWide>(chunk, queries + row, of_rows, of_old + row, of_new + row, at);

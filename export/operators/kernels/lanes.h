@@ -109,7 +109,7 @@ INLINE Floats sums(const Floats (&v)[16]) {
 constexpr int kSideBySide = 1;
 constexpr int kMaxRows = 3;
 constexpr int kMaxQueries = 6;
-constexpr int wide(int queries) { return queries == 1 ? 4 : queries < 4 ? 2 : 1; }
+constexpr int wide(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
@@ -119,9 +119,8 @@ INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const
 INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE Floats load_halves(const uint8_t* p) {
-  const __m256i h = bits(p);
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
-          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+  const __m128i* eights = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(eights)), _mm256_cvtph_ps(_mm_loadu_si128(eights + 1))};
 }
 INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 INLINE void store_halves(uint8_t* p, Floats x) {

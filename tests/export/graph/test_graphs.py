@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,7 +12,8 @@ from quill.export.bundle import graph_contract
 from quill.export.errors import UnsupportedModelError
 from quill.export.graph.prepare import Networks
 from quill.export.verify.runner import Runner
-from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, make_checkpoint
+from quill.model.network.config import ModelConfig
+from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, export, make_checkpoint
 from tests.operators import SERVED, needs_operators
 
 FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
@@ -206,3 +208,19 @@ def test_half_precision_has_blocks_for_a_card_and_answers_in_float32(gpt: Export
 def test_a_translator_has_no_graphs_for_a_card() -> None:
     with pytest.raises(UnsupportedModelError, match="a translator has no fp16 graphs"):
         Networks(make_checkpoint(SEQ2SEQ)).prepare("fp16")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(SEQ2SEQ, positions="rotary", norm="rms", num_kv_heads=2),
+        dataclasses.replace(SEQ2SEQ, positions="learned", activation="swiglu", head_size=48),
+        dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True, head_size=256),
+    ],
+    ids=["rotary and grouped translator", "learned positions", "wide heads"],
+)
+def test_other_settings_compute_what_pytorch_computes(config: ModelConfig, tmp_path: Path) -> None:
+    """The proof refuses them if not."""
+    found = export(tmp_path / "bundle", make_checkpoint(config), "fp32").manifest.graphs[0]
+    assert found.invariance is not None
+    assert found.invariance.holds
