@@ -89,6 +89,8 @@ class PromptShares:
             row.blocks[place:] = [block]
             row.num_held += self._size
             row.num_known = place + 1
+            # What another read for it has cost that one its turns: this one gets no lead from it.
+            row.tag = max(row.tag, self._owners[row.request.owner].now)
 
 
 class _Step:

@@ -158,8 +158,11 @@ class Scheduler:
             return []
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
+        least_rate = self._budget.least_rate(num_running)
         most = min(row.max_tokens - len(row.token_ids) - 1, max(1, MAX_ALL_GUESSES // num_running))
-        guesses = row.guesses.next(most, self._budget.least_rate(num_running))
+        if least_rate > 0:  # guesses of all rows take no longer than the rows
+            most = min(most, max(1, int(1 / least_rate)))
+        guesses = row.guesses.next(most, least_rate)
         while len(row.blocks) * self._limits.block_size < row.num_text + len(guesses):
             if self._pool.num_free <= self.num_rows:  # nobody is set back for a guess
                 return guesses[: len(row.blocks) * self._limits.block_size - row.num_text]

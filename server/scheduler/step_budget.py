@@ -60,8 +60,13 @@ class StepBudget:
         """How likely a guess must be right: it saves one row a step, and costs all rows time."""
         if not self._rows_s:
             return FIRST_LEAST_RATE
-        guess_s = self._token_s if self._guess_s is None else self._guess_s
-        return num_running * guess_s / self._rows_s
+        return num_running * self._one_guess_s / self._rows_s
+
+    @property
+    def _one_guess_s(self) -> float:
+        weight, _, token_s, *_ = self._sums
+        prompt_s = token_s / weight if weight else self._token_s
+        return prompt_s if self._guess_s is None else self._guess_s
 
     def note(
         self, duration_s: float, num_running: int, num_guesses: int, chunks: Sequence[Chunk]
@@ -76,7 +81,8 @@ class StepBudget:
             extra_s = max(0.0, duration_s - self._rows_s) / num_guesses
             self._guess_s = extra_s if self._guess_s is None else _smoothed(self._guess_s, extra_s)
         elif chunks:
-            spent_s = duration_s - (self._rows_s if num_running else 0.0)
+            rows_s = self._rows_s + num_guesses * self._one_guess_s if num_running else 0.0
+            spent_s = duration_s - rows_s
             self._fit(chunks, max(spent_s, 0.1 * duration_s))
 
     def _fit(self, chunks: Sequence[Chunk], spent_s: float) -> None:

@@ -27,11 +27,12 @@ class House:
     """An engine on a fake session with a clock that only tests turn, and all that came out."""
 
     def __init__(
-        self, max_rows: int = 4, num_blocks: int = 64, guess: bool = True, step_s: float = 0.0
+        self, max_rows: int = 4, num_blocks: int = 64, step_s: float = 0.0, **limits: Any
     ) -> None:
-        self.session = FakeSession(num_blocks)
+        fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
+        self.limits = Limits(**fields)
+        self.session = FakeSession(num_blocks, self.limits.block_size)
         self.now_s = 0.0
-        self.limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks, guess=guess)
         self.engine = Engine(self.session, self.limits, clock=self._clock)
         self._step_s = step_s  # that a look at the clock takes
         self.started: dict[str, int] = {}

@@ -16,7 +16,6 @@ from quill.server.request import Request
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
 
 VOCAB_SIZE = 50
-BLOCK_SIZE = 16
 NOTHING = -1  # what a position holds before it is written
 
 Logits = npt.NDArray[np.float32]
@@ -37,8 +36,9 @@ def logits_after(ids: Sequence[int]) -> Logits:
 class FakeSession:
     """Fails on demand: put an error into `failures`, and the next step raises it."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._ids_NP = np.full((num_blocks, BLOCK_SIZE), NOTHING)
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self._ids_NP = np.full((num_blocks, block_size), NOTHING)
+        self._size = block_size
         self.failures: list[Exception] = []
         self.poisoned: set[int] = set()  # pieces of steps whose logits aren't finite
         self.steps: list[list[tuple[int, int]]] = []  # of each piece: start and stop
@@ -75,7 +75,7 @@ class FakeSession:
 
     def _write(self, blocks: Sequence[int], ids: Sequence[int], start: int) -> None:
         for position, token in enumerate(ids, start):
-            self._ids_NP[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+            self._ids_NP[blocks[position // self._size], position % self._size] = token
 
     def _text(self, piece: Piece, length: int) -> list[int]:
         """All that the piece's last token looks at: the source, if there is one, and its text."""
@@ -92,8 +92,8 @@ class FakeSession:
         for piece in pieces:
             assert piece.ids
             assert list(piece.wanted) == sorted(set(piece.wanted) & set(range(len(piece.ids))))
-            stop = -(-(piece.start + len(piece.ids)) // BLOCK_SIZE)
-            written.append(set(piece.blocks[piece.start // BLOCK_SIZE : stop]))
+            stop = -(-(piece.start + len(piece.ids)) // self._size)
+            written.append(set(piece.blocks[piece.start // self._size : stop]))
             seen.append({*piece.blocks[:stop], *piece.source_blocks})
             assert not written[-1] & set(piece.source_blocks)
         for place, blocks in enumerate(written):

@@ -3,6 +3,7 @@ back."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,8 +53,8 @@ ACTIONS = st.one_of(
 class Crowd(House):
     """Notes what searches find, too."""
 
-    def __init__(self, max_rows: int, num_blocks: int, guess: bool, step_s: float) -> None:
-        super().__init__(max_rows, num_blocks, guess, step_s)
+    def __init__(self, max_rows: int, num_blocks: int, step_s: float, **limits: Any) -> None:
+        super().__init__(max_rows, num_blocks, step_s, **limits)
         self.found: dict[tuple[str, int], tuple[int, ...]] = {}
         self.requests: list[Request] = []
         self.ended: set[str] = set()
@@ -121,17 +122,10 @@ def searched(request: Request) -> list[tuple[int, ...]]:
     )
 
     def next_logits(rows: Any, parents: Any) -> Any:
-        return [logits_after([*(request.source_ids or ()), *row]) for row in rows]
+        return np.stack([logits_after([*(request.source_ids or ()), *row]) for row in rows])
 
     longest = min(request.max_new_tokens, CONTEXT - len(request.prompt_ids))
-    import numpy as np
-
-    found = search(
-        lambda rows, parents: np.stack(next_logits(rows, parents)),
-        request.prompt_ids,
-        parameters,
-        longest,
-    )
+    found = search(next_logits, request.prompt_ids, parameters, longest)
     return [each.token_ids for each in found][:1]
 
 
@@ -139,20 +133,27 @@ def searched(request: Request) -> list[tuple[int, ...]]:
 @given(
     st.integers(3, 6),
     st.integers(7, 18),
-    st.booleans(),
-    st.booleans(),
     st.sampled_from([0.0, 0.001, 0.02]),
+    st.fixed_dictionaries(
+        {
+            "guess": st.booleans(),
+            "share": st.sampled_from([True, True, False]),
+            "block_size": st.sampled_from([16, 16, 4]),
+        }
+    ),
+    st.booleans(),
     st.lists(ACTIONS, max_size=40),
 )
 def test_any_crowd_gets_the_answers_of_requests_alone(
     max_rows: int,
     num_blocks: int,
-    guess: bool,
-    translates: bool,
     step_s: float,
+    limits: dict[str, Any],
+    translates: bool,
     actions: list[tuple[str, Any]],
 ) -> None:
-    crowd = Crowd(max_rows, num_blocks, guess, step_s)
+    num_blocks *= 16 // limits["block_size"]
+    crowd = Crowd(max_rows, num_blocks, step_s, **limits)
     for kind, value in actions:
         crowd.act(kind, value, translates)
     crowd.run()
@@ -161,7 +162,7 @@ def test_any_crowd_gets_the_answers_of_requests_alone(
 
 @pytest.mark.parametrize("num_blocks", [12, 40])
 def test_those_who_are_set_back_go_on_with_the_same_tokens(num_blocks: int) -> None:
-    crowd = Crowd(8, num_blocks, True, 0.001)
+    crowd = Crowd(8, num_blocks, 0.001)
     for number in range(8):
         beams = Beams(num_beams=2) if number == 3 else None
         fields = {"num_prompt": 16, "max_new_tokens": 70, "beams": beams, "seed": number}

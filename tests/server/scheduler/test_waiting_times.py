@@ -25,6 +25,7 @@ class SlowMachine:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_tokens = 0
+        self.script: list[int] = []  # what the only row says after a prompt of the same length
 
     def step(self, pieces: Sequence[Piece]) -> npt.NDArray[np.float32]:
         self.now_s += STEP_S
@@ -39,6 +40,10 @@ class SlowMachine:
         for row_V in logits_LV:
             self.num_tokens += 1
             row_V[self.num_tokens**2 * 7919 % 997] = 9
+        if self.script and num_logits:
+            (piece,) = pieces
+            places = [piece.start + i + 1 - len(self.script) for i in piece.wanted]
+            logits_LV[range(num_logits), [self.script[place] for place in places]] = 20
         return logits_LV
 
     def encode(self, sources: Sequence[Source]) -> None:
@@ -56,13 +61,17 @@ class Place:
         self.tokens_s: dict[str, list[float]] = defaultdict(list)
         self.asked_s: dict[str, float] = {}
         self._num_asked = 0
+        self.num_cached = 0
 
     def ask(self, name: str, num_prompt: int, num_tokens: int = 8, **fields: Any) -> None:
         self._num_asked += 1
         first = self._num_asked * 10_000
+        self.ask_ids(name, tuple(range(first, first + num_prompt)), num_tokens, **fields)
+
+    def ask_ids(self, name: str, ids: tuple[int, ...], num_tokens: int, **fields: Any) -> None:
         request = Request(
             request_id=name,
-            prompt_ids=tuple(range(first, first + num_prompt)),
+            prompt_ids=ids,
             max_new_tokens=num_tokens,
             sampling=Sampling(temperature=0.0),
             **fields,
@@ -74,7 +83,8 @@ class Place:
         for event in self.engine.step().events:
             if isinstance(event, TokenEvent):
                 self.tokens_s[event.request_id].append(self.machine.now_s)
-            assert not isinstance(event, StartEvent) or event.cached == 0
+            elif isinstance(event, StartEvent):
+                self.num_cached += event.cached
 
     def pass_time(self, time_s: float) -> None:
         end_s = self.machine.now_s + time_s
@@ -165,3 +175,49 @@ def test_crowd_without_a_common_beginning_is_served_at_the_pace_of_its_prompts()
     waits = sorted(place.first_token_s(str(number)) for number in range(32))
     assert waits[0] < 0.4
     assert waits[-1] < 2.5 * 32 * 70 * TOKEN_S
+
+
+def test_shared_beginning_is_read_once_and_then_each_first_token_is_near() -> None:
+    place = Place()
+    beginning = tuple(range(1000))
+    for number in range(64):
+        own = tuple(range(2000 + 100 * number, 2050 + 100 * number))
+        place.ask_ids(str(number), beginning + own, num_tokens=20)
+        if number % 2:
+            place.pass_time(0.6)
+    waits = [place.first_token_s(str(number)) for number in range(64)]
+    assert max(waits[:10]) < 2.5 * 1000 * TOKEN_S
+    assert max(waits[20:]) < 1.0
+    assert place.num_cached == 63 * 992
+
+
+def test_two_hundred_streams_run_where_a_few_long_ones_fit() -> None:
+    place = Place(max_rows=256, num_blocks=1500)
+    for number in range(200):
+        place.ask(str(number), 30, num_tokens=60)
+    most = 0
+    while not place.engine.is_idle:
+        place.step()
+        most = max(most, place.engine._scheduler.num_rows)
+    assert most == 200
+    assert all(len(place.tokens_s[str(number)]) == 60 for number in range(200))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_row_that_repeats_its_prompt_is_faster_and_others_are_not_slower(is_known: bool) -> None:
+    """One in twenty tokens of the known text is another one."""
+    text = [7 * i * i % 997 for i in range(400)]
+    said = [
+        (each if i % 20 else 500 + i) if is_known else i * i * 31 % 997
+        for i, each in enumerate(text)
+    ]
+    took_s = {}
+    for guess in (True, False):
+        place = Place(guess=guess)
+        place.machine.script = said
+        place.ask_ids("r", tuple(text), num_tokens=400)
+        place.first_token_s("r")
+        place.pass_time(60)
+        assert len(place.tokens_s["r"]) == 400
+        took_s[guess] = place.tokens_s["r"][-1] - place.tokens_s["r"][0]
+    assert took_s[False] > (1.7 if is_known else 0.99) * took_s[True]
