@@ -20,8 +20,10 @@ from quill.model.network.positions import RotaryTables
 
 # S sequences · T new tokens of all · B blocks of the longest · E heads x head size
 
-MAX_HEAD_SIZE = 256
+# What they have kernels for (export/operators/kernels/sequences.h).
 HEAD_SIZE_STEP = 16
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 128
 # Blocks may be of either precision: the runtime tells operators of one name apart by their types.
 ATTENTION = "quill::Attention"
 CROSS_ATTENTION = "quill::CrossAttention"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quill.export.errors import UnsupportedModelError
-from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_HEAD_SIZE
+from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZE
 from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
 from quill.export.precisions import Device, Precision, family_problem
@@ -48,6 +48,11 @@ def check_exportable(config: ModelConfig) -> None:
         raise UnsupportedModelError(
             f"the head size is {size}; Quill's attention needs a multiple of {HEAD_SIZE_STEP} up "
             f"to {MAX_HEAD_SIZE}. Train the model with such a head size"
+        )
+    if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
+        raise UnsupportedModelError(
+            f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
+            "the most. Train the model with more K/V heads"
         )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
