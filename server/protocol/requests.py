@@ -83,6 +83,10 @@ class RequestReader:
             owner=arrival.owner,
             cache_scope=arrival.cache_scope,
         )
+        if not self._served.limits.fits(request):
+            needed = f"{request.num_rows} answers or beams of so many tokens"
+            rule = f"{needed} are more than this server has memory for. Ask for fewer of either"
+            raise InvalidFieldError("max_new_tokens", f"is {max_new_tokens}; {rule}")
         return ParsedRequest(
             request=request,
             stop=tuple(message.stop),

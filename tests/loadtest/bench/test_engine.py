@@ -86,9 +86,9 @@ def test_an_error_in_the_crowd_ends_it() -> None:
 
 
 def test_a_line_of_the_table_has_speed_quality_and_memory() -> None:
-    result = Result(About("Quill", "int4", "9", 2_000_000), {"decode 1": 12.4}, 3_000_000, 33.0)
+    result = Result(About("Quill", "quill4", "9", 2_000_000), {"decode 1": 12.4}, 3_000_000, 33.0)
     text = markdown([result], {"machine": "this"})
-    assert "| Quill int4 | 12 | 33.000 | 2 | 3 | 9 |" in text
+    assert "| Quill quill4 | 12 | 33.000 | 2 | 3 | 9 |" in text
     assert "- machine: this" in text
 
 
