@@ -106,6 +106,13 @@ def _add_server(kinds: "Subparsers") -> None:
         help="of a request, without what is shared; default 256",
     )
     parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a Quill of any version that stands there already; may be given several times",
+    )
+    parser.add_argument(
         "--shared-prefix",
         type=_natural,
         default=0,

@@ -23,7 +23,7 @@ from rich.table import Table
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.loadtest.bench.contenders.llama_server import llama_server
-from quill.loadtest.bench.contenders.quill_server import quill_server
+from quill.loadtest.bench.contenders.quill_server import quill_server, standing_server
 from quill.loadtest.bench.contenders.serving import Load, Serving
 from quill.loadtest.bench.contest import PAUSE_S
 from quill.loadtest.bench.models import LLAMA_SERVER, default_bundle, prepare_peers
@@ -56,7 +56,7 @@ class ServerResult:
 
     name: str
     best: Measured
-    peak_bytes: int
+    peak_bytes: int | None  # None: it isn't ours
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,13 +71,16 @@ def run(args: argparse.Namespace) -> None:
         if gguf is not None:
             peer = llama_server(LLAMA_SERVER, gguf, load, logs / "llama-server.log")
             servers.append(stack.enter_context(peer))
+        for address in args.beside:
+            servers.append(stack.enter_context(standing_server(address, load)))
         measured = take_turns(servers, load, rounds, args.duration)
-    expected = expected_bytes(manifest, servers[0].kind, load)
+    expected, peak_bytes = expected_bytes(manifest, servers[0].kind, load), measured[0].peak_bytes
+    assert peak_bytes is not None, "we started it"
     console = Console(highlight=False)
     console.print(_table(measured))
     console.print(
-        f"Quill's peak memory: {measured[0].peak_bytes / 1e6:.0f} MB, "
-        f"{measured[0].peak_bytes / expected:.2f} of weights and caches ({expected / 1e6:.0f} MB)"
+        f"Quill's peak memory: {peak_bytes / 1e6:.0f} MB, "
+        f"{peak_bytes / expected:.2f} of weights and caches ({expected / 1e6:.0f} MB)"
     )
     if args.out is not None:
         _write(measured, load, expected, args.out)
@@ -138,7 +141,11 @@ def take_turns(
             if number:
                 results.append(now)
     return [
-        ServerResult(f"{server.name} {server.kind}", _best(results), peak_bytes_of(server.pid))
+        ServerResult(
+            f"{server.name} {server.kind}",
+            _best(results),
+            None if server.pid is None else peak_bytes_of(server.pid),
+        )
         for server, results in zip(servers, measured, strict=True)
     ]
 
@@ -163,7 +170,7 @@ def _best(results: Sequence[Measured]) -> Measured:
 
 
 def expected_bytes(manifest: Manifest, precision: str, load: Load) -> int:
-    """Weights, and slots that are full."""
+    """Weights, and the keys and values of all users if they share nothing."""
     graphs = manifest.graphs_in(precision)
     weights = next(file.size for file in manifest.files if file.name == graphs.weights)
     a_token = manifest.cache_bytes_per_token(graphs.cache_type)
@@ -184,7 +191,7 @@ def _table(measured: Sequence[ServerResult]) -> Table:
             str(served.num_requests),
             f"{each.best.first_token_s:.2f}",
             f"{ours / served.tokens_a_second:.2f}",
-            f"{each.peak_bytes / 1e6:.0f}",
+            "–" if each.peak_bytes is None else f"{each.peak_bytes / 1e6:.0f}",
         )
     return shown
 

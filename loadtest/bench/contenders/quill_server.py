@@ -6,6 +6,7 @@ Knows: its options, the wire. Does not know: who else is measured.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -42,12 +43,20 @@ def request(ids: Sequence[int], load: Load) -> pb.GenerateRequest:
 def quill_server(bundle: Path, precision: str | None, load: Load, log: Path) -> Iterator[Serving]:
     with (
         own_server(log, bundle, *options(load, precision)) as server,
-        grpc.insecure_channel(server.address) as channel,
+        standing_server(server.address, load) as standing,
     ):
+        yield replace(standing, name="Quill", pid=server.pid)
+
+
+@contextmanager
+def standing_server(address: str, load: Load) -> Iterator[Serving]:
+    """A Quill of any version that somebody has started, with whatever options."""
+    with grpc.insecure_channel(address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
         model = stub.GetModel(pb.GetModelRequest())
         yield Serving(
-            "Quill", model.precision, server.pid, lambda ids: _stream(stub, request(ids, load))
+            f"Quill at {address}",
+            *(model.precision, None, lambda ids: _stream(stub, request(ids, load))),
         )
 
 

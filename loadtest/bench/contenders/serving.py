@@ -33,5 +33,5 @@ class Serving:
 
     name: str
     kind: str  # of weights
-    pid: int
+    pid: int | None  # None: somebody else started it
     stream: Callable[[Sequence[int]], Streamed]
