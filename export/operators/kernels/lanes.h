@@ -35,6 +35,7 @@ constexpr int wide(int) { return 4; }  // sixteens of a tile of so many queries
 using Floats = __m512;
 using Ints = __m512i;
 using Bytes = __m512i;  // four of each column
+using Pairs = __m512i;  // sums of products of 4 bits, over one block
 
 INLINE Floats all(float x) { return _mm512_set1_ps(x); }
 INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
@@ -71,7 +72,9 @@ INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(1
 INLINE Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 // Eight bits are unsigned here, 128 too large: the sum starts with what that makes too much.
 INLINE Ints start(int32_t shift) { return all(shift); }
-INLINE Ints dot4(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Pairs no_pairs() { return all(0); }
+INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Ints widened(Pairs sum) { return sum; }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 
 // The first `num` lanes of a, the others of b.
@@ -107,13 +110,14 @@ INLINE Floats sums(const Floats (&v)[16]) {
 #elif defined(__AVX2__)
 
 constexpr int kSideBySide = 1;
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 6;  // their sums of floats wait in the nearest cache
 constexpr int kMaxQueries = 6;
 constexpr int wide(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
 using Bytes = Ints;
+struct Pairs { __m256i a, b; };  // two sums of 16 bits for each column
 
 INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -184,12 +188,25 @@ INLINE Bytes high_halves(Bytes x) {
   return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
 INLINE Ints start(int32_t) { return all(0); }
+// Sums that are added to one after another. Compilers would rather keep all products and add them
+// up as a tree: there aren't registers for so many.
+INLINE __m256i one_by_one(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
 INLINE __m256i pairs_added(__m256i unsigned_, __m256i signed_) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned_, signed_), _mm256_set1_epi16(1));
 }
-INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
+// A block's eight sums of two products of 15 and 127 fit into 16 bits: 30,480.
+INLINE Pairs no_pairs() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
-  return add(sum, {pairs_added(w.a, xs), pairs_added(w.b, xs)});
+  return {one_by_one(_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, xs))),
+          one_by_one(_mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, xs)))};
+}
+INLINE Ints widened(Pairs sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
 }
 // Pairs are added in 16 bits. Two products of 255 and 127 don't fit, two of 128 and 127 do: so the
 // weights are taken as signed, and give their signs to the inputs, which are never -128.
@@ -199,7 +216,8 @@ INLINE __m256i signed_pairs_added(__m256i w, __m256i xs) {
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
-  return add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
+  sum = add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
+  return {one_by_one(sum.a), one_by_one(sum.b)};
 }
 
 INLINE Floats first_of(int64_t num, Floats x, Floats y) {
@@ -245,6 +263,7 @@ constexpr int wide(int) { return 1; }
 struct Floats { float v[16]; };
 struct Ints { int32_t v[16]; };
 struct Bytes { uint8_t v[64]; };
+using Pairs = Ints;
 
 template <typename To, typename F>
 INLINE To each(F f) {
@@ -370,6 +389,8 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   });
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+INLINE Pairs no_pairs() { return all(0); }
+INLINE Ints widened(Pairs sum) { return sum; }
 
 INLINE Floats first_of(int64_t num, Floats a, Floats b) {
   return each<Floats>([&](int i) { return i < num ? a.v[i] : b.v[i]; });
