@@ -16,10 +16,8 @@
 // A loop whose numbers stay in registers.
 #if defined(__AVX2__)
 #define UNROLLED _Pragma("GCC unroll 8")
-#define UNROLLED_16 _Pragma("GCC unroll 16")
 #else
 #define UNROLLED
-#define UNROLLED_16
 #endif
 
 namespace quill {
@@ -85,32 +83,10 @@ INLINE float first(Floats x) { return _mm512_cvtss_f32(x); }
 // No lane is NaN.
 INLINE float most_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
-// Each of 16 vectors added up. All processors do it in the order of added_up in kernels.h: the
-// second half to the first, until one number is left.
-INLINE Floats halved(Floats a, Floats b) {
-  return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-}
-INLINE Floats quartered(Floats a, Floats b) {
-  return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-INLINE Floats paired(Floats a, Floats b) {
-  return add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-INLINE Floats single(Floats a, Floats b) {
-  return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
-}
-INLINE Floats sums(const Floats (&v)[16]) {
-  // Where vector i ends up: each step deals its numbers out to the four quarters of a register.
-  const auto four = [&](int i) INLINE_LAMBDA {
-    return quartered(halved(v[i], v[i + 4]), halved(v[i + 8], v[i + 12]));
-  };
-  return single(paired(four(0), four(1)), paired(four(2), four(3)));
-}
-
 #elif defined(__AVX2__)
 
 constexpr int kSideBySide = 1;
-constexpr int kMaxRows = 6;  // their sums of floats wait in the nearest cache
+constexpr int kMaxRows = 6;  // sums of a block are in registers, those of rows wait beside them
 constexpr int kMaxQueries = 6;
 constexpr int wide(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 
@@ -234,24 +210,6 @@ INLINE float most_of(Floats x) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-
-INLINE __m256 quartered(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-INLINE __m256 paired(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-INLINE __m256 single(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
-}
-INLINE __m256 sums_of_8(const Floats* v) {
-  const auto two = [&](int i) INLINE_LAMBDA {
-    return quartered(_mm256_add_ps(v[i].a, v[i].b), _mm256_add_ps(v[i + 4].a, v[i + 4].b));
-  };
-  return single(paired(two(0), two(1)), paired(two(2), two(3)));
-}
-// Each of 16 vectors added up, in the order of added_up in kernels.h.
-INLINE Floats sums(const Floats (&v)[16]) { return {sums_of_8(v), sums_of_8(v + 8)}; }
 
 #else
 
@@ -400,17 +358,6 @@ INLINE float most_of(Floats x) {
   float most = x.v[0];
   for (float each : x.v) most = each > most ? each : most;
   return most;
-}
-
-// Each of 16 vectors added up, in the order of added_up in kernels.h.
-INLINE Floats sums(const Floats (&v)[16]) {
-  return each<Floats>([&](int i) {
-    Floats x = v[i];
-    for (int width = 8; width; width /= 2) {
-      for (int j = 0; j < width; j++) x.v[j] += x.v[j + width];
-    }
-    return x.v[0];
-  });
 }
 
 #endif
