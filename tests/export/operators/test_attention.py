@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -206,7 +207,7 @@ def test_what_is_not_finite_spoils_no_other_and_is_not_hidden(
     ids=str,
 )
 def test_heads_that_do_not_fit_are_errors_not_crashes(
-    changes: dict[str, int], words: str, tmp_path: Path
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=words):
         Pool(save(tmp_path, SHAPE, **changes), SHAPE, 3).step(
