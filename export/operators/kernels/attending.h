@@ -59,12 +59,17 @@ void append_part(void* data, size_t part) {
   for (int64_t t = first; t < last; t++) {
     while (t >= all.starts[s + 1]) s++;
     const int64_t position = t - all.starts[s] + (all.causal ? all.lengths[s] : 0);
-    const bool has_keys = work.keys != nullptr;
-    kernels.append(work.heads, {work.queries ? work.queries + t * work.query_stride : nullptr,
-                                has_keys ? work.keys + t * work.key_stride : nullptr,
-                                has_keys ? work.values + t * work.key_stride : nullptr,
-                                work.turned + t * size, position,
-                                has_keys ? all.blocks(s)[position / kPositions] : 0});
+    Token token{nullptr, nullptr, nullptr, nullptr, position, 0};
+    if (work.queries) {
+      token.queries = work.queries + t * work.query_stride;
+      token.turned = work.turned + t * size;
+    }
+    if (work.keys) {
+      token.keys = work.keys + t * work.key_stride;
+      token.values = work.values + t * work.key_stride;
+      token.block = all.blocks(s)[position / kPositions];
+    }
+    kernels.append(work.heads, token);
   }
 }
 

@@ -71,6 +71,13 @@ void append(const Heads& heads, const Token& token) {
   else keep_token<float>(heads, token);
 }
 
+// Memory takes its time: a block is asked for while another one is multiplied.
+INLINE void expect(const Chunk& chunk, const void* block) {
+  const char* from = static_cast<const char*>(block);
+  const int64_t size = block ? chunk.size * kPositions * (chunk.halves ? 2 : 4) : 0;
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i);
+}
+
 // Some queries with some blocks of 16 keys.
 template <typename T, int ROWS, int WIDE>
 INLINE void score_tile(const Chunk& chunk, const Query* queries, int64_t block, float* to) {
@@ -220,6 +227,7 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
     const int64_t blocks = (longest + kPositions - 1) / kPositions;
     int64_t block = 0;
     for (; block + kWide <= blocks; block += kWide) {
+      for (int64_t b = block; row == 0 && b < block + kWide; b++) expect(chunk, chunk.values[b]);
       score_tile<T, kRows, kWide>(chunk, queries + row, block, weights + row * kRow);
     }
     if constexpr (kWide > 1) {
@@ -254,8 +262,10 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
   tiles_of_rows(num, [&](auto rows, int64_t row) {
     constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
     const float* of_rows = weights + row * kRow;
-    int64_t at = 0;
+    int64_t at = 0, asked = 0;
     for (; at + 16 * kWide <= size; at += 16 * kWide) {
+      const int64_t due = kBlocksOfChunk * (at + 16 * kWide) / size;
+      for (; row == 0 && asked < due; asked++) expect(chunk, chunk.next_keys[asked]);
       value_tile<T, kRows, kWide>(chunk, queries + row, of_rows, of_old + row, of_new + row, at);
     }
     if constexpr (kWide > 1) {

@@ -41,6 +41,7 @@ struct Token {
 struct Chunk {
   const void* keys[kBlocksOfChunk];
   const void* values[kBlocksOfChunk];
+  const void* next_keys[kBlocksOfChunk];  // what will be looked at next; null: unknown
   int64_t size;
   bool halves;
   bool is_first;  // what the queries have seen so far is nothing

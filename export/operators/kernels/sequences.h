@@ -178,13 +178,17 @@ class Walk {
         }
       }
     }
-    const Member& last = members_[end - 1];
-    const int64_t left = all_.seen(last.sequence, last.last - 1) - c * kChunk;
-    Chunk chunk{{}, {}, heads_.size, heads_.halves, apart || c == 0};
-    const int32_t* blocks = all_.blocks(members_[begin].sequence) + c * kBlocksOfChunk;
+    // If there are several members, each of them looks at all of it.
+    const Member& any = members_[begin];
+    const int64_t left = all_.seen(any.sequence, any.last - 1) - c * kChunk;
+    Chunk chunk{{}, {}, {}, heads_.size, heads_.halves, apart || c == 0};
+    const int32_t* blocks = all_.blocks(any.sequence) + c * kBlocksOfChunk;
     for (int64_t b = 0; b < kBlocksOfChunk && b * kPositions < left; b++) {
       chunk.keys[b] = heads_.of_block(heads_.keys, blocks[b], kv_head_);
       chunk.values[b] = heads_.of_block(heads_.values, blocks[b], kv_head_);
+    }
+    for (int64_t b = kBlocksOfChunk; b < 2 * kBlocksOfChunk && b * kPositions < left; b++) {
+      chunk.next_keys[b - kBlocksOfChunk] = heads_.of_block(heads_.keys, blocks[b], kv_head_);
     }
     kernels_.attend(chunk, queries, num);
     return passed;

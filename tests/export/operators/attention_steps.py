@@ -57,8 +57,8 @@ def tables(size: int) -> tuple[Array, Array]:
 def save(directory: Path, shape: Shape, operator: str = "Attention", **changes: Any) -> Path:
     """A graph of one operator."""
     num_tables = changes.pop("num_tables", 2) if shape.rotary else 0
-    attributes = {"heads": shape.num, "kv_heads": shape.num_kv, "head_size": shape.size}
-    attributes |= {"scale": shape.size**-0.5} | changes
+    attributes: dict[str, Any] = {"heads": shape.num, "kv_heads": shape.num_kv}
+    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | changes
     inputs, outputs = INPUTS[operator]
     given_back = [f"new_{name}" if name in CACHES else name for name in outputs]
     if "qkv" not in inputs:
@@ -136,7 +136,8 @@ class Pool:
         """A sequence's keys and values: positions x kv heads x size."""
         keys = self.keys[list(blocks)].transpose(0, 3, 1, 2)
         values = self.values[list(blocks)].transpose(0, 2, 1, 3)
-        return tuple(each.reshape(-1, *each.shape[2:])[:length] for each in (keys, values))
+        shape = (-1, *keys.shape[2:])
+        return keys.reshape(shape)[:length], values.reshape(shape)[:length]
 
 
 def turned(heads: Array, positions: Array) -> Array:

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto
 
-from quill.export.verify.runner import Array
+from quill.export.verify.runner import Array, open_session
 from tests.export.operators.attention_steps import (
     BLOCK,
     MAX_POSITIONS,
@@ -204,7 +207,7 @@ def test_what_is_not_finite_spoils_no_other_and_is_not_hidden(
     ids=str,
 )
 def test_heads_that_do_not_fit_are_errors_not_crashes(
-    changes: dict[str, int], words: str, tmp_path: Path
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=words):
         Pool(save(tmp_path, SHAPE, **changes), SHAPE, 3).step(
@@ -268,3 +271,19 @@ def test_a_cache_of_another_shape_is_an_error(tmp_path: Path) -> None:
         pool.keys, pool.values = bad_keys, bad_values
         with pytest.raises(Exception, match="a cache of another size"):
             pool.step(piece)
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache", "new_key_cache", "new_value_cache"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_caches_of_different_types_are_an_error(dtype: str, name: str, tmp_path: Path) -> None:
+    """Both kinds have one name: no graph may get a kernel of the other."""
+    shape = replace(SHAPE, dtype=dtype)
+    path = save(tmp_path, shape)
+    graph = onnx.load(path)
+    other = TensorProto.FLOAT if dtype == "float16" else TensorProto.FLOAT16
+    for value in (*graph.graph.input, *graph.graph.output):
+        if value.name == name:
+            value.type.tensor_type.elem_type = other
+    onnx.save(graph, path)
+    with pytest.raises(Exception, match=r"[Tt]ype|Could not find an implementation"):
+        open_session(path, 1, operators=True)
