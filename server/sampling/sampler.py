@@ -46,12 +46,21 @@ def choose(logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None 
     """A token for each draw. Draw i is from row i, or from rows[i]: several may be from one."""
     if rows is None:
         rows = range(len(logits_RV))
-    us = uniforms([each.seed for each in draws], [each.position for each in draws]).tolist()
+    us = _uniforms(draws)
     fields = [_fields(*each) for each in zip(rows, draws, us, strict=True)]
     chosen = native.choose(logits_RV, np.array(fields, native.DRAW))
     for i in chosen.in_doubt:
         chosen.tokens[i] = _exactly(logits_RV[rows[i]], draws[i], us[i])
     return Choices(chosen.tokens, {*chosen.broken})
+
+
+def _uniforms(draws: Sequence[Draw]) -> list[float]:
+    if all(each.sampling.temperature == 0 for each in draws):
+        return [0.0] * len(draws)  # nobody looks at them
+    us: list[float] = uniforms(
+        [each.seed for each in draws], [each.position for each in draws]
+    ).tolist()
+    return us
 
 
 def _fields(row: int, each: Draw, u: float) -> tuple[float, ...]:

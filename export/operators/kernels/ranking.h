@@ -119,7 +119,7 @@ class Ranking {
   }
 
  private:
-  static constexpr int64_t kFew = 512;  // they are sorted at once
+  static constexpr int64_t kFew = 48;   // they are sorted at once
 
   double mass_before(int64_t bucket) const {
     double sum = 0;

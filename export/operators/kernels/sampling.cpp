@@ -28,7 +28,7 @@ constexpr double kNegligible = 40;    // e to the -40, times a vocabulary, is le
 constexpr double kTiny = 1e-290;      // settings below are left to the caller: inverses overflow
 constexpr double kLeastStep = 1e-9;   // between two buckets' exponents
 constexpr int64_t kFewTokens = 1024;  // sorted at once
-constexpr int64_t kHeadPart = 6;      // of the groups; the tokens that reach this many are looked at first
+constexpr int64_t kHeadPart = 8;      // of the groups; the tokens that reach this many are looked at first
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 const Passes& passes() {
@@ -94,14 +94,21 @@ float threshold_of(int64_t k, const std::vector<float>& tops, std::vector<float>
 }
 
 // All that reach it but -inf, by id.
-void collect(const float* x, int64_t size, double threshold, const std::vector<float>& tops,
-             Items& items) {
+void collect(const float* x, int64_t size, double threshold, Room& room) {
+  // The least float that reaches it.
+  float least = static_cast<float>(threshold);
+  if (least < threshold) least = std::nextafter(least, std::numeric_limits<float>::infinity());
+  least = std::max(least, -std::numeric_limits<float>::max());
+  int32_t found[kGroup];
   for (int64_t group = 0; group < num_groups(size); group++) {
-    if (!(tops[group] >= threshold)) continue;
-    const int64_t last = std::min(size, (group + 1) * kGroup);
-    for (int64_t i = group * kGroup; i < last; i++) {
-      if (x[i] >= threshold && x[i] > kNothing) items.push_back({x[i], 0, i});
+    if (!(room.tops[group] >= least)) continue;
+    const int64_t first = group * kGroup, last = std::min(size, first + kGroup);
+    int64_t num = 0;
+    for (int64_t i = first; i < last; i++) {  // without a branch that nobody could foresee
+      found[num] = static_cast<int32_t>(i);
+      num += x[i] >= least;
     }
+    for (int64_t i = 0; i < num; i++) room.items.push_back({x[found[i]], 0, found[i]});
   }
 }
 
@@ -188,16 +195,20 @@ class Row {
     return static_cast<int64_t>(place < kBuckets - 1 ? place : kBuckets - 1);
   }
 
-  // The best tokens, sorted. Their mass.
+  // The best tokens, in any order. Their mass.
   double find_best(double threshold) {
     Items& items = room_.items;
     items.clear();
-    collect(x_, size_, threshold, room_.tops, items);
+    collect(x_, size_, threshold, room_);
     for (const Item& each : room_.adjusted) {
       if (each.score >= threshold && each.score > kNothing) items.push_back(each);
     }
-    sort_items(items.begin(), items.end());
-    if (draw_.top_k && draw_.top_k < static_cast<int64_t>(items.size())) items.resize(draw_.top_k);
+    if (draw_.top_k && draw_.top_k < static_cast<int64_t>(items.size())) {
+      if (!std::is_sorted(items.begin(), items.end(), is_better)) {
+        std::nth_element(items.begin(), items.begin() + draw_.top_k, items.end(), is_better);
+      }
+      items.resize(draw_.top_k);
+    }
     double mass = 0;
     for (Item& each : items) mass += each.weight = weight(each.score);
     return mass;
@@ -315,7 +326,7 @@ Outcome find_tops(const Logits& logits, Tops& wanted, int64_t* ids, double* valu
   wanted.log_total = scan.top + std::log(passes().total(x, size, scan.top));
   if (!wanted.num_wanted) return kChosen;
   own.items.clear();
-  collect(x, size, threshold_of(wanted.num_wanted, own.tops, own.best), own.tops, own.items);
+  collect(x, size, threshold_of(wanted.num_wanted, own.tops, own.best), own);
   sort_items(own.items.begin(), own.items.end());
   wanted.num_found = std::min<int64_t>(wanted.num_wanted, own.items.size());
   for (int64_t i = 0; i < wanted.num_found; i++) {
