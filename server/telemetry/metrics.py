@@ -44,6 +44,12 @@ class Metrics:
         self._cache_misses = Counter(
             "quill_prefix_cache_misses", "Prompts that were read in full", registry=registry
         )
+        self._guesses = Counter(
+            "quill_guesses", "Tokens guessed and checked", ["outcome"], registry=registry
+        )
+        self._set_backs = Counter(
+            "quill_set_backs", "Requests that gave their memory to older ones", registry=registry
+        )
         self._cancellations = Counter(
             "quill_cancellations", "Calls whose client left", registry=registry
         )
@@ -78,7 +84,11 @@ class Metrics:
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
         if batch.step is not None:
-            self._step.labels(batch.step.kind).observe(batch.step.duration_s)
+            step = batch.step
+            self._step.labels(step.kind).observe(step.duration_s)
+            self._guesses.labels("right").inc(step.num_accepted)
+            self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
+            self._set_backs.inc(step.num_set_back)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
             self._slot_use.set(batch.crowd.num_rows / self._num_slots)
