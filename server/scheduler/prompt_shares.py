@@ -167,7 +167,7 @@ class _Step:
         self._left -= num_tokens
         if self._source_s(row):
             self._left -= group.request.num_prompt
-        self._num_free -= max(0, self._num_missing(row, num_tokens))
+        self._num_free = max(0, self._num_free - -(-num_tokens // self._size))
         self._given[row] = self._given.get(row, 0) + num_tokens
         return True
 
@@ -185,12 +185,6 @@ class _Step:
             num_places = (len(row.blocks) + self._num_free) * self._size
             num_tokens = min(num_tokens, num_places - row.num_held - given)
         return num_tokens
-
-    def _num_missing(self, row: Row, num_tokens: int) -> int:
-        stop = row.num_held + self._given.get(row, 0) + num_tokens
-        held = len(row.blocks) * self._size
-        held = max(held, -(-(row.num_held + self._given.get(row, 0)) // self._size) * self._size)
-        return -(-(stop - held) // self._size)
 
     def _claim(self, row: Row) -> None:
         """Of those who read the same block next, who has most of it goes on; or the oldest."""

@@ -34,8 +34,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "quill_tokens",
-            "Tokens of finished sequences' prompts, of those from the prefix cache, generated; and "
-            "of those guessed, and guessed rightly",
+            "Tokens of finished sequences' prompts, of those from the prefix cache, and generated",
             ["kind"],
             registry=registry,
         )
@@ -44,6 +43,12 @@ class Metrics:
         )
         self._cache_misses = Counter(
             "quill_prefix_cache_misses", "Prompts that were read in full", registry=registry
+        )
+        self._guesses = Counter(
+            "quill_guesses", "Tokens guessed and checked", ["outcome"], registry=registry
+        )
+        self._set_backs = Counter(
+            "quill_set_backs", "Requests that gave their memory to older ones", registry=registry
         )
         self._cancellations = Counter(
             "quill_cancellations", "Calls whose client left", registry=registry
@@ -82,7 +87,11 @@ class Metrics:
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
         if batch.step is not None:
-            self._step.labels(batch.step.kind).observe(batch.step.duration_s)
+            step = batch.step
+            self._step.labels(step.kind).observe(step.duration_s)
+            self._guesses.labels("right").inc(step.num_accepted)
+            self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
+            self._set_backs.inc(step.num_set_back)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
             self._held.set(batch.crowd.num_blocks)
@@ -119,8 +128,6 @@ class Metrics:
         self._tokens.labels("prompt").inc(record.num_prompt)
         self._tokens.labels("cached").inc(record.num_cached)
         self._tokens.labels("generated").inc(record.num_generated)
-        self._tokens.labels("guessed").inc(record.num_guessed)
-        self._tokens.labels("accepted").inc(record.num_accepted)
         if record.queue_ms is not None:
             self._queue.observe(record.queue_ms / 1000)
         if record.first_token_ms is not None:

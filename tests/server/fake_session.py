@@ -40,6 +40,7 @@ class FakeSession:
         self._ids_NP = np.full((num_blocks, block_size), NOTHING)
         self._size = block_size
         self.failures: list[Exception] = []
+        self.copy_failures: list[Exception] = []
         self.poisoned: set[int] = set()  # pieces of steps whose logits aren't finite
         self.steps: list[list[tuple[int, int]]] = []  # of each piece: start and stop
         self.num_encoded: list[int] = []  # sources of each run of the encoder
@@ -66,6 +67,8 @@ class FakeSession:
             self._write(source.blocks, source.ids, 0)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
+        if self.copy_failures:
+            raise self.copy_failures.pop(0)
         targets = [copy.target for copy in copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {copy.source for copy in copies}

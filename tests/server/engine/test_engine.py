@@ -1,12 +1,15 @@
 """What requests are answered, step by step, without a model or a thread."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.request import Request, Sampling
+from quill.server.scheduler.plan import Piece
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
-from tests.server.fake_session import logits_after, oracle
+from tests.server.fake_session import Logits, logits_after, oracle
 
 
 def test_answer_is_the_oracles_and_its_account_is_right() -> None:
@@ -149,3 +152,40 @@ def test_sources_that_fit_are_encoded_at_once_and_answered_in_the_same_step() ->
     for request in requests:
         assert house.answer(request) == oracle(request, CONTEXT)
     assert house.finished["bb", 0].usage.prompt == 9
+
+
+def test_steps_report_what_they_read_and_who_was_set_back() -> None:
+    house = House(max_rows=8, num_blocks=10, step_s=0.001)
+    requests = [make_request("x" * (n + 1), num_prompt=20, max_new_tokens=70) for n in range(5)]
+    for request in requests:
+        house.submit(request)
+    reports = []
+    while not house.engine.is_idle:
+        batch = house.step()
+        assert batch.crowd is not None
+        assert batch.crowd.num_blocks <= 10
+        reports += [batch.step] if batch.step is not None else []
+    assert {report.kind for report in reports} == {"prefill", "decode", "mixed"}
+    assert sum(report.num_set_back for report in reports) > 0
+    usages = [finish.usage for finish in house.finished.values()]
+    assert sum(report.num_guessed for report in reports) == sum(each.guessed for each in usages)
+    assert sum(report.num_accepted for report in reports) == sum(each.accepted for each in usages)
+    assert sum(report.num_prompt_tokens for report in reports) > 5 * 20, "some were read again"
+    assert sum(each.accepted for each in usages) > 0
+    for request in requests:
+        assert house.answer(request) == oracle(request, CONTEXT)
+
+
+def test_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+    told, step = list[str](), house.session.step
+
+    def listen(pieces: Sequence[Piece]) -> Logits:
+        told.append(house.engine.describe())
+        return step(pieces)
+
+    monkeypatch.setattr(house.session, "step", listen)
+    house.submit(make_request("r", num_prompt=7, max_new_tokens=1))
+    house.run()
+    assert told == ["a prefill step of 7 tokens for the requests r"]
+    assert house.engine.describe() == "between two runs of the model"

@@ -155,3 +155,28 @@ def test_encoder_that_fails_fails_its_requests_and_no_others() -> None:
     house.run()
     assert isinstance(house.failed["bb"], StepError)
     assert house.answer(first) == oracle(first, CONTEXT)
+
+
+def test_copy_that_fails_fails_those_it_was_for_and_no_others() -> None:
+    house = House()
+    one, several = make_request("a", max_new_tokens=20), make_request("bb", num_sequences=2)
+    house.submit(one)
+    house.step()
+    house.submit(several)
+    house.step()
+    house.session.copy_failures.append(RuntimeError("injected"))
+    house.run()
+    assert set(house.failed) == {"bb"}
+    assert house.answer(one) == oracle(one, CONTEXT)
+
+
+def test_blocks_whose_logits_were_not_finite_are_not_given_to_others() -> None:
+    house = House()
+    house.session.poisoned = {0}
+    house.submit(make_request("a", num_prompt=40))
+    house.run()
+    house.session.poisoned = set()
+    house.submit(make_request("a" * 51, num_prompt=40))
+    house.run()
+    assert set(house.failed) == {"a"}
+    assert house.started["a" * 51] == 0
