@@ -286,4 +286,4 @@ def test_caches_of_different_types_are_an_error(dtype: str, name: str, tmp_path:
             value.type.tensor_type.elem_type = other
     onnx.save(graph, path)
     with pytest.raises(Exception, match=r"[Tt]ype|Could not find an implementation"):
-        open_session(path, 1, operators=True)
+        open_session(path, 1)

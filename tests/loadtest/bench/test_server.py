@@ -116,6 +116,7 @@ def test_servers_take_turns_with_the_same_prompts_and_the_best_round_counts(
     for each in results:
         assert each.best.first_token_s == 0.5
         assert each.best.served.num_tokens == 5 * each.best.served.num_requests
+        assert each.peak_bytes is not None
         assert each.peak_bytes > 2**20
 
 
