@@ -33,7 +33,7 @@ from quill.server.scheduler.request_queue import RequestQueue, cost
 from quill.server.scheduler.row import Group, Row, group_of
 from quill.server.scheduler.step_budget import Chunk, StepBudget
 
-LOOK_AHEAD = 16  # requests in the queue that may start although an earlier one can't
+LOOK_AHEAD = 64  # requests in the queue that may start before a step
 MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
 
 
@@ -93,7 +93,8 @@ class Scheduler:
         """All that find a place. One that doesn't may be overtaken, by its own cost at most."""
         first: Request | None = None
         waiting = self._queue.in_order(LOOK_AHEAD)
-        num_spare = self._num_spare() if waiting else 0
+        groups = self._groups if waiting else ()
+        num_spare = self._pool.num_free - sum(self._num_missing(group) for group in groups)
         for request in waiting:
             overtaken = 0
             if first is not None:
@@ -101,21 +102,19 @@ class Scheduler:
                 if overtaken > cost(first):
                     continue
             if self._has_room(request, num_spare):
-                self._begin(request)
-                num_spare = self._num_spare()
+                group = self._begin(request)
+                num_spare -= len(group.source_blocks) + self._num_missing(group)
                 if first is not None:
                     self._overtaken[first.request_id] = overtaken
             elif first is None:
                 first = request
 
-    def _num_spare(self) -> int:
-        """Blocks that nobody will need soon: for the rest of a prompt, or one more for each row."""
-        size, num_spare = self._limits.block_size, self._pool.num_free
-        for group in self._groups:
-            rows = group.rows if group.is_forked else group.rows[:1]
-            missing = (-(-row.num_text // size) - len(row.blocks) for row in rows)
-            num_spare -= len(group.rows) + sum(max(0, each) for each in missing)
-        return num_spare
+    def _num_missing(self, group: Group) -> int:
+        """Blocks that it will need soon: for the rest of its prompt, and one more for each row."""
+        size = self._limits.block_size
+        rows = group.rows if group.is_forked else group.rows[:1]
+        missing = (-(-row.num_text // size) - len(row.blocks) for row in rows)
+        return len(group.rows) + sum(max(0, each) for each in missing)
 
     def _has_room(self, request: Request, num_spare: int) -> bool:
         group = self._set_back.get(request.request_id)
@@ -130,7 +129,7 @@ class Scheduler:
             num_needed -= self._shares.num_shareable(request)
         return num_needed <= num_spare
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request) -> Group:
         self._queue.serve(request)
         self._overtaken.pop(request.request_id, None)
         group = self._set_back.pop(request.request_id, None)
@@ -140,6 +139,7 @@ class Scheduler:
         group.source_blocks = [self._pool.take() for _ in range(num_blocks)]
         self._shares.enter(group)
         self._groups.append(group)
+        return group
 
     def _run(self, group: Group, plan: Plan, num_running: int) -> None:
         """The rows that are ready; a search only if there is room for all of its beams."""
