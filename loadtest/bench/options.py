@@ -144,6 +144,13 @@ def _add_streams(kinds: "Subparsers") -> None:
     parser.add_argument(
         "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
     )
+    parser.add_argument(
+        "--long-prompt",
+        type=_positive,
+        default=4000,
+        metavar="TOKENS",
+        help="that is read while others stream or come; default 4000",
+    )
     parser.set_defaults(run="quill.loadtest.bench.streams:run", extra="loadtest")
 
 
