@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from quill.server.engine.engine import Engine
-from quill.server.events import StartEvent, TokenEvent
+from quill.server.events import FailEvent, StartEvent, TokenEvent
 from quill.server.request import Request, Sampling
 from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
@@ -81,6 +81,7 @@ class Place:
 
     def step(self) -> None:
         for event in self.engine.step().events:
+            assert not isinstance(event, FailEvent), event
             if isinstance(event, TokenEvent):
                 self.tokens_s[event.request_id].append(self.machine.now_s)
             elif isinstance(event, StartEvent):
