@@ -13,9 +13,9 @@ from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
 from quill.server.errors import CancelledError, DeadlineError, RequestError, StepError
 from quill.server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
+from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.sampling.beam_search import Search
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Outcome, Plan, StepResult
 from quill.server.scheduler.row import Group, Row
 from quill.server.scheduler.scheduler import Scheduler

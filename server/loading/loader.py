@@ -15,6 +15,7 @@ from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.events import FailEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
@@ -25,7 +26,6 @@ from quill.server.machine.resources import available_bytes
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import Request
 from quill.server.runtime.onnx_session import cuda_free_bytes
-from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text

@@ -10,8 +10,8 @@ from typing import Any
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
+from quill.server.limits import Limits
 from quill.server.request import Sampling
-from quill.server.scheduler.limits import Limits
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 

@@ -12,9 +12,9 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool, Key
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.row import Group, Row
 from quill.server.scheduler.step_budget import MIN_CHUNK, StepBudget
 

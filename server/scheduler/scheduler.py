@@ -11,10 +11,10 @@ always gets on.
 
 from collections.abc import Sequence
 
+from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.scheduler.blocks import BlockPool
 from quill.server.scheduler.guesses import Guesses
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import (
     BlockCopy,
     Choice,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
-from quill.server.scheduler.limits import Limits
+from quill.server.limits import Limits
 from quill.server.telemetry.call_record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -16,8 +16,8 @@ from quill.server.events import (
     StartEvent,
     TokenEvent,
 )
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.limits import Limits
 from tests.server.fake_session import VOCAB_SIZE, FakeSession
 
 CONTEXT = 96

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
+from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
-from quill.server.scheduler.limits import Limits
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record

@@ -15,13 +15,13 @@ from typing import Any
 
 import onnxruntime
 
+from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
 from quill.server.events import Batch, Event, FailEvent, PromptEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.loading.sizing import blocks_of_one
 from quill.server.request import Request, Sampling
-from quill.server.scheduler.limits import Limits
 
 MAX_ROWS = 32
 CONTEXT = 1024
@@ -42,7 +42,7 @@ class Quill:
         limits = Limits(
             max_rows=MAX_ROWS,
             context=self._context,
-            num_blocks=MAX_ROWS * blocks_of_one(opened.graphs, self._context),
+            num_blocks=MAX_ROWS * -(-self._context // BLOCK),
             share=False,
             guess=False,
         )

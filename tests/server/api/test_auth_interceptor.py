@@ -102,7 +102,7 @@ def test_health_is_open_and_the_rest_is_not(running: Running, keys: Keys) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         reflect(running, None)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert "quill_slots" in read_metrics(running, keys.alice)
+    assert "quill_max_rows" in read_metrics(running, keys.alice)
     for wrong in (None, "wrong"):
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             read_metrics(running, wrong)
@@ -113,7 +113,7 @@ def test_reflection_and_metrics_follow_their_switches(keys: Keys) -> None:
     switches: dict[str, Any] = {"open_reflection": True, "open_metrics": True}
     with running_server(api_keys=keys.path, metrics_port=0, **switches) as running:
         assert "quill.v1.TextGeneration" in reflect(running, None)
-        assert "quill_slots" in read_metrics(running)
+        assert "quill_max_rows" in read_metrics(running)
         assert refusal(running, None).code is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -10,9 +10,9 @@ import torch
 
 from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request
-from quill.server.scheduler.limits import Limits
 from tests.server.sampling.test_beam_search import Results
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict

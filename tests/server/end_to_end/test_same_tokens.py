@@ -13,10 +13,10 @@ from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
 from quill.server.events import PositionLogprobs, StartEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.sampling.logprobs import position_logprobs
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Piece
 from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together

@@ -13,11 +13,11 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare
 from quill.server.protocol.prompt_fields import PromptReader
-from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.scripted_session import Reciter

@@ -9,8 +9,8 @@ from quill.server.engine.engine import MAX_FAILURES, Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import RequestError, StepError, UnavailableError
 from quill.server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.limits import Limits
 from tests.server.fake_session import FakeSession, oracle
 
 CONTEXT = 64

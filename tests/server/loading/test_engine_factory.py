@@ -12,9 +12,9 @@ from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
 from quill.server.events import TokenEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Request
-from quill.server.scheduler.limits import Limits
 from tests.operators import SERVED
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

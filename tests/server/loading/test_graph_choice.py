@@ -11,12 +11,12 @@ import pytest
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
+from quill.server.limits import Limits
 from quill.server.loading import graph_choice
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.loader import prepare
 from quill.server.runtime.onnx_session import cuda_free_bytes, cuda_problem
-from quill.server.scheduler.limits import Limits
 from quill.server.settings import Settings
 from tests.server.running import make_manifest
 from tests.server.scripted_session import TIMEOUT_S
@@ -30,10 +30,10 @@ LIMITS = Limits(max_rows=1, context=64, num_blocks=4)
 
 
 @pytest.fixture(autouse=True)
-def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of Quill's own operators is another test's."""
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: "not built")
+def slow_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of other precisions is another test's."""
     monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: False)
+    monkeypatch.setattr(graph_choice, "ideal", lambda family: "fp32")
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:
@@ -51,7 +51,7 @@ def test_cuda_is_chosen_where_it_works() -> None:
     for device, precision in (("auto", None), ("cuda", None), ("auto", "fp16"), ("cuda", "fp16")):
         choice = chosen(FOR_BOTH, device, precision, None)
         assert choice.graphs.device == "cuda"
-        assert choice.why.endswith("no prefix cache there")
+        assert choice.why == ("as asked" if device == "cuda" else "CUDA works here")
 
 
 def test_cpu_is_chosen_where_the_bundle_or_the_person_wants_it() -> None:

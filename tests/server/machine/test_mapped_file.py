@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.machine import mapped_file
 from quill.server.machine.mapped_file import PIECE_BYTES, detach
-from quill.server.scheduler.limits import Limits
 from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 2 * PIECE_BYTES + 5000

@@ -15,12 +15,12 @@ import pytest
 
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
+from quill.server.limits import Limits
 from quill.server.request import Beams, Request, Sampling
 from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
 from quill.server.runtime.copy_graph import identity_graph, input_name, output_name
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, open_graph
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import BlockCopy
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle

@@ -16,8 +16,8 @@ from quill.model.reference.beam_search import BeamParameters, beam_search, searc
 from quill.server.engine.engine import Engine
 from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
 from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Beams, Request, Sampling
-from quill.server.scheduler.limits import Limits
 from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from quill.server.limits import Limits
 from quill.server.request import Beams, Request
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
 from quill.server.scheduler.scheduler import Scheduler
 

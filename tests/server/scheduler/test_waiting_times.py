@@ -11,8 +11,8 @@ import pytest
 
 from quill.server.engine.engine import Engine
 from quill.server.events import FailEvent, StartEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
-from quill.server.scheduler.limits import Limits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
 
 CONTEXT = 9000
