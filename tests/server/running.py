@@ -93,7 +93,8 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
             device="cpu",
             runtime_version="1.31.1",
             deterministic=True,
-            limits=Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS),
+            # Tests let so many steps go, and count on a token for each.
+            limits=Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS, guess=False),
             max_waiting=max_waiting,
             max_message_bytes=2**20,
             text=make_text(),
@@ -119,11 +120,7 @@ class Running:
 
     def _load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
-        num_blocks = 2 * self._served.max_rows * (self._served.context // 16 + 1)
-        limits = Limits(
-            max_rows=self._served.max_rows, context=self._served.context, num_blocks=num_blocks
-        )
-        return ModelInstance(self._served, Engine(self.session, limits))
+        return ModelInstance(self._served, Engine(self.session, self._served.limits))
 
     def _run(self) -> None:
         asyncio.run(self._main())
