@@ -141,7 +141,7 @@ def own_group(controller: str) -> Path:
 
 
 def planned(bundle: Path, *before: str) -> tuple[float, int]:
-    """Gigabytes of keys and values, and threads, that a real server chooses; `before`: its command."""
+    """Gigabytes of keys and values, and threads, of a real server; `before`: its command."""
     command = [*before, *serve_command(bundle, ("--precision", "fp32"))]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
