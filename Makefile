@@ -21,9 +21,9 @@ help:
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
-	@echo "make operators  compile Quill's own operators (the others do it too, if there is g++)"
+	@echo "make operators  compile Quill's own operators (the others do it too; with $$CXX, g++, clang++ or PyPI's ziglang)"
 	@echo "make protos  make the Python code of protos/generation.proto"
-	@echo "make peers   install the programs that quill bench peers compares with (minutes)"
+	@echo "make peers   install the programs that quill bench compares with, and compile llama.cpp (20 minutes)"
 
 $(VENV)/base: constraints.txt pyproject.toml
 	@echo "[1/3] making the virtual environment in $(VENV)"
@@ -31,8 +31,10 @@ $(VENV)/base: constraints.txt pyproject.toml
 	@mkdir -p $(VENV)/link && ln -sfn ../.. $(VENV)/link/quill
 	@echo "[2/3] installing PyTorch (the pin keeps it a CPU build where one is offered; about a minute)"
 	@echo "      and compiling Quill's own operators meanwhile"
-	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build --optional & \
-	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0; code=$$?; wait; exit $$code
+	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build --find-compiler > /dev/null 2>&1 \
+		|| { echo "      with the compiler from PyPI: there is no other"; $(CONSTRAINED) $(PIP) install --progress-bar on ziglang; }
+	@PYTHONPATH=$(VENV)/link $(BIN)/python -m quill.export.operators.build & building=$$!; \
+	$(CONSTRAINED) $(PIP) install --progress-bar on torch==2.13.0; code=$$?; wait $$building && exit $$code
 	@echo "[3/3] installing what training, export and serving need"
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[train,export,serve]'
 	@touch $@
@@ -42,9 +44,8 @@ $(VENV)/dev: $(VENV)/base
 	$(CONSTRAINED) $(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@
 
-# Without a compiler this says so, and everything works but precisions quill4 and quill8.
 compiled: $(VENV)/base
-	@$(BIN)/python -m quill.export.operators.build --optional
+	@$(BIN)/python -m quill.export.operators.build --quiet
 
 operators: $(VENV)/base
 	$(BIN)/python -m quill.export.operators.build
@@ -130,23 +131,41 @@ protos: $(VENV)/dev
 	$(BIN)/python -m quill.protos.generate
 
 # onnxruntime-genai brings a second onnxruntime, so they have an environment of their own.
-# llama.cpp is compiled for this very machine: a peer should be at its best.
+# llama.cpp is compiled for this very machine: a peer should be at its best. Twice, as a library for
+# Python and as programs of its own, from the same sources.
 PEERS := .venv-peers
 PEERS_PIP := PIP_CONSTRAINT=constraints-peers.txt $(PEERS)/bin/python -m pip --disable-pip-version-check
 
 $(PEERS)/installed: constraints-peers.txt
-	@echo "[1/3] making the peers' virtual environment in $(PEERS)"
+	@echo "[1/4] making the peers' virtual environment in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@echo "[2/3] installing PyTorch and the peers"
+	@echo "[2/4] installing PyTorch and the peers"
 	$(PEERS_PIP) install --progress-bar on torch==2.13.0
 	$(PEERS_PIP) install --no-deps -e . # for what starts each of them
-	$(PEERS_PIP) install --progress-bar on accelerate ctranslate2 gguf numpy onnx onnx-ir \
+	$(PEERS_PIP) install --progress-bar on accelerate cmake ctranslate2 gguf numpy onnx onnx-ir \
 		onnxruntime-genai transformers
-	@echo "[3/3] compiling llama.cpp (minutes)"
-	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_PIP) install --progress-bar on 'llama-cpp-python[server]'
+	@echo "[3/4] compiling llama.cpp for Python (minutes)"
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_PIP) install --progress-bar on llama-cpp-python
 	@touch $@
 
-peers: $(PEERS)/installed
+# Linked into one file each, with neither a web page, which would be downloaded, nor TLS.
+LLAMA := $(PEERS)/llama.cpp
+LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
+	-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+LLAMA_PROGRAMS := llama-batched-bench llama-server
+
+$(PEERS)/bin/llama-server: $(PEERS)/installed
+	@echo "[4/4] compiling llama.cpp's own server (about ten minutes)"
+	@rm -rf $(LLAMA) && mkdir -p $(LLAMA)
+	$(PEERS_PIP) download --progress-bar on --no-deps --no-binary llama-cpp-python --dest $(LLAMA) llama-cpp-python
+	tar -xzf $(LLAMA)/llama_cpp_python-*.tar.gz --directory $(LLAMA) --strip-components 1
+	$(PEERS)/bin/cmake -S $(LLAMA)/vendor/llama.cpp -B $(LLAMA)/build $(LLAMA_OPTIONS)
+	$(PEERS)/bin/cmake --build $(LLAMA)/build --parallel $$(nproc) --target $(LLAMA_PROGRAMS)
+	cp $(LLAMA_PROGRAMS:%=$(LLAMA)/build/bin/%) $(PEERS)/bin
+	@rm -rf $(LLAMA)
+
+peers: $(PEERS)/bin/llama-server
 
 clean:
 	rm -rf $(VENV) $(PEERS) export/operators/kernels/*.so export/operators/kernels/*.sha256 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,9 +35,8 @@ def _add_export(subparsers: "Subparsers") -> None:
         "--precision",
         default=None,
         metavar="LIST",
-        help="which graphs to write, from fp32, int4, quill4, quill8 (for the CPU; the last two "
-        "with operators of Quill's own) and fp16 (for CUDA), separated by commas, or all (default: "
-        "the one that a server on this machine would take)",
+        help="which graphs to write, from fp32, quill4, quill8 (for the CPU) and fp16 (for CUDA), "
+        "separated by commas, or all (default: the one that a server on this machine would take)",
     )
     parser.add_argument(
         "--add",

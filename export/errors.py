@@ -12,7 +12,7 @@ class ExportError(Exception):
 
 
 class UnsupportedModelError(ExportError):
-    """A network of a shape that the runtime's operators can't compute."""
+    """A network of a shape that the operators can't compute."""
 
     exit_code = 2
 

@@ -31,7 +31,7 @@ from quill.export.bundle.manifest import (
 )
 from quill.export.errors import BundleError, VerificationError
 from quill.export.graph.prepare import Networks, check_exportable
-from quill.export.graph.write import remove_graphs, write_graphs
+from quill.export.graph.write import remove_graphs, runnable, write_graphs
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
 from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
@@ -143,9 +143,12 @@ def _add_graphs(
             graphs = write_graphs(directory, precision, prepared)
         try:
             if proof is not None:
-                with stage(f"{precision}: verifying", proof.num_checks(precision)) as tick:
+                with (
+                    stage(f"{precision}: verifying", proof.num_checks(precision)) as tick,
+                    runnable(directory, graphs, prepared) as here,
+                ):
                     graphs = proof.prove(
-                        directory, manifest.sizes, graphs, prepared.quantisation, tick
+                        directory, manifest.sizes, graphs, here, prepared.quantisation, tick
                     )
                 if wishes.keep == "best":
                     check_good(graphs)

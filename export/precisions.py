@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Family = Literal["causal", "seq2seq"]
-Precision = Literal["fp32", "int4", "quill4", "quill8", "fp16"]
+Precision = Literal["fp32", "quill4", "quill8", "fp16"]
 Device = Literal["cpu", "cuda"]
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -37,8 +37,7 @@ class Facts:
     tolerance: Tolerance
     max_rise: float | None  # of perplexity over PyTorch's; None: it is reported
     max_tokens: int | None = None  # that perplexity is measured on; None: all there are
-    device: Device = "cpu"
-    needs_operators: bool = False  # those of Quill's own (export/operators/library.py)
+    device: Device = "cpu"  # a graph's blocks follow from it (export/bundle/graph_contract.py)
     is_quantised: bool = False  # in blocks, which a model's shape must allow
 
 
@@ -49,10 +48,10 @@ _ROUNDED = Tolerance(worst=math.inf, mean=0.5)
 PRECISIONS: Mapping[Precision, Facts] = {
     "fp32": Facts(tolerance=Tolerance(worst=1e-3, mean=1e-3), max_rise=1e-4),
     # 4 bits that were found here have no limit: the server looks at what was measured.
-    "int4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True),
-    "quill4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True, needs_operators=True),
-    "quill8": Facts(tolerance=_ROUNDED, max_rise=5e-3, is_quantised=True, needs_operators=True),
-    # Half precision has no fast kernel on a CPU: a few hundred tokens must do.
+    "quill4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True),
+    "quill8": Facts(tolerance=_ROUNDED, max_rise=5e-3, is_quantised=True),
+    # Half precision has no fast kernel on a CPU: a few hundred tokens must do. Only cards have its
+    # attention; without one it is proven with Quill's own in its place.
     "fp16": Facts(
         tolerance=Tolerance(worst=0.2, mean=0.02), max_rise=5e-3, max_tokens=400, device="cuda"
     ),
@@ -67,15 +66,25 @@ PRECISIONS: Mapping[Precision, Facts] = {
 # So a translator, whose weights come in full precision, loses less with 8 bits, and no difference
 # of speed can be told.
 _FASTEST: Mapping[Family, tuple[Precision, ...]] = {
-    "causal": ("quill4", "quill8", "int4", "fp32"),
-    "seq2seq": ("quill8", "quill4", "int4", "fp32"),
+    "causal": ("quill4", "quill8", "fp32"),
+    "seq2seq": ("quill8", "quill4", "fp32"),
 }
 
 
 def preferred(family: Family, *, fast_operators: bool) -> tuple[Precision, ...]:
-    """All precisions for the CPU, the best first. Without fast kernels of Quill's own, those that
-    need them come last."""
+    """All precisions for the CPU, the best first. Without fast kernels of Quill's own, integers
+    come last: fp32 leaves the matrices to the runtime."""
     order = _FASTEST[family]
     if fast_operators:
         return order
-    return tuple(sorted(order, key=lambda name: PRECISIONS[name].needs_operators))
+    return tuple(sorted(order, key=lambda name: PRECISIONS[name].is_quantised))
+
+
+def family_problem(precision: Precision, family: Family) -> str | None:
+    """Why a family has no such graphs, in words."""
+    if PRECISIONS[precision].device == "cpu" or family == "causal":
+        return None
+    return (
+        f"a translator has no {precision} graphs: the runtime's attention over blocks on CUDA "
+        "writes into the blocks that it reads, so it can't look at a source's"
+    )

@@ -37,6 +37,8 @@ class Usage:
     prompt: int
     cached: int  # of the prompt: not computed, taken from the prefix cache
     generated: int  # of one sequence
+    guessed: int = 0  # checked, beside those that were generated one by one
+    accepted: int = 0  # of the guessed: they were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class FailEvent:
 
 
 Event = StartEvent | PromptEvent | TokenEvent | HypothesisEvent | FinishEvent | FailEvent
-StepKind = Literal["prefill", "decode"]
+StepKind = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,11 @@ class StepReport:
 
     kind: StepKind
     duration_s: float
-    num_tokens: int  # read by the step: a chunk's length, or one for each row
+    num_tokens: int  # read by the step: one for each running row, guesses, pieces of prompts
+    num_prompt_tokens: int = 0  # of these: of prompts, sources, and what was set back
+    num_guessed: int = 0
+    num_accepted: int = 0  # of the guessed: they were right
+    num_set_back: int = 0  # requests that gave their blocks away
 
 
 class Crowd(NamedTuple):
@@ -124,6 +130,7 @@ class Crowd(NamedTuple):
 
     num_rows: int
     num_waiting: int
+    num_blocks: int = 0  # that they hold
 
 
 @dataclass(frozen=True, slots=True)

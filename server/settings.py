@@ -37,10 +37,11 @@ class Settings:
     max_rows: int | None = None
     context: int | None = None
     cache_bytes: int | None = None
+    prefix_cache: bool = True
+    guess: bool = True
     share_cache: bool = False  # between callers of different keys
     threads: int | None = None
     spinning: bool = True
-    exact: bool = True
     max_waiting: int = 256
     max_message_bytes: int = 4 * 2**20
     grace_s: float = 30.0
@@ -66,13 +67,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
         any_metrics_port=args.metrics_port == "auto",
         device=args.device,
         precision=args.precision,
-        max_rows=args.max_slots,
+        max_rows=args.max_rows,
         context=args.context,
-        cache_bytes=None if args.prefix_cache is None else args.prefix_cache * 2**20,
+        cache_bytes=None if args.cache is None else args.cache * 2**20,
+        prefix_cache=args.prefix_cache,
+        guess=args.guess,
         share_cache=args.share_prefix_cache,
         threads=args.threads,
         spinning=args.spinning,
-        exact=args.exact,
         max_waiting=args.queue,
         grace_s=args.grace,
         max_step_s=args.watchdog,

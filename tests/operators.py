@@ -1,4 +1,4 @@
-"""Whether Quill's own operators can be tested here: `make test` builds them if there is g++."""
+"""Whether Quill's own operators can be tested here: `make test` builds them."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from quill.export.precisions import Precision
 PROBLEM = operators_problem()
 needs_operators = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 OWN: tuple[Precision, ...] = () if PROBLEM else ("quill4", "quill8")
-# What a bundle of a test is served in: the plainest, the runtime's integers, our own.
-SERVED: tuple[Precision, ...] = ("fp32", "int4", *OWN)
+# What a bundle of a test is served in: the plainest, and integers.
+SERVED: tuple[Precision, ...] = ("fp32", *OWN)

@@ -1,4 +1,4 @@
-"""The recipes that are more than a command: `make translate`."""
+"""The recipes that are more than a command: `make translate`, `make peers`."""
 
 import argparse
 import re
@@ -67,3 +67,22 @@ def test_run_that_is_there_goes_on(tmp_path: Path, has_run: bool) -> None:
     wanted = f"--resume {run}" if has_run else f"--preset seq2seq-tiny --out {run}"
     assert f"told: train {wanted}\n" in done.stdout
     assert f"told: export {run} --out {tmp_path}/none\n" in done.stdout
+
+
+def test_peers_are_pinned_and_llama_cpp_is_compiled_for_this_machine(tmp_path: Path) -> None:
+    """As far as can be seen without twenty minutes of compiling."""
+    shown = make("--dry-run", "peers", f"PEERS={tmp_path}/peers")
+    assert shown.returncode == 0, shown.stderr
+    text = (ROOT / "constraints-peers.txt").read_text()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in text.splitlines()}
+    lines = shown.stdout.replace("\\\n", " ").splitlines()
+    installs = [line for line in lines if " install " in line or " download " in line]
+    assert all("PIP_CONSTRAINT=constraints-peers.txt" in line for line in installs)
+    names = [word for line in installs for word in line.split("on ")[-1].split()]
+    assert {"cmake", "llama-cpp-python", "transformers"} <= {*names} & pinned
+    (configure,) = (line for line in lines if "/cmake -S" in line)
+    assert "-DGGML_NATIVE=ON" in configure
+    assert "-DLLAMA_USE_PREBUILT_UI=OFF" in configure, "nothing is fetched while it is compiled"
+    (build,) = (line for line in lines if "/cmake --build" in line)
+    assert build.endswith("--target llama-batched-bench llama-server")
+    assert lines.index(configure) < lines.index(build)

@@ -21,7 +21,7 @@ BETWEEN = {
     "export.bundle",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
-    "server.loading.engine_factory server.request server.events server.errors "
+    "server.loading.engine_factory server.limits server.request server.events server.errors "
     "server.serve.default_model export.operators.library export.precisions",
 }
 
@@ -38,7 +38,7 @@ WITHIN = {
         "engine": "runtime scheduler sampling",
         "protocol": "text",
         "telemetry": "",
-        "loading": "engine runtime scheduler protocol text machine",
+        "loading": "engine runtime scheduler sampling protocol text machine",
         "api": "loading engine protocol text auth telemetry",
         "serve": "api loading engine protocol auth telemetry machine",
         "client": "",

@@ -1,47 +1,72 @@
 """The names of the graphs' inputs and outputs, and what each means.
 
 Knows: the contract between export and server. Does not know: how either keeps it.
-Imports nothing: the server uses it.
+Imports no package: the server uses it.
 
-Format version 1. R rows, T new tokens, L logits, C capacity, S source:
+Format version 2. T new tokens of all sequences, one sequence after another; S sequences, B blocks
+of the longest, L logits; a pool of N blocks with P positions each, K key/value heads, head size H:
 
-    decoder   input_ids (R, T) int64 · seqlens_k (R) int32: a row's length after this step, less 1
-              total_sequence_length () int32: the longest row's length after this step, on the CPU
-              logit_indices (L) int64: where logits are wanted, as row * T + token
-              past_key_i, past_value_i (R, kv_heads, C, head_size), for each layer i
-              -> logits (L, vocab_size) float32 · present_key_i, present_value_i as the past
-              T > 1 only with R = 1. Bind present to the memory of past: the update is in place.
-    decoder   of a seq2seq model has T = 1, and also
-              source_seqlens_k (R) int32: the source's length, less 1
-              source_total_length () int32: the longest source's length, on the CPU
-              past_cross_key_i, past_cross_value_i -> present_cross_key_i, present_cross_value_i:
-              what the encoder parked; bound to the same memory too, and left as it is
-    encoder   source_ids (1, S capacity) int64, padded with anything
-              source_positions (S) int64: 0, 1, 2 … for the real tokens
-              -> present_cross_key_i, present_cross_value_i (1, kv_heads, S capacity, head_size)
+    decoder   input_ids (T) int64 · positions (T) int64: past_lengths[s] + 0, 1, 2 …
+              query_starts (S + 1) int32: where each sequence's new tokens begin; the last is T
+              past_lengths (S) int32: how many positions of it are in its blocks before this step
+              block_table (S, B) int32: its blocks; beyond its need any number from 0 to N - 1
+              logit_indices (L) int64: which of the T tokens want logits; L may be 0
+              key_cache_i, value_cache_i: the pool, for each layer i
+              -> logits (L, vocab_size) float32 · new_key_cache_i, new_value_cache_i
+              Bind what is new to the memory of what was: the update is in place.
+    decoder   of a seq2seq model, also
+              source_lengths (S) int32 · source_table (S, B') int32: the source's blocks, which lie
+              in the same pool. They are read and left as they are.
+    encoder   source_ids (T) int64 · positions (T) int64 · query_starts (S + 1) int32
+              block_table (S, B) int32 · key_cache_i, value_cache_i, of the decoder's layers
+              -> new_key_cache_i, new_value_cache_i: many sources in one run, without padding
 
-Batch invariance: a row's logits don't depend on what else is in the batch, and prefill not on where
-it is cut, as long as no chunk leaves a token alone in a kernel's tile: no chunk's length is 1 more
-than a multiple of the manifest's `tile`. Where its `min_rows` is 2, the same goes for the
-numbers of rows and of logits.
+S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
+
+    CPU       P = 16, key_cache_i (N, K, H, P), value_cache_i (N, K, P, H): 16 keys lie side by
+              side, as one vector register multiplies them
+    CUDA      P = 256, both (N, P, K, H): what com.microsoft::PagedAttention takes
+
+Batch invariance (measured on the CPU): a token's hidden state, and what is written into the blocks,
+are the same bits whatever else is in the step and wherever its prompt is cut.
 """
 
-from typing import Literal
+from quill.export.precisions import Device
 
 INPUT_IDS = "input_ids"
-SEQLENS_K = "seqlens_k"
-TOTAL_LENGTH = "total_sequence_length"
+POSITIONS = "positions"
+QUERY_STARTS = "query_starts"
+PAST_LENGTHS = "past_lengths"
+BLOCK_TABLE = "block_table"
 LOGIT_INDICES = "logit_indices"
 LOGITS = "logits"
 SOURCE_IDS = "source_ids"
-SOURCE_POSITIONS = "source_positions"
-SOURCE_SEQLENS_K = "source_seqlens_k"
-SOURCE_TOTAL_LENGTH = "source_total_length"
+SOURCE_LENGTHS = "source_lengths"
+SOURCE_TABLE = "source_table"
 
-Side = Literal["past", "present"]
+BLOCK = 16
+CUDA_BLOCK = 256
+
+Shape = tuple[int, int, int]
 
 
-def cache_names(side: Side, num_layers: int, cross: bool = False) -> list[str]:
+def block_size(device: Device) -> int:
+    """The positions of a block."""
+    return BLOCK if device == "cpu" else CUDA_BLOCK
+
+
+def block_shapes(device: Device, num_kv_heads: int, head_size: int) -> tuple[Shape, Shape]:
+    """One block of a layer's keys, and one of its values."""
+    if device == "cpu":
+        return (num_kv_heads, head_size, BLOCK), (num_kv_heads, BLOCK, head_size)
+    return (CUDA_BLOCK, num_kv_heads, head_size), (CUDA_BLOCK, num_kv_heads, head_size)
+
+
+def cache_names(num_layers: int) -> list[str]:
     """The caches of all layers, in the graph's order: key 0, value 0, key 1, …"""
-    middle = "cross_" if cross else ""
-    return [f"{side}_{middle}{kind}_{i}" for i in range(num_layers) for kind in ("key", "value")]
+    return [f"{kind}_cache_{i}" for i in range(num_layers) for kind in ("key", "value")]
+
+
+def extended(cache_name: str) -> str:
+    """The output that has the memory of this input."""
+    return f"new_{cache_name}"

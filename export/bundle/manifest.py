@@ -15,28 +15,19 @@ from typing import Any, Literal
 
 from quill.export.bundle.json_records import RecordError, from_json
 from quill.export.errors import BundleError
-from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Device, Family, Precision
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, Device, Family, Precision
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 CacheType = Literal["float32", "float16"]
-
-# Kernels cut tokens into tiles: MatMulNBits of 128, attention of twice the head size. All are
-# multiples of this, so a number that isn't 1 more than a multiple leaves no token alone in one.
-TILE = 16
 
 # Of ASCII, of eight bits, and what else ends a line: they would change how logs and terminals look.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 # What a training run and a checkpoint have in the place of a manifest.
 NOT_BUNDLES = ("run.json", "config.json")
-
-
-def is_lone_tail(num: int) -> bool:
-    """Whether so many tokens or rows leave one alone in its tile."""
-    return num % TILE == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +58,12 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Invariance:
-    """Batch invariance: when a row's logits don't depend on what else is in the batch, to the last
-    bit; measured at export."""
+    """Batch invariance: whether a row's logits, keys and values are the same bits whatever else is
+    in the step, and wherever its prompt is cut; measured at export."""
 
-    holds: bool  # under the conditions below
-    min_rows: int  # every step needs so many rows, and gathers so many logits
-    min_chunk: int  # every prefill chunk needs so many tokens
-    tile: int = (
-        TILE  # and no chunk has 1 more than a multiple of this; nor rows, where min_rows is 2
-    )
+    holds: bool
     rows: tuple[int, ...]  # the numbers of rows that were compared
+    num_cut_tokens: int  # the length of the prompt that was cut, in mixed steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +92,6 @@ class Graphs:
     quantisation: str | None  # how the weights became small; None if they didn't
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
-
-    @property
-    def needs_operators(self) -> bool:
-        """Whether only Quill's own operators (export/operators/library.py) can run them."""
-        return PRECISIONS[self.precision].needs_operators
 
     @property
     def is_good(self) -> bool:
@@ -174,7 +156,7 @@ class Manifest:
         return [*graphs.own_files, *([] if self.tokenizer is None else [self.tokenizer])]
 
     def cache_bytes_per_token(self, cache_type: CacheType) -> int:
-        """Memory for one more token in a slot; a seq2seq source takes the same for each token."""
+        """Memory for one more token; a seq2seq source takes the same for each token."""
         number_size = 4 if cache_type == "float32" else 2
         sizes = self.sizes
         return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * number_size
@@ -201,7 +183,6 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"can't read {path}: {error}. Export the bundle again") from error
     _check_version(path, value)
-    _check_precisions(directory, value)
     try:
         manifest = from_json(Manifest, value)
     except RecordError as error:
@@ -217,17 +198,6 @@ def _check_version(path: Path, value: object) -> None:
         raise BundleError(
             f"{path} has the format version {version!r}; this version of Quill reads "
             f"{FORMAT_VERSION}. Export the bundle again with this version, or use a newer Quill"
-        )
-
-
-def _check_precisions(directory: Path, value: dict[str, Any]) -> None:
-    """int8 was by the runtime's operators, and wrong on processors without VNNI."""
-    graphs = value.get("graphs")
-    entries = graphs if isinstance(graphs, list) else []
-    if any(isinstance(each, dict) and each.get("precision") == "int8" for each in entries):
-        raise BundleError(
-            f"{directory} was made by an older version of Quill: it holds int8 graphs, and quill8 "
-            f"has taken their place. Export it again: quill export CHECKPOINT --out {directory}"
         )
 
 

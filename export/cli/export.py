@@ -20,7 +20,7 @@ from quill.export.operators.library import (
     operators_problem,
 )
 from quill.export.pipeline import Wishes, check_standing, write_bundle
-from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
+from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, family_problem, preferred
 from quill.export.quantise.quantisation import check_quantisable
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
@@ -58,6 +58,8 @@ def with_precisions(
             if name in problems:
                 raise ExportError(f"{name} can't be exported here: {problems[name]}")
         return replace(wishes, precisions=tuple(p for p in precisions if p not in standing))
+    if "fp32" in problems:  # the plainest
+        raise ExportError(f"nothing can be exported here: {problems['fp32']}")
     if wanted is not None:
         for name, problem in problems.items():
             console.print(f"Leaving {name} out: {problem}")
@@ -82,18 +84,17 @@ def _why_fastest() -> str:
 
 def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
     """Why precisions can't be had here, for this model."""
-    problems: dict[Precision, str] = {}
     operators = operators_problem() if verify else None
     try:
         check_quantisable(config)
         shape = None
     except UnsupportedModelError as error:
         shape = str(error)
+    problems: dict[Precision, str] = {}
     for name, facts in PRECISIONS.items():
-        if shape is not None and facts.is_quantised:
-            problems[name] = shape
-        elif operators is not None and facts.needs_operators:
-            problems[name] = operators
+        blocks = shape if facts.is_quantised else None
+        if problem := family_problem(name, config.family) or blocks or operators:
+            problems[name] = problem
     return problems
 
 

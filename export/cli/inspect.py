@@ -55,18 +55,18 @@ def speed_table(directory: Path, manifest: Manifest) -> Table:
     table.add_column("prefill", justify="right")
     best = measure_yardstick(manifest.sizes)
     problem = operators_problem()
+    if problem is not None:
+        table.caption = problem
     for graphs in manifest.graphs:
-        if graphs.needs_operators and problem is not None:
-            table.caption = f"Without {graphs.precision}: {problem}"
-        elif graphs.device == "cpu":
+        if graphs.device == "cpu" and problem is None:
             speed = measure_speed(directory, manifest, graphs)
             steps = [_share(speed.decode[rows], best.decode[rows]) for rows in ROWS]
             table.add_row(graphs.precision, *steps, _share(speed.prefill, best.prefill))
     return table
 
 
-def _share(found: float | None, best: float | None) -> str:
-    return "" if found is None or best is None else f"{found:.0f} ({found / best:.0%})"
+def _share(found: float, best: float) -> str:
+    return f"{found:.0f} ({found / best:.0%})"
 
 
 def network(manifest: Manifest) -> list[tuple[str, str]]:
@@ -110,7 +110,7 @@ def described(directory: Path, manifest: Manifest, graphs: Graphs) -> list[tuple
     full = sides * per_token * manifest.sizes.context
     rows = [
         ("meant for", graphs.device),
-        ("memory of a full slot", f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"),
+        ("memory of a full context", f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"),
         ("quantisation", graphs.quantisation or "none"),
     ]
     rows += list(_proof(graphs))
@@ -142,10 +142,10 @@ def _invariance(found: Invariance | None) -> str:
         return "not measured: it needs the device"
     if not found.holds:
         return "broken: a row's logits depend on what else is in the batch"
-    rows = ", ".join(str(n) for n in found.rows if n >= found.min_rows)
+    rows = ", ".join(map(str, found.rows))
     return (
-        f"bit-identical for {rows} rows, and for chunks of at least {found.min_chunk} tokens that "
-        f"aren't 1 more than a multiple of {found.tile}"
+        f"bit-identical for {rows} rows, and for a prompt of {found.num_cut_tokens} tokens cut "
+        "anywhere, in mixed steps"
     )
 
 

@@ -28,7 +28,7 @@ class Speed(NamedTuple):
     """Tokens a second: of decode steps by their number of rows, and of prefill."""
 
     decode: dict[int, float]
-    prefill: float | None  # None for seq2seq: its decoder starts from one token
+    prefill: float
 
 
 def measure_yardstick(sizes: Sizes) -> Speed:
@@ -53,11 +53,8 @@ def measure_speed(directory: Path, manifest: Manifest, graphs: Graphs) -> Speed:
     num_prefill = min(PREFILL_TOKENS, sizes.context)
     runner = Runner(directory, graphs, sizes, ROWS[-1], num_prefill)
     if graphs.encoder is not None:
-        for slot in range(ROWS[-1]):
-            runner.encode(slot, [0] * num_past)
+        runner.encode({slot: [0] * num_past for slot in range(ROWS[-1])})
     decode = {num_rows: _decode_speed(runner, num_rows, num_past) for num_rows in ROWS}
-    if graphs.encoder is not None:
-        return Speed(decode, None)
     seconds = _median(lambda: _prefill(runner, num_prefill), NUM_LONG_TIMES)
     return Speed(decode, num_prefill / seconds)
 
@@ -68,7 +65,7 @@ def _decode_speed(runner: Runner, num_rows: int, num_past: int) -> float:
             runner.rewind(slot, num_past)
         runner.decode([0] * num_rows)
 
-    step()  # binds the caches
+    step()  # the first is slower
     return num_rows / _median(step, NUM_TIMES)
 
 

@@ -1,131 +1,197 @@
-"""Attention as ONNX Runtime has it: one operator with the key/value cache inside.
+"""Attention as one operator with its cache inside, over packed tokens and blocks.
 
-Knows: com.microsoft::GroupQueryAttention, its inputs and its rules.
+Knows: Quill's own operators and com.microsoft::PagedAttention, their inputs and their rules.
 Does not know: layers, precisions, files.
 
-The network hands its queries, keys and values to an `Attending` (model/network/attention.py). This
-one computes nothing: it writes the operator into the graph that torch.onnx is tracing.
+The network hands its queries, keys and values to an `Attending` (model/network/attention.py). These
+compute nothing: they write operators into the graph that torch.onnx is tracing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quill.model.network.attention import KeyValue
+from quill.export.graph.quill_layers import VERSION
 from quill.model.network.config import ModelConfig
 from quill.model.network.positions import RotaryTables
 
-# R rows · T new tokens · K key/value heads · C capacity · H head size · E heads x head size
+# S sequences · T new tokens of all · B blocks of the longest · E heads x head size
 
-OPERATOR = "com.microsoft::GroupQueryAttention"
+# What they have kernels for (export/operators/kernels/sequences.h).
+HEAD_SIZE_STEP = 16
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 128
+# Blocks may be of either precision: the runtime tells operators of one name apart by their types.
+ATTENTION = "quill::Attention"
+CROSS_ATTENTION = "quill::CrossAttention"
+ENCODER_ATTENTION = "quill::EncoderAttention"
+STORE = "quill::Store"
+PAGED = "com.microsoft::PagedAttention"
+
+Attributes = Mapping[str, int | float]
+
+
+def own_attributes(config: ModelConfig) -> Attributes:
+    return {
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "scale": config.head_size**-0.5,
+    }
+
+
+class Layer(NamedTuple):
+    """One layer's blocks."""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass
-class Cache:
-    """The keys and values of all layers, and how many of them are real in each row."""
+class Pool:
+    """The blocks of all layers, and what the operators gave back."""
 
-    past: Sequence[KeyValue]  # (R, K, C, H) each
-    seqlens_R: Tensor  # int32: the length of each row, less 1
-    total_length: Tensor  # int32 scalar: the longest row's length
-    present: list[KeyValue] = field(default_factory=list)  # what the operators give back
+    layers: Sequence[Layer]
+    extended: list[Layer] = field(default_factory=list)
+
+    def replace(self, layer: int, sides: Sequence[Tensor]) -> None:
+        assert len(self.extended) == layer, "layers attend in order, each once"
+        self.extended.append(Layer(*sides))
+
+    def flat(self) -> list[Tensor]:
+        return [side for layer in self.extended for side in layer]
 
 
-# The sizes of heads that Quill's own attention has kernels for (export/operators/kernels/heads.h).
-OWN_HEAD_SIZES = (16, 32, 64, 80, 96, 128)
-OWN_OPERATOR = "quill::Attention"
+class Packed(NamedTuple):
+    """Whose the new tokens are, and where they stand."""
+
+    positions_T: Tensor
+    starts_S: Tensor  # one more than there are sequences
 
 
-class GroupQueryAttending:
-    """New tokens against a cache that the operator extends in place."""
+class Source(NamedTuple):
+    """Where each sequence's source lies."""
+
+    lengths_S: Tensor
+    table_SB: Tensor
+
+
+class PackedEncoding:
+    """Every token of a source sees every token of the same source."""
+
+    def __init__(self, config: ModelConfig, rotary: RotaryTables | None, packed: Packed) -> None:
+        self._config = config
+        self._rotary = (None, None) if rotary is None else rotary
+        self._packed = packed
+
+    def begin(self, ids_T: Tensor) -> Tensor:
+        return self._packed.positions_T
+
+    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
+        inputs = [qkv_TE, self._packed.starts_S, *self._rotary]
+        return _write(ENCODER_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
+
+    def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
+        raise AssertionError("an encoder has no cross-attention")
+
+    @property
+    def _width(self) -> int:
+        return self._config.num_heads * self._config.head_size
+
+
+class PackedAttending(PackedEncoding):
+    """New tokens against blocks that the operator extends in place."""
 
     def __init__(
         self,
         config: ModelConfig,
         rotary: RotaryTables | None,
-        cache: Cache,
-        cross: Cache | None = None,
+        packed: Packed,
+        past_S: Tensor,
+        table_SB: Tensor,
+        pool: Pool,
+        source: Source | None = None,
     ) -> None:
-        self._config = config
-        self._rotary = rotary
-        self._cache = cache
-        self._cross = cross
+        super().__init__(config, rotary, packed)
+        self._where = (packed.starts_S, past_S, table_SB)
+        self._pool = pool
+        self._source = source
 
-    def begin(self, ids_RT: Tensor) -> Tensor:
-        """A row's new tokens are the last T of its length."""
-        num_new = ids_RT.shape[1]
-        first_R1 = self._cache.seqlens_R.to(torch.int64).unsqueeze(1) + (1 - num_new)
-        return first_R1 + torch.arange(num_new)
+    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
+        """Queries, keys and values side by side, as the projection made them."""
+        # They are halves when a graph for a card is tried without one.
+        tables = [None if each is None else each.float() for each in self._rotary]
+        blocks = self._pool.layers[layer]
+        inputs = [qkv_TE.float(), *blocks, *self._where, *tables]
+        attributes = own_attributes(self._config)
+        out_TE, *extended = _write(ATTENTION, inputs, attributes, self._width, blocks)
+        self._pool.replace(layer, extended)
+        return out_TE.to(qkv_TE.dtype)
 
-    def self_attention(self, layer: int, qkv_RTE: Tensor) -> Tensor:
-        """Packed input: queries, keys and values side by side, as the projection made them."""
-        tables = () if self._rotary is None else (self._rotary.cos_PF, self._rotary.sin_PF)
-        return self._attend(layer, (qkv_RTE, None, None), self._cache, tables)
+    def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
+        """Reads a source's blocks, which lie among the others."""
+        assert self._source is not None, "a decoder with cross-attention needs a source"
+        inputs = [q_TE, *self._pool.extended[layer], self._packed.starts_S, *self._source]
+        return _write(CROSS_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
 
-    def cross_attention(self, layer: int, q_RTE: Tensor) -> Tensor:
-        """No new keys: what the encoder parked is the whole past. One query token at a time."""
-        assert self._cross is not None, "a decoder with cross-attention needs parked keys"
-        width = self._config.num_kv_heads * self._config.head_size
-        none_R0E = q_RTE.new_zeros((q_RTE.shape[0], 0, width))
-        return self._attend(layer, (q_RTE, none_R0E, none_R0E), self._cross, ())
 
-    def _attend(
-        self,
-        layer: int,
-        qkv: tuple[Tensor, Tensor | None, Tensor | None],
-        cache: Cache,
-        rotary: Sequence[Tensor],
-    ) -> Tensor:
-        config = self._config
+class PagedAttending(PackedAttending):
+    """The same by the runtime's operator, which only cards have. It can't leave a source as it is,
+    so there is no cross-attention."""
+
+    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         attributes = {
-            "num_heads": config.num_heads,
-            "kv_num_heads": config.num_kv_heads,
-            "do_rotary": int(bool(rotary)),
-            "scale": config.head_size**-0.5,
+            "num_heads": self._config.num_heads,
+            "kv_num_heads": self._config.num_kv_heads,
+            "do_rotary": int(self._rotary[0] is not None),
+            "scale": self._config.head_size**-0.5,
         }
-        cached = (*cache.past[layer], cache.seqlens_R, cache.total_length)
-        return self._write(OPERATOR, layer, cache, [*qkv, *cached, *rotary], attributes)
+        blocks = self._pool.layers[layer]
+        inputs = [qkv_TE, None, None, *blocks, *self._where]
+        inputs += [each for each in self._rotary if each is not None]
+        out_TE, *extended = _write(PAGED, inputs, attributes, self._width, blocks)
+        self._pool.replace(layer, extended)
+        return out_TE
 
-    def _write(
-        self,
-        operator: str,
-        layer: int,
-        cache: Cache,
-        inputs: Sequence[Tensor | None],
-        attributes: Mapping[str, int | float],
-    ) -> Tensor:
-        """The operator into the graph, which answers what was found and the extended cache."""
-        x_RTE, past = inputs[0], cache.past[layer]
-        assert x_RTE is not None
-        out_RTE, *present = torch.onnx.ops.symbolic_multi_out(
-            operator,
-            inputs,
-            attrs={**attributes},
-            dtypes=[x_RTE.dtype, past.k_BKSH.dtype, past.v_BKSH.dtype],
-            shapes=[
-                [*x_RTE.shape[:2], self._config.num_heads * self._config.head_size],
-                list(past.k_BKSH.shape),
-                list(past.v_BKSH.shape),
-            ],
-            version=1,
-        )
-        assert len(cache.present) == layer, "layers attend in order, each once"
-        cache.present.append(KeyValue(*present))
-        return out_RTE
+    def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
+        raise AssertionError("no card computes cross-attention (export/graph/prepare.py)")
 
 
-class OwnAttending(GroupQueryAttending):
-    """Looks at what came before with Quill's own operator, which keeps it in halves."""
+def store(
+    config: ModelConfig, pool: Pool, layer: int, key_value_TE: Tensor, where: Sequence[Tensor]
+) -> None:
+    """Puts a source's keys and values into blocks. `where`: starts and block table."""
+    blocks = pool.layers[layer]
+    extended = torch.onnx.ops.symbolic_multi_out(
+        STORE,
+        [*key_value_TE.chunk(2, dim=-1), *blocks, *where],
+        attrs={**own_attributes(config)},
+        dtypes=[side.dtype for side in blocks],
+        shapes=[list(side.shape) for side in blocks],
+        version=VERSION,
+    )
+    pool.replace(layer, extended)
 
-    def self_attention(self, layer: int, qkv_RTE: Tensor) -> Tensor:
-        config, cache = self._config, self._cache
-        attributes = {
-            "heads": config.num_heads,
-            "kv_heads": config.num_kv_heads,
-            "head_size": config.head_size,
-            "scale": config.head_size**-0.5,
-        }
-        tables = (None, None) if self._rotary is None else self._rotary
-        cached = (*cache.past[layer], cache.seqlens_R, cache.total_length)
-        return self._write(OWN_OPERATOR, layer, cache, [qkv_RTE, *cached, *tables], attributes)
+
+def _write(
+    operator: str,
+    inputs: Sequence[Tensor | None],
+    attributes: Attributes,
+    width: int,
+    blocks: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:
+    """The operator into the graph: what was found for each token, and the extended blocks."""
+    x_TE = inputs[0]
+    assert x_TE is not None
+    found: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
+        operator,
+        inputs,
+        attrs={**attributes},
+        dtypes=[x_TE.dtype, *(side.dtype for side in blocks)],
+        shapes=[[x_TE.shape[0], width], *(list(side.shape) for side in blocks)],
+        version=VERSION,
+    )
+    return found

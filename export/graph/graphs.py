@@ -4,7 +4,7 @@ Knows: the graphs' inputs and outputs (export/bundle/graph_contract.py), which d
 Does not know: how attention is emitted, files, what the weights are made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from quill.export.bundle import graph_contract
-from quill.export.graph.attention import Cache, GroupQueryAttending, OwnAttending
-from quill.model.network.attention import EncoderAttending, KeyValue
+from quill.export.graph.attention import (
+    Layer,
+    Packed,
+    PackedAttending,
+    PackedEncoding,
+    PagedAttending,
+    Pool,
+    Source,
+    store,
+)
+from quill.export.precisions import Device
 from quill.model.network.transformer import Transformer
 
-# R rows · T new tokens · L logits · S source tokens · D model size · V vocabulary
-# K key/value heads · C capacity · H head size
+# S sequences · T new tokens of all · B blocks of the longest · L logits · D model size
+# V vocabulary
 
 Project = Callable[[Tensor], Tensor]
 
@@ -36,154 +45,161 @@ class Graph:
 
 
 class DecoderModule(nn.Module):
-    """One step: new tokens in, logits and extended caches out."""
+    """One step: new tokens in, logits and extended blocks out."""
 
-    def __init__(self, model: Transformer, project: Project, own_attention: bool) -> None:
+    def __init__(self, model: Transformer, project: Project, device: Device) -> None:
         super().__init__()
         self.model = model
         self.project = project
-        self.attending = OwnAttending if own_attention else GroupQueryAttending
+        self.attending = PackedAttending if device == "cpu" else PagedAttending
 
     def forward(
         self,
-        ids_RT: Tensor,
-        seqlens_R: Tensor,
-        total_length: Tensor,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        starts_S: Tensor,
+        past_S: Tensor,
+        table_SB: Tensor,
         logit_indices_L: Tensor,
-        past: list[Tensor],
-        source_seqlens_R: Tensor | None = None,
-        source_total_length: Tensor | None = None,
-        past_cross: list[Tensor] | None = None,
+        caches: list[Tensor],
+        source_lengths_S: Tensor | None = None,
+        source_table_SB: Tensor | None = None,
     ) -> list[Tensor]:
-        cache = Cache(_paired(past), seqlens_R, total_length)
-        caches = [cache]
-        if past_cross is not None:
-            assert source_seqlens_R is not None
-            assert source_total_length is not None
-            caches.append(Cache(_paired(past_cross), source_seqlens_R, source_total_length))
-        attending = self.attending(self.model.config, self.model.rotary, *caches)
-        x_RTD = self.model.hidden(ids_RT, attending)
+        source = None
+        if source_lengths_S is not None and source_table_SB is not None:
+            source = Source(source_lengths_S, source_table_SB)
+        model, pool = self.model, _pool(caches)
+        packed = Packed(positions_T, starts_S)
+        x_TD = model.hidden(
+            ids_T,
+            self.attending(model.config, model.rotary, packed, past_S, table_SB, pool, source),
+        )
         # Before the projection: logits nobody asked for are the largest waste there is.
-        x_LD = x_RTD.flatten(0, 1).index_select(0, logit_indices_L)
-        logits_LV = self.project(x_LD).to(torch.float32)
-        return [logits_LV, *(side for each in caches for pair in each.present for side in pair)]
+        x_LD = F.embedding(logit_indices_L, x_TD)
+        return [self.project(x_LD).to(torch.float32), *pool.flat()]
 
 
 class EncoderModule(nn.Module):
-    """A source in, each decoder layer's keys and values out, padded to the slot's capacity."""
+    """Sources in; each decoder layer's keys and values of them go into blocks."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, source_ids_1C: Tensor, positions_S: Tensor) -> list[Tensor]:
-        # One source of its real length: nothing is padded, so nothing needs a mask.
-        ids_1S = source_ids_1C.index_select(1, positions_S)
-        attending = EncoderAttending(self.model.config, self.model.rotary, mask_BS=None)
-        padding = source_ids_1C.shape[1] - ids_1S.shape[1]
-        parked = self.model.park(ids_1S, attending)
-        return [F.pad(side, (0, 0, 0, padding)) for pair in parked for side in pair]
+    def forward(
+        self,
+        source_ids_T: Tensor,
+        positions_T: Tensor,
+        starts_S: Tensor,
+        table_SB: Tensor,
+        caches: list[Tensor],
+    ) -> list[Tensor]:
+        model, pool = self.model, _pool(caches)
+        attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
+        memory_TD = model.memory(source_ids_T, attending)
+        for layer, cross in enumerate(model.crossings()):
+            store(model.config, pool, layer, cross.key_value(memory_TD), (starts_S, table_SB))
+        return pool.flat()
+
+
+# Which dimensions of an input are free. What isn't here are caches, whose number of blocks is.
+_FREE: Mapping[str, tuple[str, ...]] = {
+    graph_contract.INPUT_IDS: ("tokens",),
+    graph_contract.SOURCE_IDS: ("tokens",),
+    graph_contract.POSITIONS: ("tokens",),
+    graph_contract.QUERY_STARTS: ("starts",),
+    graph_contract.PAST_LENGTHS: ("sequences",),
+    graph_contract.BLOCK_TABLE: ("sequences", "most_blocks"),
+    graph_contract.LOGIT_INDICES: ("num_logits",),
+    graph_contract.SOURCE_LENGTHS: ("sequences",),
+    graph_contract.SOURCE_TABLE: ("sequences", "most_source_blocks"),
+}
+# Arbitrary; that they differ shows what is free.
+_SIZES = {
+    "sequences": 2,
+    "starts": 3,
+    "num_logits": 4,
+    "tokens": 5,
+    "most_blocks": 6,
+    "most_source_blocks": 7,
+}
+_NUM_BLOCKS = 9
+_LONG = (
+    graph_contract.INPUT_IDS,
+    graph_contract.SOURCE_IDS,
+    graph_contract.POSITIONS,
+    graph_contract.LOGIT_INDICES,
+)
+_DECODER_INPUTS = (
+    graph_contract.INPUT_IDS,
+    graph_contract.POSITIONS,
+    graph_contract.QUERY_STARTS,
+    graph_contract.PAST_LENGTHS,
+    graph_contract.BLOCK_TABLE,
+    graph_contract.LOGIT_INDICES,
+)
+_ENCODER_INPUTS = (
+    graph_contract.SOURCE_IDS,
+    graph_contract.POSITIONS,
+    graph_contract.QUERY_STARTS,
+    graph_contract.BLOCK_TABLE,
+)
+_SOURCE_INPUTS = (graph_contract.SOURCE_LENGTHS, graph_contract.SOURCE_TABLE)
 
 
 def decoder_graph(
-    model: Transformer, project: Project, dtype: torch.dtype, own_attention: bool = False
+    model: Transformer, project: Project, cache_type: torch.dtype, device: Device
 ) -> Graph:
-    """The decoder of either family. `project` turns hidden states into logits.
-
-    `own_attention`: self-attention is Quill's own operator, not the runtime's.
-    """
-    module = DecoderModule(model, project, own_attention).eval()
-    make = _seq2seq_decoder if model.config.family == "seq2seq" else _causal_decoder
-    return make(module, dtype)
+    """The decoder of either family. `project` turns hidden states into logits."""
+    module = DecoderModule(model, project, device).eval()
+    after = _SOURCE_INPUTS if model.config.family == "seq2seq" else ()
+    caches = _caches(model, cache_type, device)
+    return _graph(module, _DECODER_INPUTS, caches, after, [graph_contract.LOGITS])
 
 
-def _causal_decoder(module: DecoderModule, dtype: torch.dtype) -> Graph:
-    model = module.model
-    rows, tokens, num_logits = Dim("rows"), Dim("tokens"), Dim("num_logits")
-    num_layers = model.config.num_layers
-    # The sizes of the examples are arbitrary; that they differ shows what is free.
-    past = _caches(model, 2, 8, dtype)
-    return Graph(
-        module=module,
-        arguments=(*_step_inputs(2, 3), past),
-        dynamic_shapes=(
-            *({0: rows, 1: tokens}, {0: rows}, {}, {0: num_logits}),
-            _cache_dims(past, "capacity"),
-        ),
-        input_names=[*_STEP_NAMES, *graph_contract.cache_names("past", num_layers)],
-        output_names=[graph_contract.LOGITS, *graph_contract.cache_names("present", num_layers)],
-    )
-
-
-def _seq2seq_decoder(module: DecoderModule, dtype: torch.dtype) -> Graph:
-    model = module.model
-    rows, num_logits = Dim("rows"), Dim("num_logits")
-    num_layers = model.config.num_layers
-    past, cross = _caches(model, 2, 8, dtype), _caches(model, 2, 9, dtype)
-    ids_RT, seqlens_R, total_length, indices_L = _step_inputs(2, 1)
-    return Graph(
-        module=module,
-        arguments=(
-            *(ids_RT, seqlens_R, total_length, indices_L, past),
-            *(seqlens_R.clone(), total_length.clone(), cross),
-        ),
-        dynamic_shapes=(
-            *({0: rows}, {0: rows}, {}, {0: num_logits}),
-            *(_cache_dims(past, "capacity"), {0: rows}, {}),
-            _cache_dims(cross, "source_capacity"),
-        ),
-        input_names=[
-            *_STEP_NAMES,
-            *graph_contract.cache_names("past", num_layers),
-            graph_contract.SOURCE_SEQLENS_K,
-            graph_contract.SOURCE_TOTAL_LENGTH,
-            *graph_contract.cache_names("past", num_layers, cross=True),
-        ],
-        output_names=[
-            graph_contract.LOGITS,
-            *graph_contract.cache_names("present", num_layers),
-            *graph_contract.cache_names("present", num_layers, cross=True),
-        ],
-    )
-
-
-def encoder_graph(model: Transformer) -> Graph:
+def encoder_graph(model: Transformer, cache_type: torch.dtype) -> Graph:
     """The encoder of a seq2seq model."""
+    caches = _caches(model, cache_type, "cpu")
+    return _graph(EncoderModule(model).eval(), _ENCODER_INPUTS, caches)
+
+
+def _graph(
+    module: nn.Module,
+    before: Sequence[str],
+    caches: list[Tensor],
+    after: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+) -> Graph:
+    """With the caches among its inputs, and as its last outputs."""
+    names = graph_contract.cache_names(len(caches) // 2)
+    free_caches = [{0: Dim("num_blocks")} for _ in caches]
     return Graph(
-        module=EncoderModule(model).eval(),
-        arguments=(torch.zeros(1, 8, dtype=torch.int64), torch.arange(5)),
-        dynamic_shapes=({1: Dim("source_capacity")}, {0: Dim("source")}),
-        input_names=[graph_contract.SOURCE_IDS, graph_contract.SOURCE_POSITIONS],
-        output_names=graph_contract.cache_names("present", model.config.num_layers, cross=True),
+        module=module,
+        arguments=(*map(_example, before), caches, *map(_example, after)),
+        dynamic_shapes=(*map(_free, before), free_caches, *map(_free, after)),
+        input_names=[*before, *names, *after],
+        output_names=[*outputs, *map(graph_contract.extended, names)],
     )
 
 
-_STEP_NAMES = [
-    graph_contract.INPUT_IDS,
-    graph_contract.SEQLENS_K,
-    graph_contract.TOTAL_LENGTH,
-    graph_contract.LOGIT_INDICES,
-]
+def _free(name: str) -> dict[int, Any]:
+    return {axis: Dim(dimension) for axis, dimension in enumerate(_FREE[name])}
 
 
-def _step_inputs(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.zeros(rows, tokens, dtype=torch.int64),
-        torch.full((rows,), tokens - 1, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.arange(rows + 2),
-    )
+def _example(name: str) -> Tensor:
+    shape = [_SIZES[dimension] for dimension in _FREE[name]]
+    return torch.zeros(shape, dtype=torch.int64 if name in _LONG else torch.int32)
 
 
-def _caches(model: Transformer, rows: int, capacity: int, dtype: torch.dtype) -> list[Tensor]:
+def _caches(model: Transformer, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
-    shape = (rows, config.num_kv_heads, capacity, config.head_size)
-    return [torch.zeros(shape, dtype=dtype) for _ in range(2 * config.num_layers)]
+    shapes = graph_contract.block_shapes(device, config.num_kv_heads, config.head_size)
+    return [
+        torch.zeros((_NUM_BLOCKS, *shape), dtype=cache_type)
+        for _ in range(config.num_layers)
+        for shape in shapes
+    ]
 
 
-def _cache_dims(caches: Sequence[Tensor], capacity: str) -> list[dict[int, Any]]:
-    return [{0: Dim("rows"), 2: Dim(capacity)} for _ in caches]
-
-
-def _paired(sides: Sequence[Tensor]) -> list[KeyValue]:
-    return [KeyValue(*sides[i : i + 2]) for i in range(0, len(sides), 2)]
+def _pool(sides: Sequence[Tensor]) -> Pool:
+    return Pool([Layer(*sides[i : i + 2]) for i in range(0, len(sides), 2)])

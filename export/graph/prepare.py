@@ -4,20 +4,16 @@ Knows: which modules hold weights, how to swap them for packed ones.
 Does not know: which integers stand for a weight (export/quantise/quantisation.py), files.
 """
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quill.export.errors import UnsupportedModelError
-from quill.export.graph.attention import OWN_HEAD_SIZES
+from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZE
 from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
-from quill.export.graph.nbits_layers import PackedEmbedding, PackedLinear
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
-from quill.export.precisions import Precision
-from quill.export.quantise.outliers import find_outliers
+from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
@@ -33,25 +29,30 @@ class Prepared:
 
     model: Transformer
     project: Project
-    cache_dtype: torch.dtype
+    cache_type: torch.dtype
     quantisation: Quantisation | None = None
-    own_attention: bool = False
 
-    def decoder(self) -> Graph:
-        return decoder_graph(self.model, self.project, self.cache_dtype, self.own_attention)
+    def decoder(self, device: Device) -> Graph:
+        return decoder_graph(self.model, self.project, self.cache_type, device)
 
     def encoder(self) -> Graph | None:
-        return encoder_graph(self.model) if self.model.config.family == "seq2seq" else None
+        if self.model.config.family == "causal":
+            return None
+        return encoder_graph(self.model, self.cache_type)
 
 
 def check_exportable(config: ModelConfig) -> None:
-    """Refuses shapes that the attention operator can't compute."""
-    divisor = 16 if config.positions == "rotary" else 8
-    if config.head_size % divisor:
+    """Refuses shapes that the attention operators can't compute."""
+    size = config.head_size
+    if size % HEAD_SIZE_STEP or size > MAX_HEAD_SIZE:
         raise UnsupportedModelError(
-            f"the head size is {config.head_size}; the runtime's attention operator needs a "
-            f"multiple of {divisor} with {config.positions} positions. Train the model with such "
-            "a head size"
+            f"the head size is {size}; Quill's attention needs a multiple of {HEAD_SIZE_STEP} up "
+            f"to {MAX_HEAD_SIZE}. Train the model with such a head size"
+        )
+    if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
+        raise UnsupportedModelError(
+            f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
+            "the most. Train the model with more K/V heads"
         )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
@@ -66,39 +67,27 @@ class Networks:
         self._checkpoint = checkpoint
 
     def prepare(self, precision: Precision) -> Prepared:
+        if problem := family_problem(precision, self._checkpoint.config.family):
+            raise UnsupportedModelError(problem)
         match precision:
             case "fp32":
                 return self._plain(torch.float32)
             case "fp16":
                 return self._plain(torch.float16)
-            case "int4":
-                return self._packed()
             case "quill4":
-                return self._own(in_halves(self._four_bits))
+                return self._own(in_halves(quantise(self._checkpoint, 4)))
             case "quill8":
                 return self._own(quantise(self._checkpoint, 8))
-
-    @functools.cached_property
-    def _four_bits(self) -> Quantisation:
-        return quantise(self._checkpoint, 4)
 
     def _plain(self, dtype: torch.dtype) -> Prepared:
         model = self._checkpoint.build().to(dtype)
         return Prepared(model, model.project, dtype)
 
-    def _packed(self) -> Prepared:
-        """With integers for weights, and the runtime's operators."""
-        model = self._checkpoint.build()
-        project = pack(model, self._four_bits, find_outliers(self._checkpoint))
-        return Prepared(model, project, torch.float32, self._four_bits)
-
     def _own(self, quantisation: Quantisation) -> Prepared:
         """With integers for weights, and Quill's own operators."""
         model = self._checkpoint.build()
         project = use_operators(model, quantisation)
-        if model.config.family == "seq2seq" or model.config.head_size not in OWN_HEAD_SIZES:
-            return Prepared(model, project, torch.float32, quantisation)
-        return Prepared(model, project, torch.float16, quantisation, own_attention=True)
+        return Prepared(model, project, torch.float16, quantisation)
 
 
 def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
@@ -125,21 +114,3 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
         project.take_norm(model.decoder_norm)
         model.decoder_norm = nn.Identity()
     return project
-
-
-def pack(model: Transformer, quantisation: Quantisation, outliers: Mapping[str, Tensor]) -> Project:
-    """Swaps every matrix for a packed one, in place. Answers the vocabulary projection.
-
-    `outliers`: the inputs of a matrix that are kept out of the rounding.
-    """
-    weights = quantisation.weights
-    projection = "embedding.weight" if model.projection is None else "projection.weight"
-    model.projection = None
-    for parent_name, parent in list(model.named_modules()):
-        for child_name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                name = f"{parent_name}.{child_name}.weight"
-                packed = PackedLinear(weights[name], child.bias, outliers.get(name))
-                setattr(parent, child_name, packed)
-    model.embedding = PackedEmbedding(weights["embedding.weight"])  # type: ignore[assignment]
-    return PackedLinear(weights[projection], model.output_bias, outliers.get(projection))

@@ -4,6 +4,9 @@ Knows: the names of a precision's files, in which order they come about.
 Does not know: how graphs are traced, whether they are right (export/verify/proof.py), manifests.
 """
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -20,27 +23,46 @@ from quill.export.precisions import PRECISIONS, Precision
 
 def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> Graphs:
     """Traces the network and writes what came of it. Nothing is proven yet."""
-    encoder = prepared.encoder()
+    device, encoder = PRECISIONS[precision].device, prepared.encoder()
     quantisation = prepared.quantisation
     graphs = Graphs(
         precision=precision,
-        device=PRECISIONS[precision].device,
+        device=device,
         decoder=f"decoder.{precision}.onnx",
         encoder=None if encoder is None else f"encoder.{precision}.onnx",
         weights=f"weights.{precision}.bin",
-        cache_type="float16" if prepared.cache_dtype == torch.float16 else "float32",
+        cache_type="float16" if prepared.cache_type == torch.float16 else "float32",
         quantisation=None if quantisation is None else quantisation.description,
         verification=None,
         invariance=None,
     )
     with weights_file(directory / graphs.weights) as weights:
-        _write_model(directory / graphs.decoder, trace(prepared.decoder()), weights, graphs)
+        _write_model(directory / graphs.decoder, trace(prepared.decoder(device)), weights, graphs)
         if encoder is not None and graphs.encoder is not None:
             _write_model(directory / graphs.encoder, trace(encoder), weights, graphs)
     for name in (graphs.decoder, graphs.encoder):
         if name is not None:
             onnx.checker.check_model(directory / name, full_check=True)
     return graphs
+
+
+@contextlib.contextmanager
+def runnable(directory: Path, graphs: Graphs, prepared: Prepared) -> Iterator[Graphs]:
+    """The graphs as they can be run here. Without a card, Quill's own attention stands in for the
+    card's: everything else is the same network with the same weights."""
+    if graphs.device == "cpu":
+        yield graphs
+        return
+    stand_in = replace(
+        graphs, device="cpu", decoder="decoder.stand_in.onnx", weights="weights.stand_in.bin"
+    )
+    try:
+        with weights_file(directory / stand_in.weights) as weights:
+            model = trace(prepared.decoder("cpu"))
+            _write_model(directory / stand_in.decoder, model, weights, stand_in)
+        yield stand_in
+    finally:
+        remove_graphs(directory, stand_in)
 
 
 def _write_model(path: Path, model: ir.Model, weights: WeightsFile, graphs: Graphs) -> None:
@@ -52,4 +74,4 @@ def _write_model(path: Path, model: ir.Model, weights: WeightsFile, graphs: Grap
 
 def remove_graphs(directory: Path, graphs: Graphs) -> None:
     for name in graphs.own_files:
-        (directory / name).unlink()
+        (directory / name).unlink(missing_ok=True)

@@ -3,11 +3,12 @@
 Knows: the compiler's arguments. Does not know: what the operators compute.
 
 One library serves every processor of its kind: each set of kernels is compiled for its own
-instructions, and the best is chosen when the library is loaded. Without a compiler nothing is lost
-but speed: the server then takes other graphs. So that is said, and isn't an error.
+instructions, and the best is chosen when the library is loaded. Every server needs it: it chooses
+tokens, too. Where there is no compiler, PyPI has one.
 """
 
 import argparse
+import importlib.util
 import os
 import platform
 import shlex
@@ -22,8 +23,9 @@ from pathlib import Path
 from quill.export.operators.library import SOURCES, library_path, operators_problem, seal
 
 COMPILERS = ("c++", "g++", "clang++")
+FROM_PYPI = "ziglang"  # 438 MB, and minutes for its first compilation
 OPTIONS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
     # Products and sums are fused where the source says so and nowhere else: all machines must
     # compute the same.
     "-ffp-contract=off",
@@ -31,8 +33,14 @@ OPTIONS = (
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # Slow in any case, and -O3 takes the compiler 16 s where -O2 takes it 7.
-PORTABLE: dict[str, tuple[str, ...]] = {"operators": (), "plain": ("-O2",)}
-X86: dict[str, tuple[str, ...]] = {"avx2": AVX2, "avx512": AVX512}
+PORTABLE: dict[str, tuple[str, ...]] = {
+    **{"operators": (), "plain": ("-O2",)},
+    **{"sampling": (), "sampling_plain": ()},
+}
+X86: dict[str, tuple[str, ...]] = {
+    **{"avx2": AVX2, "avx512": AVX512},
+    **{"sampling_avx2": AVX2, "sampling_avx512": AVX512},
+}
 
 
 class BuildError(Exception):
@@ -45,12 +53,18 @@ def units(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 def find_compiler() -> list[str]:
-    """The compiler's command: $CXX, which may have arguments, or one of those that are usual."""
+    """The compiler's command: $CXX, which may have arguments, one of those that are usual, or the
+    one from PyPI."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for name in wanted[:1] or COMPILERS:
         if shutil.which(name) is not None:
             return wanted or [name]
-    raise BuildError(f"there is no C++ compiler ({shlex.join(wanted) or ', '.join(COMPILERS)})")
+    if not wanted and importlib.util.find_spec(FROM_PYPI) is not None:
+        return [sys.executable, "-m", FROM_PYPI, "c++"]
+    raise BuildError(
+        f"there is no C++ compiler ({shlex.join(wanted) or ', '.join(COMPILERS)}). Install one "
+        f"(Debian: apt-get install g++), or the one from PyPI (pip install {FROM_PYPI})"
+    )
 
 
 def build() -> Path:
@@ -68,7 +82,7 @@ def build() -> Path:
                 job.result()
         objects = [str(Path(directory, f"{name}.o")) for name in chosen]
         linked = Path(directory, library.name)
-        _run([*compiler, "-shared", "-o", str(linked), *objects])
+        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *objects])
         linked.replace(library)
     seal(library)
     for old in SOURCES.glob("operators-*"):
@@ -86,22 +100,27 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build Quill's own operators.")
-    parser.add_argument("--optional", action="store_true", help="no compiler is no error")
-    optional = parser.parse_args().optional
-    if operators_problem() is None:
-        if not optional:
-            print(f"{library_path().name} is up to date")
-        return 0
-    print("compiling Quill's own operators (half a minute or a minute)", flush=True)
-    start = time.monotonic()
+    parser.add_argument("--quiet", action="store_true", help="say nothing if they are up to date")
+    parser.add_argument("--find-compiler", action="store_true", help="only look for one")
+    options = parser.parse_args()
     try:
-        library = build()
+        if options.find_compiler:
+            print(shlex.join(find_compiler()))
+        elif operators_problem() is not None:
+            _build_and_say()
+        elif not options.quiet:
+            print(f"{library_path().name} is up to date")
     except (BuildError, OSError) as error:
         print(f"Quill's own operators can't be built: {error}", file=sys.stderr)
-        print("The server works without them; precisions quill4 and quill8 don't.", file=sys.stderr)
-        return 0 if optional else 1
-    print(f"{library.name}: {time.monotonic() - start:.0f} s")
+        return 1
     return 0
+
+
+def _build_and_say() -> None:
+    print("compiling Quill's own operators (a minute or two)", flush=True)
+    start = time.monotonic()
+    library = build()
+    print(f"{library.name}: {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

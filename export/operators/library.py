@@ -2,8 +2,7 @@
 
 Knows: the library that `make operators` builds from export/operators/kernels/. Does not know:
 graphs, how to build it (export/operators/build.py). The server finds the library through this
-module, so it
-imports only the standard library.
+module, so it imports only the standard library.
 """
 
 import ctypes
@@ -14,6 +13,10 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "kernels"
 BUILDER = Path(__file__).parent / "build.py"
+HOW_TO_BUILD = (
+    "`make operators` or `python -m quill.export.operators.build` does; it takes g++, clang++ or "
+    "`pip install ziglang`"
+)
 PLAIN = "plain"  # kernels without vectors: right, and slow
 
 
@@ -42,7 +45,7 @@ def operators_problem() -> str | None:
     """Why there are no operators here, in words. None: there are."""
     library = library_path()
     if not library.exists():
-        return "Quill's own operators aren't built here (`make operators` does; it takes g++)"
+        return f"Quill's own operators aren't built here ({HOW_TO_BUILD})"
     try:
         if _seal_of(library).read_text(encoding="ascii") != _hash(library):
             return "Quill's own operators are damaged (`make operators` builds them again)"

@@ -1,7 +1,7 @@
 """Decides, for each matrix of a checkpoint, which integers stand for it.
 
 Knows: which weights the source already brought as integers, which need 8 bits. Does not know: how
-integers are found (export/quantise/quantisers.py) or stored (export/quantise/nbits_layout.py).
+integers are found (export/quantise/quantisers.py) or stored (export/quantise/quill_layout.py).
 """
 
 from collections.abc import Mapping

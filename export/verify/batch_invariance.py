@@ -1,46 +1,42 @@
-"""Measures batch invariance: do a row's logits depend on what else is in the batch, to the bit?
+"""Measures batch invariance: do a row's logits depend on what else is in the step, to the bit?
 
-Knows: the two promises (any number of rows; prefill cut anywhere). Does not know: PyTorch.
+Knows: the promise (any company, a prompt cut anywhere). Does not know: PyTorch.
 
 The server promises that the same seed gives the same tokens alone and in a crowd. It rests on
-kernels that treat each row alike however many there are. Nobody guarantees that: it is measured at
-every export, and the manifest says what held. The rule about tiles is in
-export/bundle/graph_contract.py: on SmolLM2, a prompt of 300 tokens cut at 129 moves its logits by
-3e-5 in fp32 and by 0.5 in int4.
+kernels that treat each token alike however many there are. Nobody guarantees that of the runtime's:
+it is measured at every export, and the manifest says what held.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from quill.export.bundle.manifest import TILE, Invariance, is_lone_tail
+from quill.export.bundle.manifest import Invariance
 from quill.export.verify.held_out import Passage
 from quill.export.verify.pytorch_reference import Array
-from quill.export.verify.runner import Runner
+from quill.export.verify.runner import Piece, Runner
 
 ROWS = (1, 2, 3, 8, 32)
 NUM_SLOTS = ROWS[-1]
-MIN_CHUNK = 2  # one token takes the decode kernel
 MAX_LENGTH = 64  # of the rows that are compared
-MAX_PROMPT = 300  # that is cut: longer than two tiles of every kernel
+MAX_PROMPT = 300  # that is cut: of more than two chunks of attention's 128 positions
 NUM_CUTS = 4
+MAX_PIECE = 40  # tokens
+MAX_COMPANY = 4  # other rows in the step of a piece
 
 
 def measure_invariance(runner: Runner, passages: Sequence[Passage]) -> Invariance:
     """`runner` has at least 32 slots; `passages` of any number and length fill them."""
     prompts = _prompts(passages)
-    exact = _exact_rows(runner, prompts)
-    # The fewest rows from which on every larger number agrees.
-    min_rows = next(n for i, n in enumerate(ROWS) if all(exact[m] for m in ROWS[i:]))
-    chunks_agree = bool(passages[0].source) or _chunks_agree(runner, passages)
-    return Invariance(
-        holds=min_rows <= MIN_CHUNK and chunks_agree,
-        min_rows=min_rows,
-        min_chunk=MIN_CHUNK,
-        tile=TILE,
-        rows=ROWS,
+    ids = [token for passage in passages for token in passage.ids]
+    ids = ids[: min(MAX_PROMPT, runner.capacity)]
+    holds = (
+        _sources_agree(runner, prompts)
+        and _rows_agree(runner, prompts)
+        and _cuts_agree(runner, ids, prompts)
     )
+    return Invariance(holds=holds, rows=ROWS, num_cut_tokens=len(ids))
 
 
 def _prompts(passages: Sequence[Passage]) -> list[Passage]:
@@ -54,26 +50,31 @@ def _prompts(passages: Sequence[Passage]) -> list[Passage]:
     return prompts
 
 
-def _exact_rows(runner: Runner, prompts: list[Passage]) -> dict[int, bool]:
-    """For each number of rows: do they get the logits that they get among all?"""
+def _sources_agree(runner: Runner, prompts: list[Passage]) -> bool:
+    """Are sources that are read together what each is alone? Leaves them parked."""
+    if not prompts[0].source:
+        return True
+    runner.encode({slot: prompt.source for slot, prompt in enumerate(prompts)})
+    for slot in (0, NUM_SLOTS // 2, NUM_SLOTS - 1):
+        together = runner.parked(slot)
+        runner.encode({slot: prompts[slot].source})
+        if not all(map(np.array_equal, runner.parked(slot), together)):
+            return False
+    return True
+
+
+def _rows_agree(runner: Runner, prompts: list[Passage]) -> bool:
+    """Do rows get the logits in any number that they get among all?"""
     for slot, prompt in enumerate(prompts):
         runner.rewind(slot)
-        if prompt.source:
-            runner.encode(slot, prompt.source)
-            for token in prompt.ids[:-1]:
-                runner.decode([token], slot)
-        else:
-            runner.prefill(slot, prompt.ids[:-1])
+        runner.prefill(slot, prompt.ids[:-1])
     crowd = _decode(runner, prompts, 0, NUM_SLOTS)
-    exact = {}
-    for num_rows in ROWS:
-        # The first rows and the last ones: a row may depend on its place as well.
-        places = (0, NUM_SLOTS - num_rows)
-        exact[num_rows] = all(
-            np.array_equal(_decode(runner, prompts, at, num_rows), crowd[at : at + num_rows])
-            for at in places
-        )
-    return exact
+    # The first rows and the last ones: a row may depend on its place as well.
+    return all(
+        np.array_equal(_decode(runner, prompts, at, num), crowd[at : at + num])
+        for num in ROWS
+        for at in (0, NUM_SLOTS - num)
+    )
 
 
 def _decode(runner: Runner, prompts: list[Passage], first: int, num_rows: int) -> Array:
@@ -83,38 +84,39 @@ def _decode(runner: Runner, prompts: list[Passage], first: int, num_rows: int) -
     return runner.decode([prompts[slot].ids[-1] for slot in slots], first)
 
 
-def _chunks_agree(runner: Runner, passages: Sequence[Passage]) -> bool:
-    """Is prefill in chunks the same as at once, in logits, keys and values?"""
+def _cuts_agree(runner: Runner, ids: list[int], prompts: list[Passage]) -> bool:
+    """Is a prompt in pieces, among others' pieces, the same as at once: logits, keys, values?"""
     chance = random.Random(0)
-    ids = _prompt(passages, min(MAX_PROMPT, runner.capacity))
     runner.rewind(0)
     whole = runner.prefill(0, ids, range(len(ids)))
+    expected = runner.keys_and_values(0)
     for _ in range(NUM_CUTS):
-        runner.rewind(1)
-        parts = [runner.prefill(1, chunk, range(len(chunk))) for chunk in _cut(ids, chance)]
-        caches = zip(runner.keys_and_values(0), runner.keys_and_values(1), strict=True)
-        same = all(np.array_equal(ours, theirs) for ours, theirs in caches)
-        if not same or not np.array_equal(np.concatenate(parts), whole):
+        runner.rewind(0)
+        found = [_in_company(runner, piece, prompts, chance) for piece in _cut(ids, chance)]
+        same = all(map(np.array_equal, runner.keys_and_values(0), expected))
+        if not same or not np.array_equal(np.concatenate(found), whole):
             return False
     return True
 
 
-def _prompt(passages: Sequence[Passage], max_length: int) -> list[int]:
-    ids = [token for passage in passages for token in passage.ids][:max_length]
-    return ids[:-MIN_CHUNK] if is_lone_tail(len(ids)) else ids
-
-
-def _cut(ids: list[int], chance: random.Random) -> list[list[int]]:
-    """Chunks of random sizes that leave no token alone."""
-    chunks, start = [], 0
+def _cut(ids: list[int], chance: random.Random) -> Iterator[list[int]]:
+    """Pieces of random sizes, every third of them a single token."""
+    start = 0
     while start < len(ids):
-        remaining = len(ids) - start
-        sizes = [n for n in range(MIN_CHUNK, remaining + 1) if _may_cut(n, remaining)]
-        size = chance.choice(sizes)
-        chunks.append(ids[start : start + size])
+        size = 1 if chance.random() < 1 / 3 else chance.randint(1, MAX_PIECE)
+        yield ids[start : start + size]
         start += size
-    return chunks
 
 
-def _may_cut(size: int, remaining: int) -> bool:
-    return not is_lone_tail(size) and remaining - size != 1
+def _in_company(
+    runner: Runner, ids: list[int], prompts: list[Passage], chance: random.Random
+) -> Array:
+    """The logits of one piece of slot 0, in a step with others before and after it."""
+    pieces = [Piece(0, ids, range(len(ids)))]
+    for slot in chance.sample(range(1, NUM_SLOTS), chance.randint(0, MAX_COMPANY)):
+        past = chance.randrange(len(prompts[slot].ids))
+        runner.rewind(slot, past)
+        last = chance.randint(past + 1, len(prompts[slot].ids))
+        pieces.insert(chance.randint(0, len(pieces)), Piece(slot, prompts[slot].ids[past:last], []))
+    logits_LV: Array = runner.step(pieces)
+    return logits_LV

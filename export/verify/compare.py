@@ -1,6 +1,6 @@
 """Proves that the graphs compute what PyTorch computes.
 
-Knows: what a server does with the graphs (prefill, chunks, decode, ragged rows, moved rows).
+Knows: what a server does with the graphs (prefill, chunks, decode, ragged rows, mixed steps).
 Does not know: how the graphs were made, how far they may be from PyTorch (export/precisions.py).
 
 Differences are in standard deviations of PyTorch's logits at the same position, so that they mean
@@ -17,7 +17,7 @@ from quill.export.errors import VerificationError
 from quill.export.precisions import PRECISIONS, Precision, Tolerance
 from quill.export.verify.held_out import HeldOut, Passage
 from quill.export.verify.pytorch_reference import Answer, Array, Oracle
-from quill.export.verify.runner import Runner
+from quill.export.verify.runner import Piece, Runner
 
 # T tokens · V vocabulary
 
@@ -83,10 +83,11 @@ def _check(situation: str, differences: Array, allowed: Tolerance, precision: Pr
 def compare(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
     """Every situation that a server brings about."""
     if answers[0].passage.source:
-        yield from _encoded(runner, answers[0])
-    else:
-        yield _prefilled(runner, answers[0])
-        yield _chunked(runner, answers[0])
+        runner.encode({slot: answer.passage.source for slot, answer in enumerate(answers)})
+        for slot, answer in enumerate(answers):
+            yield from _caches("cache of the source", runner.parked(slot), answer.cross_caches)
+    yield _prefilled(runner, answers[0])
+    yield _chunked(runner, answers[0])
     yield _decoded(runner, answers[0])
     yield from _caches("cache", runner.keys_and_values(0), answers[0].caches)
     yield from _ragged(runner, answers)
@@ -94,19 +95,8 @@ def compare(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
 
 def _start(runner: Runner, slot: int, answer: Answer, length: int) -> None:
     """Brings a slot to the first `length` tokens of a passage."""
-    passage = answer.passage
     runner.rewind(slot)
-    if not passage.source:
-        runner.prefill(slot, passage.ids[:length])
-        return
-    runner.encode(slot, passage.source)
-    for token in passage.ids[:length]:
-        runner.decode([token], slot)
-
-
-def _encoded(runner: Runner, answer: Answer) -> Iterator[Comparison]:
-    runner.encode(0, answer.passage.source)
-    yield from _caches("cache of the source", runner.parked(0), answer.cross_caches)
+    runner.prefill(slot, answer.passage.ids[:length])
 
 
 def _prefilled(runner: Runner, answer: Answer) -> Comparison:
@@ -116,8 +106,8 @@ def _prefilled(runner: Runner, answer: Answer) -> Comparison:
 
 
 def _chunked(runner: Runner, answer: Answer) -> Comparison:
-    """Chunks of 2, 3, 5, 8 … tokens, and the rest in one."""
-    ids, found, start, size, following = answer.passage.ids, [], 0, 2, 3
+    """Chunks of 1, 2, 3, 5, 8 … tokens, and the rest in one."""
+    ids, found, start, size, following = answer.passage.ids, [], 0, 1, 2
     runner.rewind(0)
     while start < len(ids):
         if len(ids) - start - size < size:
@@ -139,24 +129,28 @@ def _decoded(runner: Runner, answer: Answer) -> Comparison:
 
 
 def _ragged(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
-    """Three rows of different lengths; then the first one ends and the last moves to its slot."""
+    """Three rows of different lengths; then the first one starts anew while the others go on."""
     half = NUM_RAGGED_STEPS // 2
     half = min(half, min(len(answer.passage.ids) for answer in answers) // 4)
     for slot, answer in enumerate(answers):
         _start(runner, slot, answer, len(answer.passage.ids) - 2 * half)
-    yield _steps("in ragged rows", runner, answers, [2 * half - i for i in range(half)])
-    runner.move(len(answers) - 1, 0)
-    remaining = [answers[-1], *answers[1:-1]]
-    yield _steps("after a row moved to another slot", runner, remaining, [*range(half, 0, -1)])
+    yield _steps("in ragged rows", runner, answers, range(half))
+    runner.rewind(0)
+    yield _steps("in mixed steps", runner, answers, range(half), chunk=5)
 
 
 def _steps(
-    situation: str, runner: Runner, answers: list[Answer], from_end: list[int]
+    situation: str, runner: Runner, answers: list[Answer], steps: range, chunk: int = 1
 ) -> Comparison:
+    """Each row goes on where it is, by a token a step; the first by a chunk."""
     found, expected = [], []
-    for place in from_end:
-        found.append(runner.decode([answer.passage.ids[-place] for answer in answers]))
-        expected.append(np.stack([answer.logits_TV[-place] for answer in answers]))
+    for _ in steps:
+        pieces = []
+        for slot, answer in enumerate(answers):
+            past, num = runner.length(slot), 1 if slot else chunk
+            pieces.append(Piece(slot, answer.passage.ids[past : past + num], range(num)))
+            expected.append(answer.logits_TV[past : past + num])
+        found.append(runner.step(pieces))
     return Comparison(situation, np.concatenate(found), np.concatenate(expected))
 
 

@@ -61,15 +61,19 @@ class Proof:
         directory: Path,
         sizes: Sizes,
         graphs: Graphs,
+        runnable: Graphs,
         quantisation: Quantisation | None,
         tick: Tick,
     ) -> Graphs:
-        """The same graphs with what was measured. Refuses those that aren't good enough."""
-        runner = Runner(directory, graphs, sizes, NUM_SLOTS, self._capacity())
+        """The same graphs with what was measured. Refuses those that aren't good enough.
+
+        `runnable`: the graphs as this machine can run them.
+        """
+        runner = Runner(directory, runnable, sizes, NUM_SLOTS, self._capacity())
         worst = check_graphs(runner, self._answers_for(quantisation), graphs.precision)
         tick()
         passages = self._passages(graphs.precision)
-        found = replay(runner, passages, NUM_SLOTS, tick)
+        found = replay(runner, passages, tick)
         expected = joined(self._surprises[: len(passages)])
         _check_rise(graphs.precision, found, expected, quantisation)
         verification = Verification(

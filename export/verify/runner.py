@@ -1,4 +1,4 @@
-"""Runs a bundle's graphs the plain way: slots of cache, prefill, decode.
+"""Runs a bundle's graphs the plain way: slots, each with blocks of its own.
 
 Knows: the graphs' contract, IOBinding with caches updated in place.
 Does not know: PyTorch, requests, sampling. Verification and measurements use it; the server has
@@ -6,7 +6,7 @@ an engine of its own.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,146 +15,152 @@ import numpy.typing as npt
 import onnxruntime
 
 from quill.export.bundle import graph_contract
+from quill.export.bundle.graph_contract import BLOCK
 from quill.export.bundle.manifest import Graphs, Sizes
 from quill.export.operators.library import library_path
 
-# R rows · T new tokens · L logits · V vocabulary
+# S sequences · T new tokens of all · B blocks of a slot · L logits · V vocabulary
+# N blocks of the pool · K key/value heads · H head size · P positions of a block
 
 Array = npt.NDArray[Any]
 
 
-def open_session(
-    path: Path, num_threads: int = 0, operators: bool = False
-) -> onnxruntime.InferenceSession:
+def open_session(path: Path, num_threads: int = 0) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. 0 threads: as many as there are cores."""
     options = onnxruntime.SessionOptions()
-    if operators:
-        options.register_custom_ops_library(os.fspath(library_path()))
+    options.register_custom_ops_library(os.fspath(library_path()))
     options.intra_op_num_threads = num_threads
     options.log_severity_level = 3  # errors only; they come as exceptions too
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-class Step(NamedTuple):
-    """Everything bound for one shape of step: only numbers change from run to run."""
+class Piece(NamedTuple):
+    """What a step does for one slot: more tokens, and which of them want logits."""
 
-    binding: Any
-    inputs: dict[str, Array]
-    logits_LV: Array
+    slot: int
+    ids: Sequence[int]
+    wanted: Sequence[int]
 
 
 class Runner:
-    """Slots and the graphs that fill them. Slot i is row i of every cache."""
+    """Slots and the graphs that fill them. A slot's blocks are neighbours in the pool."""
 
     def __init__(
         self, directory: Path, graphs: Graphs, sizes: Sizes, num_slots: int, capacity: int
     ) -> None:
         self.capacity = capacity
         self._sizes = sizes
-        operators = graphs.needs_operators
-        self._decoder = open_session(directory / graphs.decoder, operators=operators)
-        self._encoder = None
+        num_sides = 1 if graphs.encoder is None else 2
+        blocks_of_slot = -(-capacity // BLOCK)
+        tables = np.arange(num_sides * num_slots * blocks_of_slot, dtype=np.int32)
+        self._tables = tables.reshape(num_sides, num_slots, blocks_of_slot)
+        self._caches = _pool(graphs, sizes, tables.size)
+        self._decoder = open_session(directory / graphs.decoder)
+        self._decoding = self._bound(self._decoder)
+        self._encoder, self._encoding = None, None
         if graphs.encoder is not None:
-            self._encoder = open_session(directory / graphs.encoder, operators=operators)
-        shape = (num_slots, sizes.num_kv_heads, capacity, sizes.head_size)
-        number = np.dtype(graphs.cache_type)
-        self._caches = [np.zeros(shape, number) for _ in range(2 * sizes.num_layers)]
-        self._cross = [np.zeros_like(cache) for cache in self._caches if graphs.encoder]
+            self._encoder = open_session(directory / graphs.encoder)
+            self._encoding = self._bound(self._encoder)
         self._lengths = np.zeros(num_slots, np.int32)
         self._source_lengths = np.zeros(num_slots, np.int32)
-        self._decode_steps: dict[tuple[int, int], Step] = {}
 
     def keys_and_values(self, slot: int) -> list[Array]:
         """What the slot holds: key 0, value 0, key 1, … as (kv_heads, length, head_size)."""
-        return [cache[slot, :, : self._lengths[slot]] for cache in self._caches]
+        return self._read(self._tables[0, slot], self._lengths[slot])
 
     def parked(self, slot: int) -> list[Array]:
         """The slot's source, as keys and values in the same order."""
-        return [cache[slot, :, : self._source_lengths[slot]] for cache in self._cross]
+        return self._read(self._tables[1, slot], self._source_lengths[slot])
+
+    def length(self, slot: int) -> int:
+        """How many tokens the slot holds."""
+        return int(self._lengths[slot])
 
     def rewind(self, slot: int, length: int = 0) -> None:
         """Forgets what the slot holds beyond `length` tokens."""
         self._lengths[slot] = length
 
-    def encode(self, slot: int, source: Sequence[int]) -> None:
-        """Parks a source in the slot."""
+    def encode(self, sources: Mapping[int, Sequence[int]]) -> None:
+        """Parks sources in their slots, all in one run."""
         assert self._encoder is not None, "a causal model has no encoder"
-        ids_1C = np.zeros((1, self._cross[0].shape[2]), np.int64)
-        ids_1C[0, : len(source)] = source
-        positions_S = np.arange(len(source))
-        binding = self._encoder.io_binding()
-        _bind(binding.bind_input, graph_contract.SOURCE_IDS, ids_1C)
-        _bind(binding.bind_input, graph_contract.SOURCE_POSITIONS, positions_S)
-        names = graph_contract.cache_names("present", self._sizes.num_layers, cross=True)
-        for name, cache in zip(names, self._cross, strict=True):
-            _bind(binding.bind_output, name, cache[slot : slot + 1])
-        self._encoder.run_with_iobinding(binding)
-        self._source_lengths[slot] = len(source)
+        slots, lengths = list(sources), [len(source) for source in sources.values()]
+        inputs = {
+            graph_contract.SOURCE_IDS: np.concatenate([np.array(ids) for ids in sources.values()]),
+            graph_contract.POSITIONS: np.concatenate([np.arange(length) for length in lengths]),
+            graph_contract.QUERY_STARTS: _starts(lengths),
+            graph_contract.BLOCK_TABLE: self._tables[1, slots],
+        }
+        _run(self._encoder, self._encoding, inputs)
+        self._source_lengths[slots] = lengths
 
     def prefill(self, slot: int, ids: Sequence[int], indices: Sequence[int] | None = None) -> Array:
         """Appends tokens to a slot. Answers logits at `indices` into ids (default: the last)."""
-        indices_L = [len(ids) - 1] if indices is None else indices
-        step = self._bound(slice(slot, slot + 1), len(ids), len(indices_L))
-        step.inputs[graph_contract.LOGIT_INDICES][:] = indices_L
-        return self._run(step, slice(slot, slot + 1), np.array([ids]))
+        return self.step([Piece(slot, ids, [len(ids) - 1] if indices is None else indices)])
 
     def decode(self, ids: Sequence[int], first_slot: int = 0) -> Array:
-        """Appends one token to each of several neighbouring slots; answers (R, V)."""
-        rows = slice(first_slot, first_slot + len(ids))
-        key = (first_slot, len(ids))
-        if key not in self._decode_steps:
-            self._decode_steps[key] = self._bound(rows, 1, len(ids))
-            self._decode_steps[key].inputs[graph_contract.LOGIT_INDICES][:] = np.arange(len(ids))
-        return self._run(self._decode_steps[key], rows, np.array(ids)[:, None]).copy()
+        """Appends one token to each of several neighbouring slots; answers (S, V)."""
+        return self.step([Piece(first_slot + i, [token], [0]) for i, token in enumerate(ids)])
 
-    def move(self, source: int, target: int) -> None:
-        """Copies a slot over another: what a server does when a row ends and the last moves up."""
-        for cache in (*self._caches, *self._cross):
-            cache[target] = cache[source]
-        self._lengths[target] = self._lengths[source]
-        self._source_lengths[target] = self._source_lengths[source]
-
-    def _run(self, step: Step, rows: slice, ids_RT: Array) -> Array:
-        self._lengths[rows] += ids_RT.shape[1]
-        step.inputs[graph_contract.INPUT_IDS][:] = ids_RT
-        step.inputs[graph_contract.SEQLENS_K][:] = self._lengths[rows] - 1
-        step.inputs[graph_contract.TOTAL_LENGTH][...] = self._lengths[rows].max()
-        if self._encoder is not None:
-            step.inputs[graph_contract.SOURCE_SEQLENS_K][:] = self._source_lengths[rows] - 1
-            step.inputs[graph_contract.SOURCE_TOTAL_LENGTH][...] = self._source_lengths[rows].max()
-        self._decoder.run_with_iobinding(step.binding)
-        return step.logits_LV
-
-    def _bound(self, rows: slice, num_tokens: int, num_logits: int) -> Step:
-        num_rows = rows.stop - rows.start
+    def step(self, pieces: Sequence[Piece]) -> Array:
+        """Appends tokens to any slots; answers the logits that are wanted, in the same order."""
+        slots, lengths = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
+        starts, past = _starts(lengths), self._lengths[slots]
+        wanted = [start + np.array(p.wanted) for start, p in zip(starts, pieces, strict=False)]
         inputs = {
-            graph_contract.INPUT_IDS: np.zeros((num_rows, num_tokens), np.int64),
-            graph_contract.LOGIT_INDICES: np.zeros(num_logits, np.int64),
-            graph_contract.SEQLENS_K: np.zeros(num_rows, np.int32),
-            graph_contract.TOTAL_LENGTH: np.zeros((), np.int32),
+            graph_contract.INPUT_IDS: np.concatenate([np.array(piece.ids) for piece in pieces]),
+            graph_contract.POSITIONS: np.concatenate(
+                [np.arange(first, first + num) for first, num in zip(past, lengths, strict=True)]
+            ),
+            graph_contract.QUERY_STARTS: starts,
+            graph_contract.PAST_LENGTHS: past,
+            graph_contract.BLOCK_TABLE: self._tables[0, slots],
+            graph_contract.LOGIT_INDICES: np.concatenate(wanted).astype(np.int64),
         }
-        binding = self._decoder.io_binding()
-        self._bind_caches(binding, self._caches, rows, cross=False)
         if self._encoder is not None:
-            inputs[graph_contract.SOURCE_SEQLENS_K] = np.zeros(num_rows, np.int32)
-            inputs[graph_contract.SOURCE_TOTAL_LENGTH] = np.zeros((), np.int32)
-            self._bind_caches(binding, self._cross, rows, cross=True)
+            inputs[graph_contract.SOURCE_LENGTHS] = self._source_lengths[slots]
+            inputs[graph_contract.SOURCE_TABLE] = self._tables[1, slots]
+        num_logits = len(inputs[graph_contract.LOGIT_INDICES])
         logits_LV = np.empty((num_logits, self._sizes.vocab_size), np.float32)
-        _bind(binding.bind_output, graph_contract.LOGITS, logits_LV)
-        for name, value in inputs.items():
-            _bind(binding.bind_input, name, value)
-        return Step(binding, inputs, logits_LV)
+        _bind(self._decoding.bind_output, graph_contract.LOGITS, logits_LV)
+        _run(self._decoder, self._decoding, inputs)
+        self._lengths[slots] += np.array(lengths, np.int32)
+        return logits_LV
 
-    def _bind_caches(
-        self, binding: Any, caches: Sequence[Array], rows: slice, *, cross: bool
-    ) -> None:
-        """The same memory as past and present: the operator extends it in place."""
-        num_layers = self._sizes.num_layers
-        past = graph_contract.cache_names("past", num_layers, cross)
-        present = graph_contract.cache_names("present", num_layers, cross)
-        for past_name, present_name, cache in zip(past, present, caches, strict=True):
-            _bind(binding.bind_input, past_name, cache[rows])
-            _bind(binding.bind_output, present_name, cache[rows])
+    def _bound(self, session: onnxruntime.InferenceSession) -> Any:
+        """The same memory as what was and what is new: the operators extend it in place."""
+        binding = session.io_binding()
+        names = graph_contract.cache_names(self._sizes.num_layers)
+        for name, cache in zip(names, self._caches, strict=True):
+            _bind(binding.bind_input, name, cache)
+            _bind(binding.bind_output, graph_contract.extended(name), cache)
+        return binding
+
+    def _read(self, blocks: Array, length: int) -> list[Array]:
+        found = []
+        for index, cache in enumerate(self._caches):
+            some = cache[blocks]
+            heads_BKPH = some if index % 2 else some.swapaxes(2, 3)
+            heads_KBPH = heads_BKPH.swapaxes(0, 1)
+            found.append(heads_KBPH.reshape(len(heads_KBPH), -1, self._sizes.head_size)[:, :length])
+        return found
+
+
+def _pool(graphs: Graphs, sizes: Sizes, num_blocks: int) -> list[Array]:
+    shapes = graph_contract.block_shapes("cpu", sizes.num_kv_heads, sizes.head_size)
+    number = np.dtype(graphs.cache_type)
+    return [
+        np.zeros((num_blocks, *shape), number) for _ in range(sizes.num_layers) for shape in shapes
+    ]
+
+
+def _starts(lengths: Sequence[int]) -> Array:
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def _run(session: onnxruntime.InferenceSession, binding: Any, inputs: Mapping[str, Array]) -> None:
+    for name, array in inputs.items():
+        _bind(binding.bind_input, name, array)
+    session.run_with_iobinding(binding)
 
 
 def _bind(bind: Any, name: str, array: Array) -> None:

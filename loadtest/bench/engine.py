@@ -13,8 +13,6 @@ from rich.console import Console
 
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
-from quill.export.operators.library import operators_problem
-from quill.export.precisions import PRECISIONS
 from quill.loadtest.bench.contest import Result, Task, contest
 from quill.loadtest.bench.models import (
     PEERS_PYTHON,
@@ -34,7 +32,6 @@ from quill.loadtest.bench.tasks import (
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.errors import OptionError
 
-OWN = [name for name, facts in PRECISIONS.items() if facts.needs_operators]
 MAX_IDS = 600
 
 
@@ -82,11 +79,6 @@ def _run(
 
 def _quill_commands(bundle: Path, manifest: Manifest, args: argparse.Namespace) -> list[list[str]]:
     on_cpu: list[str] = [each.precision for each in manifest.graphs if each.device == "cpu"]
-    problem = operators_problem()
-    own = [each for each in on_cpu if each in OWN]
-    if problem is not None and own and not args.precision:
-        Console(stderr=True).print(f"Without {', '.join(own)}: {problem}", highlight=False)
-        on_cpu = [each for each in on_cpu if each not in OWN]
     wanted = args.precision.split(",") if args.precision else on_cpu
     command = [sys.executable, "-m", "quill.loadtest.bench.contenders.quill", str(bundle)]
     return [[*command, each, str(args.threads or num_cores())] for each in wanted]

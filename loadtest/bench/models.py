@@ -15,6 +15,7 @@ from quill.loadtest.errors import ContenderError, OptionError
 from quill.server.serve.default_model import NAME as MODEL
 
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+LLAMA_SERVER = PEERS_PYTHON.with_name("llama-server")
 
 PASSAGES = "passages.json"
 
@@ -23,17 +24,18 @@ def peer_commands(cache: Path, num_threads: int) -> list[list[str]]:
     """Each with the kinds of weights that it is known for."""
     peers = cache / "peers"
     files = {
-        "peer_llama": {
+        "llama": {
             "Q8_0": peers / "q8_0.gguf",
             "Q4_1": gguf(cache),
             "Q4_0": peers / "q4_0.gguf",
         },
-        "peer_genai": {kind: peers / f"genai-{kind}" for kind in ("int4", "int8", "fp32")},
-        "peer_ctranslate2": {kind: peers / f"ct2-{kind}" for kind in ("int8", "float32")},
-        "peer_transformers": {"float32": peers / "hf"},
+        "genai": {kind: peers / f"genai-{kind}" for kind in ("int4", "int8", "fp32")},
+        "ctranslate2": {kind: peers / f"ct2-{kind}" for kind in ("int8", "float32")},
+        "transformers": {"float32": peers / "hf"},
     }
+    contenders = "quill.loadtest.bench.contenders"
     return [
-        [str(PEERS_PYTHON), "-m", f"quill.loadtest.{module}", str(path), kind, str(num_threads)]
+        [str(PEERS_PYTHON), "-m", f"{contenders}.{module}", str(path), kind, str(num_threads)]
         for module, kinds in files.items()
         for kind, path in kinds.items()
     ]

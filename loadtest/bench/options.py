@@ -88,22 +88,49 @@ def _add_fidelity(kinds: "Subparsers") -> None:
 
 
 def _add_server(kinds: "Subparsers") -> None:
-    parser = kinds.add_parser("server", help="closed-loop users through gRPC, and peak memory")
+    parser = kinds.add_parser("server", help="closed-loop users who stream, and peak memory")
     _add_common(parser)
+    _add_rounds(parser, 3)
     parser.add_argument("--users", type=_positive, default=32, metavar="N", help="default 32")
     parser.add_argument(
-        "--duration", type=float, default=20.0, metavar="SECONDS", help="default 20"
+        "--duration", type=float, default=20.0, metavar="SECONDS", help="of a round; default 20"
     )
     parser.add_argument(
         "--answer", type=_positive, default=64, metavar="TOKENS", help="of each answer; default 64"
     )
     parser.add_argument(
-        "--context", type=_positive, default=256, metavar="TOKENS", help="of a slot; default 256"
+        "--context",
+        type=_positive,
+        default=256,
+        metavar="TOKENS",
+        help="of a request, without what is shared; default 256",
+    )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a Quill of any version that stands there already; may be given several times",
+    )
+    parser.add_argument(
+        "--shared-prefix",
+        type=_natural,
+        default=0,
+        metavar="TOKENS",
+        help="that all prompts begin with; default 0",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="default 0, which is greedy; above it tokens are drawn, and none is cut off",
     )
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also llama-cpp-python's server and a loop over onnxruntime-genai",
+        help="also llama.cpp's llama-server, in turns. Needs `make peers`, and SmolLM2 as "
+        "`make serve` makes it",
     )
     parser.set_defaults(run="quill.loadtest.bench.server:run", extra="loadtest")
 
@@ -116,6 +143,13 @@ def _add_streams(kinds: "Subparsers") -> None:
     parser.add_argument("--streams", type=_positive, default=32, metavar="N", help="default 32")
     parser.add_argument(
         "--rounds", type=_positive, default=3, metavar="N", help="in turns; default 3"
+    )
+    parser.add_argument(
+        "--long-prompt",
+        type=_positive,
+        default=4000,
+        metavar="TOKENS",
+        help="that is read while others stream or come; default 4000",
     )
     parser.set_defaults(run="quill.loadtest.bench.streams:run", extra="loadtest")
 
@@ -133,10 +167,15 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="write the results there too")
 
 
-def _add_rounds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rounds", type=_positive, default=5, metavar="N", help="the best counts; default 5"
-    )
+def _add_rounds(parser: argparse.ArgumentParser, usual: int = 5) -> None:
+    text = f"the best counts; default {usual}"
+    parser.add_argument("--rounds", type=_positive, default=usual, metavar="N", help=text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from 0 up")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -2,9 +2,10 @@
 
 Knows: `quill serve`, the wire, the bare engine as a contender. Does not know: what makes it slow.
 
-Four ratios, each within one run and the best of several rounds in turns: tokens through gRPC
-against the bare engine; sampled against greedy; gaps between tokens while a long prompt is read
-against before; and how many steps pass until a cancelled stream's slot serves somebody else.
+Each within one run, the best of several rounds in turns: tokens through gRPC against the bare
+engine; sampled against greedy; gaps between tokens while a long prompt is read against before; how
+long a short prompt waits while long ones are read; and how many steps pass until a cancelled
+stream's row serves somebody else.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from quill.loadtest.errors import OptionError
 
 NUM_STEPS = 32
 WARM_STEPS = 4
-LONG_PROMPT = 1000
-CONTEXT = 2048
+SHORT_PROMPT = 20
+NUM_LONG = (1, 3)  # prompts that are read while a short one comes
 NUM_CANCELS = 8
 NUM_NEW = 1500  # of each stream: more than anybody waits for
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -51,26 +52,30 @@ class Findings:
     greedy: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     stall: list[float] = field(default_factory=list)  # p95 gap while a prompt is read / before
-    cancel: list[float] = field(default_factory=list)  # steps until the slot is somebody else's
+    short: dict[int, list[float]] = field(  # seconds to its first token, by how many long ones
+        default_factory=lambda: {num: [] for num in NUM_LONG}
+    )
+    cancel: list[float] = field(default_factory=list)  # steps until the row is somebody else's
 
 
 def run(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
-    if manifest.family != "causal" or manifest.sizes.context <= LONG_PROMPT:
-        raise OptionError(f"{bundle}: a causal model with a context over {LONG_PROMPT} is needed")
+    context = max(args.long_prompt, NUM_NEW) + PAST_TOKENS
+    if manifest.family != "causal" or manifest.sizes.context < context:
+        raise OptionError(f"{bundle}: a causal model with a context of {context} is needed")
     precision = args.precision or "fp32"
     threads = str(args.threads or num_cores())
     found = Findings()
     options = [
         "--precision",
         precision,
-        "--max-slots",
+        "--max-rows",
         str(args.streams),
         "--context",
-        str(CONTEXT),
+        str(context),
     ]
-    options += ["--threads", threads, "--prefix-cache", "0"]
+    options += ["--threads", threads, "--no-prefix-cache", "--no-guess"]
     command = [
         sys.executable,
         "-m",
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         precision,
         threads,
     ]
-    ids = random_ids(LONG_PROMPT, manifest.sizes.vocab_size)
+    ids = random_ids(args.long_prompt + max(NUM_LONG), manifest.sizes.vocab_size)
     _say("starting the server and the bare engine")
     with (
         tempfile.TemporaryDirectory() as logs,
@@ -117,10 +122,14 @@ async def _round(found: Findings, address: str, ids: Sequence[int], num_streams:
             async with StreamClients(channel, prompt, num_streams, options, NUM_NEW) as crowd:
                 await crowd.wait_for_steps(WARM_STEPS)
                 rates.append(await crowd.rate(NUM_STEPS))
-        _say(f"  a prompt of {LONG_PROMPT} tokens among {num_streams // 2} streams")
+        long = ids[max(NUM_LONG) :]
+        _say(f"  a prompt of {len(long)} tokens among {num_streams // 2} streams")
         async with StreamClients(channel, prompt, num_streams // 2, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
-            found.stall.append(await _stall(crowd, ids))
+            found.stall.append(await _stall(crowd, long))
+        for num, seconds in found.short.items():
+            _say(f"  a prompt of {SHORT_PROMPT} tokens beside {num} of {len(long)}")
+            seconds.append(await _short(channel, [ids[i : i + len(long)] for i in range(num)]))
         _say(f"  {NUM_CANCELS} cancelled streams make room")
         async with StreamClients(channel, prompt, num_streams, GREEDY, NUM_NEW) as crowd:
             await crowd.wait_for_steps(WARM_STEPS)
@@ -138,8 +147,23 @@ async def _stall(crowd: StreamClients, ids: Sequence[int]) -> float:
     return float(np.percentile(during, 95) / np.percentile(before, 95))
 
 
+async def _short(channel: grpc.aio.Channel, prompts: Sequence[Sequence[int]]) -> float:
+    """Seconds to the first token of somebody who comes while long prompts are read."""
+    clients = StreamClients(channel, (), 0, GREEDY, 0)
+    reading = [asyncio.create_task(clients.first_token(prompt)) for prompt in prompts]
+    await asyncio.sleep(PAUSE_S)
+    begin_s = time.perf_counter()
+    await clients.first_token(prompts[0][-SHORT_PROMPT:])
+    waited_s = time.perf_counter() - begin_s
+    assert not any(task.done() for task in reading), "the long prompts are too short"
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    return waited_s
+
+
 async def _steps_to_leave(crowd: StreamClients, prompt: Sequence[int]) -> float:
-    """All slots are taken and one more request waits; then a stream is cancelled."""
+    """All rows are taken and one more request waits; then a stream is cancelled."""
     waiting = asyncio.create_task(crowd.started(prompt))
     await crowd.wait_for_steps(2)
     begin_s = time.perf_counter()
@@ -168,6 +192,9 @@ def _table(found: Findings, precision: str, num_streams: int) -> Table:
     ratio = max(found.greedy) / max(found.sampled)
     table.add_row("sampled / greedy, time", "≤ 1.05", f"{ratio:.3f}", _all(slower))
     table.add_row("p95 gap, long prompt", "≤ 2", f"{min(found.stall):.2f}", _all(found.stall))
+    for num, seconds in found.short.items():
+        name = f"first token beside {num} long prompts, s"
+        table.add_row(name, "≤ 1", f"{min(seconds):.2f}", _all(seconds))
     cancel = float(np.percentile(found.cancel, 95))
     spread = f"median {np.median(found.cancel):.2f} of {len(found.cancel)}"
     table.add_row("cancel, p95 in steps", "≤ 2", f"{cancel:.2f}", spread)

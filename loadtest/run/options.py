@@ -61,9 +61,13 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--address", type=address, metavar="HOST:PORT",
         help="default: a server of its own, started and stopped")  # fmt: skip
     add("--bundle", type=Path, metavar="DIR", help="for its own server (default: smollm2-135m)")
-    add("--precision", metavar="P", help="for its own server: fp32, int4, … (default: the fastest)")
+    add(
+        "--precision",
+        metavar="P",
+        help="for its own server: fp32, quill8, … (default: the fastest)",
+    )
     add("--serve", default="", metavar="OPTIONS",
-        help="more options for its own server, in quotes: '--max-slots 32'")  # fmt: skip
+        help="more options for its own server, in quotes: '--max-rows 32'")  # fmt: skip
     add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
     add_proof(parser)
 

@@ -36,7 +36,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 
 SLOTS, QUEUE = 8, 16
-SERVE = ("--max-slots", str(SLOTS), "--queue", str(QUEUE), "--prefix-cache", "64")
+SERVE = ("--max-rows", str(SLOTS), "--queue", str(QUEUE), "--cache", "512")
 MAX_CALLS = 200  # at once, at this end: far more than the server takes
 OVERLOAD = 2.0
 SHOW_S = 10.0

@@ -20,7 +20,7 @@ from quill.model.network.attention import (
     Uncached,
 )
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import DecoderLayer, EncoderLayer, make_norm
+from quill.model.network.layers import CrossAttention, DecoderLayer, EncoderLayer, make_norm
 from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 # B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
@@ -102,16 +102,21 @@ class Transformer(nn.Module):
 
     def park(self, source_BS: Tensor, attending: Attending) -> list[KeyValue]:
         """Each decoder layer's keys and values of a source."""
-        x_BSD = self._embed(source_BS, attending)
+        memory_BSD = self.memory(source_BS, attending)
+        return [cross.park(memory_BSD) for cross in self.crossings()]
+
+    def memory(self, source: Tensor, attending: Attending) -> Tensor:
+        """The encoder's last hidden state at every token; rows may be packed into one."""
+        x = self._embed(source, attending)
         for index, layer in enumerate(self.encoder):
-            x_BSD = layer(x_BSD, index, attending)
-        memory_BSD = self.encoder_norm(x_BSD)
-        parked = []
-        for layer in self.decoder:
-            assert isinstance(layer, DecoderLayer)
-            assert layer.cross is not None
-            parked.append(layer.cross.park(memory_BSD))
-        return parked
+            x = layer(x, index, attending)
+        y: Tensor = self.encoder_norm(x)
+        return y
+
+    def crossings(self) -> list[CrossAttention]:
+        """Where each layer of the decoder looks at the source."""
+        layers = [layer for layer in self.decoder if isinstance(layer, DecoderLayer)]
+        return [layer.cross for layer in layers if layer.cross is not None]
 
     def hidden(self, ids_BT: Tensor, attending: Attending) -> Tensor:
         """The decoder's last hidden state at every new token."""
@@ -147,7 +152,7 @@ class Transformer(nn.Module):
         if self.config.positions == "learned":
             x_BTD = x_BTD + self.position_embedding(positions)
         elif self.config.positions == "sinusoidal":
-            x_BTD = x_BTD + self.position_PD[positions]
+            x_BTD = x_BTD + F.embedding(positions, self.position_PD)
         y_BTD: Tensor = self.dropout(x_BTD)
         return y_BTD
 

@@ -53,7 +53,7 @@ class Calls:
     def __init__(self, report: Callable[[Record], None], is_traced: bool = False) -> None:
         self.report = report
         self._is_traced = is_traced
-        self._quotas = Quotas()
+        self.quotas = Quotas()
         self._num_open = 0
         self._changed_s = 0.0  # when a call began or ended
 
@@ -66,7 +66,7 @@ class Calls:
             record.trace_headers = _trace_headers(context)
         self._note(1)
         try:
-            with self._quotas.call(caller):
+            with self.quotas.call(caller):
                 yield record
         except RequestError as raised:
             error = raised

@@ -13,7 +13,8 @@ from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api.calls import Calls, Context, raising_context
+from quill.server.api.calls import Calls, Context, caller_of, raising_context
+from quill.server.auth.caller import Caller
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import (
     InvalidFieldError,
@@ -53,6 +54,7 @@ MAX_MARGIN_S = 0.1
 class _Call(NamedTuple):
     record: Record
     instance: ModelInstance
+    caller: Caller
 
     @property
     def served(self) -> ServedModel:
@@ -79,7 +81,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._call("Generate", context) as call:
             served = call.served
-            arrival = self._arrival(call.record, context)
+            arrival = self._arrival(call, context)
             parsed = await _read(RequestReader(served).read_generate, request, arrival)
             chunks = await self._collect(parsed, call)
             return response_message(merge(chunks, parsed.request.num_sequences), served.text)
@@ -90,7 +92,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         # It writes instead of yielding: a client that leaves during a write is noticed at once.
         async with self._call("GenerateStream", context) as call:
             served = call.served
-            arrival = self._arrival(call.record, context)
+            arrival = self._arrival(call, context)
             parsed = await _read(RequestReader(served).read_generate, request, arrival)
 
             async def send(chunk: Chunk) -> None:
@@ -101,7 +103,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._call("Score", context) as call:
             served = call.served
-            arrival = self._arrival(call.record, context)
+            arrival = self._arrival(call, context)
             parsed = await _read(RequestReader(served).read_score, request, arrival)
             chunks = await self._collect(parsed, call)
             (whole,) = merge(chunks, 1)
@@ -135,29 +137,38 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                     "the server is loading its model. Try again in a few seconds"
                 )
             with self._reloader.instance.call() as instance:
-                yield _Call(record, instance)
+                yield _Call(record, instance, caller_of(context))
 
-    def _arrival(self, record: Record, context: Context) -> Arrival:
+    def _arrival(self, call: _Call, context: Context) -> Arrival:
+        record = call.record
         return Arrival(
             request_id=record.request_id,
             deadline_s=_deadline_s(context),
             owner=record.caller,
             cache_scope="" if self._share_cache else record.caller,
+            max_prompt_tokens=call.caller.max_prompt_tokens,
         )
 
     async def _answer(self, parsed: ParsedRequest, call: _Call, send: Send) -> None:
         record, request = call.record, parsed.request
         record.submitted_s = time.monotonic()
-        with self._dispatcher.serve(request, call.instance.engine) as inbox:
+        with (
+            self._calls.quotas.tokens(call.caller, request.num_prompt) as spending,
+            self._dispatcher.serve(request, call.instance.engine) as inbox,
+        ):
             answer = Answer(parsed, call.served.text, inbox.end)
             try:
                 while not answer.is_over:
-                    for chunk in answer.take(await inbox.take()):
+                    chunks = answer.take(await inbox.take())
+                    spending.note(answer.num_generated)
+                    for chunk in chunks:
                         if chunk.finish is not None:
                             record.note(chunk.finish)
                         await send(chunk)
             finally:  # a client that left has had its tokens too
                 if answer.num_cached is not None:
+                    spending.is_read = True
+                    spending.note(answer.num_generated)
                     record.num_prompt = request.num_prompt
                     record.num_cached = answer.num_cached
                     record.num_generated = answer.num_generated

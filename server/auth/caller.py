@@ -14,6 +14,8 @@ class Caller:
     name: str = ""
     requests_per_minute: int | None = None  # None: no limit
     max_concurrent: int | None = None
+    tokens_per_minute: int | None = None
+    max_prompt_tokens: int | None = None
     admin: bool = False
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from quill.server.errors import ServerError
 
 FORMAT = 1
+LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute", "max_prompt_tokens")
 _PREFIX = "quill-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -42,6 +43,8 @@ class ApiKey:
     revoked: str | None = None
     requests_per_minute: int | None = None  # None: no limit
     max_concurrent: int | None = None
+    tokens_per_minute: int | None = None
+    max_prompt_tokens: int | None = None
     admin: bool = False  # may reload the bundle
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class ApiKey:
             raise KeysError(f"{self.name!r} can't be a key's name; {rule}")
         if not _SHA256.fullmatch(self.sha256):
             raise KeysError(f"the sha256 of key {self.name} isn't 64 hexadecimal digits")
-        for limit in ("requests_per_minute", "max_concurrent"):
+        for limit in LIMITS:
             value = getattr(self, limit)
             if value is not None and (type(value) is not int or value < 1):
                 raise KeysError(f"{limit} of key {self.name} is {value!r}; it must be at least 1")

@@ -32,6 +32,8 @@ class Keyring:
             name=found.name,
             requests_per_minute=found.requests_per_minute,
             max_concurrent=found.max_concurrent,
+            tokens_per_minute=found.tokens_per_minute,
+            max_prompt_tokens=found.max_prompt_tokens,
             admin=found.admin,
         )
 

@@ -16,6 +16,8 @@ def add(args: argparse.Namespace) -> None:
         args.name,
         requests_per_minute=args.requests_per_minute,
         max_concurrent=args.max_concurrent,
+        tokens_per_minute=args.tokens_per_minute,
+        max_prompt_tokens=args.max_prompt_tokens,
         admin=args.admin,
     )
     print(secret)
@@ -31,7 +33,12 @@ def show(args: argparse.Namespace) -> None:
         state = f"revoked {key.revoked}" if key.revoked else f"created {key.created}"
         rate = "any rate" if key.requests_per_minute is None else f"{key.requests_per_minute}/min"
         most = "any number" if key.max_concurrent is None else f"{key.max_concurrent}"
-        print(f"{key.name}: {state}, {rate}, {most} at once{', admin' if key.admin else ''}")
+        limits = [rate, f"{most} at once"]
+        if key.tokens_per_minute is not None:
+            limits.append(f"{key.tokens_per_minute} tokens/min")
+        if key.max_prompt_tokens is not None:
+            limits.append(f"prompts up to {key.max_prompt_tokens} tokens")
+        print(f"{key.name}: {state}, {', '.join(limits)}{', admin' if key.admin else ''}")
 
 
 def revoke(args: argparse.Namespace) -> None:

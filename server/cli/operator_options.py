@@ -68,4 +68,17 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="calls that run or wait at the same time (default: no limit)",
     )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=positive,
+        metavar="N",
+        help="read and generated, on average: what a call uses beyond what was saved up, the next "
+        "ones wait for (default: no limit)",
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="of one call (default: what the context holds)",
+    )
     parser.add_argument("--admin", action="store_true", help="may reload the bundle")

@@ -9,7 +9,6 @@ from pathlib import Path
 from quill.server.cli.argument_types import (
     Subparsers,
     metrics_port,
-    natural,
     port,
     positive,
     seconds,
@@ -84,17 +83,10 @@ def add_serve(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--precision",
         metavar="NAME",
-        help="which graphs: fp32, int4, quill4, quill8 or fp16 (default: the bundle's fastest)",
+        help="which graphs: fp32, quill4, quill8 or fp16 (default: the bundle's fastest)",
     )
     _add_sizes(parser)
     add_protection(parser)
-    parser.add_argument(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the same seed gives the same tokens in any batch (batch invariance); --no-exact is "
-        "faster for a lone request in int4 (default: exact)",
-    )
     parser.add_argument(
         "--grace",
         type=float,
@@ -125,7 +117,10 @@ def add_serve(subparsers: Subparsers) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-slots", type=positive, metavar="N", help="sequences that run at the same time"
+        "--max-rows",
+        type=positive,
+        metavar="N",
+        help="sequences that run at the same time, if their keys and values fit (default 256)",
     )
     parser.add_argument(
         "--context", type=positive, metavar="TOKENS", help="prompt and answer together"
@@ -146,8 +141,22 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; one more is refused (default 256)",
     )
     parser.add_argument(
-        "--prefix-cache",
-        type=natural,
+        "--cache",
+        type=positive,
         metavar="MB",
-        help="memory for prompts that begin alike; 0 turns it off",
+        help="memory for keys and values: of running sequences, and of those before them that "
+        "begin alike (default: 2,048 where there is as much)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sequences that begin alike share what the beginning came to (default: they do)",
+    )
+    parser.add_argument(
+        "--guess",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="guess the next tokens from the text so far where that is faster; it changes no token "
+        "(default: guess)",
     )

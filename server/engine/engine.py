@@ -7,19 +7,19 @@ server/engine/engine_thread.py.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from quill.server.engine.executor import Executor, StepResult
+from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
 from quill.server.errors import CancelledError, DeadlineError, RequestError, StepError
 from quill.server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.runtime.model_runner import Session
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.sampling.beam_search import Search
-from quill.server.scheduler.plan import Plan
-from quill.server.scheduler.prefill_budget import PrefillBudget
-from quill.server.scheduler.scheduler import Limits, Scheduler
+from quill.server.scheduler.plan import Outcome, Plan, StepResult
+from quill.server.scheduler.row import Group, Row
+from quill.server.scheduler.scheduler import Scheduler
+from quill.server.scheduler.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,12 @@ class Engine:
         self,
         session: Session,
         limits: Limits,
-        prefix_cache: PrefixCache,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = Executor(session, prefix_cache)
-        self._scheduler = Scheduler(limits, prefix_cache)
+        self._limits = limits
+        self._executor = Executor(session)
+        self._scheduler = Scheduler(limits)
         self._states = RequestStates()
-        self._prefill_budget = PrefillBudget()
         self._clock = clock
         self._events: list[Event] = []
         self._num_failures = 0
@@ -60,8 +59,12 @@ class Engine:
         plan = self._under_way
         if plan is None:
             return "between two runs of the model"
-        requests = ", ".join(sorted(_request_ids(plan)))
-        return f"a {plan.kind} of {plan.num_tokens} tokens for the requests {requests}"
+        requests = ", ".join(sorted({part.row.request.request_id for part in plan.parts}))
+        return f"a {plan.kind} step of {plan.num_tokens} tokens for the requests {requests}"
+
+    def fits(self, request: Request) -> bool:
+        """Whether it can ever be served; others mustn't be submitted. From any thread."""
+        return self._limits.fits(request)
 
     def submit(self, request: Request, arrived_s: float) -> None:
         self._states.arrive(request, arrived_s)
@@ -74,11 +77,12 @@ class Engine:
             gone = [each for each in gone if each == sequence]
         if not gone:
             return
-        self._executor.copy(self._scheduler.remove(request_id, sequence))
         if self._states.has_token(request_id):
+            self._scheduler.remove(request_id, sequence)
             for each in gone:
                 self._finish(request_id, each, reason)
             return
+        self._scheduler.remove(request_id)
         moment = "the search was over" if self._states.searches(request_id) else "the first token"
         if reason == "deadline":
             self._fail(request_id, DeadlineError(f"the deadline passed before {moment}"))
@@ -95,42 +99,61 @@ class Engine:
         """A step for whoever is next, and all events since the step before."""
         for request_id in self._states.expired(self._clock()):
             self.end(request_id, None, "deadline")
-        max_chunk = self._prefill_budget.max_chunk(self._scheduler.num_rows)
-        plan = self._scheduler.plan(max_chunk, self._prefill_budget.may_go_on)
-        return self._batch(None if plan is None else self._run(plan))
+        num_set_back = self._scheduler.num_set_back
+        plan = self._scheduler.plan()
+        num_set_back = self._scheduler.num_set_back - num_set_back
+        return self._batch(None if plan is None else self._run(plan, num_set_back))
 
-    def _run(self, plan: Plan) -> StepReport:
+    def _run(self, plan: Plan, num_set_back: int) -> StepReport:
         started_s = self._clock()
         for request, cached in plan.starts:
             self._events.append(self._states.start(request, cached, started_s))
         self._under_way = plan
+        num_accepted = self._execute(plan)
+        self._under_way = None
+        duration_s = self._clock() - started_s
+        self._scheduler.note(plan, duration_s)
+        return StepReport(
+            plan.kind,
+            duration_s,
+            plan.num_tokens,
+            plan.num_read,
+            plan.num_guesses,
+            num_accepted,
+            num_set_back,
+        )
+
+    def _execute(self, plan: Plan) -> int:
+        """If it fails, those whose prompts are read are to blame; the running rows try again."""
+        to_blame: Sequence[Row | Group] = plan.copying
         try:
+            self._executor.copy(plan)
+            to_blame = plan.encoding
+            self._executor.encode(plan)
+            to_blame = [part.row for part in plan.reading or plan.running]
             result = self._executor.run(plan)
         except Exception:
-            logger.exception("a step failed; its requests: %s", _request_ids(plan))
+            failed = {each.request.request_id for each in to_blame}
+            logger.exception("a step failed; its requests: %s", sorted(failed))
             self._num_failures += 1
-            self._fail_all(_request_ids(plan))
-        else:
-            self._num_failures = 0
-            self._commit(plan, result)
-        self._under_way = None
-        return self._report(plan, self._clock() - started_s)
+            self._fail_all(failed)
+            return 0
+        self._num_failures = 0
+        outcome = self._scheduler.commit(plan, result)
+        self._tell(result, outcome)
+        return outcome.num_accepted
 
-    def _commit(self, plan: Plan, result: StepResult) -> None:
-        outcome = self._scheduler.commit(plan, result.tokens, result.ranked)
-        self._executor.copy(outcome.copies)
-        if result.broken:
-            broken = {plan.rows[i].request.request_id for i in result.broken}
-            logger.error("logits that aren't finite; requests: %s", sorted(broken))
-            self._fail_all(broken)
-        if result.prompt_logprobs:  # all rows are answers to the one prompt
-            request_id = plan.rows[0].request.request_id
-            self._events.append(PromptEvent(request_id, tuple(result.prompt_logprobs)))
+    def _tell(self, result: StepResult, outcome: Outcome) -> None:
+        if outcome.broken:
+            logger.error("logits that aren't finite; requests: %s", sorted(outcome.broken))
+            self._fail_all(outcome.broken)
+        for request_id, logprobs in result.prompt_logprobs.items():
+            if request_id in self._states:
+                self._events.append(PromptEvent(request_id, tuple(logprobs)))
         now_s = self._clock()
-        # No tokens if the chunk wasn't its prompt's last.
-        for row, token, logprobs in zip(plan.rows, result.tokens, result.logprobs, strict=False):
-            if row.search is None and row.request.request_id in self._states:
-                self._events.append(self._states.token(row, token, logprobs, now_s))
+        for row, token, report in outcome.said:
+            if row.request.request_id in self._states:
+                self._events.append(self._states.token(row, token, report, now_s))
         for row, reason in outcome.finished:
             if row.request.request_id in self._states:
                 self._finish(row.request.request_id, row.sequence, reason)
@@ -154,23 +177,12 @@ class Engine:
 
     def _fail_all(self, request_ids: Iterable[str]) -> None:
         for request_id in sorted(request_ids):
-            self._executor.copy(self._scheduler.remove(request_id))
+            self._scheduler.remove(request_id)
             reason = f"a step failed on the server; its log has more under request {request_id}"
             self._fail(request_id, StepError(reason))
 
-    def _report(self, plan: Plan, duration_s: float) -> StepReport:
-        if plan.kind == "decode":
-            self._prefill_budget.note_decode(duration_s)
-        else:
-            self._prefill_budget.note_prefill(
-                plan.num_tokens, duration_s, self._scheduler.num_waiting
-            )
-        return StepReport(plan.kind, duration_s, plan.num_tokens)
-
     def _batch(self, report: StepReport | None) -> Batch:
         events, self._events = tuple(self._events), []
-        return Batch(events, report, Crowd(self._scheduler.num_rows, self._scheduler.num_waiting))
-
-
-def _request_ids(plan: Plan) -> set[str]:
-    return {row.request.request_id for row in plan.rows}
+        scheduler = self._scheduler
+        crowd = Crowd(scheduler.num_rows, scheduler.num_waiting, scheduler.num_blocks_held)
+        return Batch(events, report, crowd)

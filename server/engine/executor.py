@@ -1,153 +1,135 @@
-"""Carries out a plan: runs the model, chooses tokens, copies slots.
+"""Carries out a plan: runs the model, chooses tokens.
 
-Knows: the session, sampling, the prefix cache. Does not know: who is next, what ends a row, time.
+Knows: the session, sampling. Does not know: who is next, what ends a row, time.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
 from quill.server.events import PositionLogprobs
-from quill.server.runtime.model_runner import Session
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.sampling.arrays import Logits
 from quill.server.sampling.beam_ranking import rank
+from quill.server.sampling.beam_search import Search
 from quill.server.sampling.logprobs import position_logprobs
-from quill.server.sampling.sampler import choose
-from quill.server.scheduler.beam_rows import Ranked, searches
-from quill.server.scheduler.plan import Copy, DecodePlan, EncodePlan, Plan, PrefillPlan
-from quill.server.scheduler.row import Row
+from quill.server.sampling.sampler import Draw, choose
+from quill.server.scheduler.plan import Choice, Part, Plan, Ranked, StepResult
+from quill.server.scheduler.session import Session
 
-# R rows · L logits · V vocabulary
-
-
-class StepResult(NamedTuple):
-    """One entry for each of the plan's rows; none while a prompt or source is being read."""
-
-    tokens: list[int]
-    logprobs: list[PositionLogprobs | None]
-    broken: set[int]  # rows whose logits weren't finite: their tokens mean nothing
-    prompt_logprobs: list[PositionLogprobs]
-    ranked: Ranked  # what searches have instead of tokens
+# L logits · V vocabulary
 
 
-NOTHING = StepResult([], [], set(), [], {})
+class _Drawn(NamedTuple):
+    """One token to choose."""
+
+    part: int
+    logits: int  # which of L
+    draw: Draw
+    num_tops: int | None  # None: nobody asked for logprobs
 
 
 class Executor:
     """Turns plans into tokens."""
 
-    def __init__(self, session: Session, prefix_cache: PrefixCache) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._prefix_cache = prefix_cache
+
+    def copy(self, plan: Plan) -> None:
+        if plan.copies:
+            self._session.copy(plan.copies)
+
+    def encode(self, plan: Plan) -> None:
+        if plan.encoding:
+            self._session.encode(plan.sources)
 
     def run(self, plan: Plan) -> StepResult:
-        match plan:
-            case DecodePlan():
-                return self._decode(plan)
-            case EncodePlan():
-                return self._encode(plan)
-            case PrefillPlan():
-                return self._prefill(plan)
-
-    def copy(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            self._session.copy(copy)
-
-    def _decode(self, plan: DecodePlan) -> StepResult:
-        ids = [row.last_token for row in plan.rows]
-        lengths = [row.num_cached for row in plan.rows]
-        return _sample(self._session.decode(ids, lengths), plan.rows)
-
-    def _encode(self, plan: EncodePlan) -> StepResult:
-        for request, _, slot in plan.encodings:
-            assert request.source_ids is not None
-            self._session.encode(slot, request.source_ids)
-        return NOTHING
-
-    def _prefill(self, plan: PrefillPlan) -> StepResult:
-        if plan.is_first:
-            self._load_prefix(plan)
-        ids = plan.request.prompt_ids[plan.start : plan.stop]
-        logits_LV = self._session.prefill(plan.slot, plan.start, ids, _wanted(plan))
-        self._keep_prefix(plan)
-        result = NOTHING
-        if plan.is_last and plan.request.max_new_tokens:
-            result = _sample(np.repeat(logits_LV[-1:], len(plan.rows), axis=0), plan.rows)
-        if plan.request.prompt_logprobs is not None:
-            return result._replace(prompt_logprobs=_prompt_logprobs(logits_LV, plan))
-        return result
-
-    def _load_prefix(self, plan: PrefillPlan) -> None:
-        """Writes what the cache has into the slot, up to where the chunk starts."""
-        start = 0
-        if plan.cached:
-            request = plan.request
-            for positions in self._prefix_cache.load(request.prompt_ids, request.cache_scope):
-                self._session.write(plan.slot, start, positions[:, :, : plan.cached - start])
-                start += positions.shape[2]
-        assert start >= plan.cached
-
-    def _keep_prefix(self, plan: PrefillPlan) -> None:
-        ids = plan.request.prompt_ids[: plan.stop]
-        scope = plan.request.cache_scope
-        self._prefix_cache.keep(ids, lambda a, b: self._session.read(plan.slot, a, b), scope)
+        parts = plan.parts
+        if not parts:
+            return StepResult([], {}, {}, set())
+        logits_LV = self._session.step([part.piece for part in parts])
+        firsts = list(accumulate((len(part.piece.wanted) for part in parts), initial=0))
+        prompt_logprobs = {
+            part.row.request.request_id: _prompt_logprobs(logits_LV[first:last], part)
+            for part, first, last in zip(parts, firsts, firsts[1:], strict=False)
+            if _is_scored(part)
+        }
+        ranked, broken = _rank(logits_LV, parts, firsts)
+        broken |= {name for name, reports in prompt_logprobs.items() if not _are_finite(reports)}
+        choices = _choose(logits_LV, _drawn(parts, firsts), len(parts))
+        return StepResult(choices, ranked, prompt_logprobs, broken)
 
 
-def _wanted(plan: PrefillPlan) -> range:
-    """The chunk's tokens after which logits are needed."""
-    length = plan.stop - plan.start
-    if plan.request.prompt_logprobs is not None:
-        return range(length)
-    return range(length - 1, length) if plan.is_last else range(0)
+def _drawn(parts: Sequence[Part], firsts: Sequence[int]) -> list[_Drawn]:
+    """A token for each running row and each of its guesses, and for each row after a prompt."""
+    drawn = []
+    for place, part in enumerate(parts):
+        if part.group.search is not None or not part.takers:
+            continue
+        num_tops = part.row.request.logprobs
+        last = firsts[place + 1] - 1
+        if part.reads:
+            drawn += [_Drawn(place, last, row.draw(), num_tops) for row in part.takers]
+        else:
+            ahead = range(len(part.guesses) + 1)
+            drawn += [_Drawn(place, firsts[place] + i, part.row.draw(i), num_tops) for i in ahead]
+    return drawn
 
 
-def _sample(logits_RV: Logits, rows: Sequence[Row]) -> StepResult:
-    broken = set(np.flatnonzero(~np.isfinite(logits_RV.max(axis=1))).tolist())
-    if broken:
-        logits_RV[list(broken)] = 0.0  # so that the other rows are chosen in peace
-    tokens, logprobs = [0] * len(rows), list[PositionLogprobs | None]([None] * len(rows))
-    drawn = [i for i, row in enumerate(rows) if row.search is None]
-    if drawn:
-        drawn_RV = logits_RV if len(drawn) == len(rows) else logits_RV[drawn]
-        chosen, reports = _draw(drawn_RV, [rows[i] for i in drawn])
-        for i, token, report in zip(drawn, chosen, reports, strict=True):
-            tokens[i], logprobs[i] = token, report
-    return StepResult(tokens, logprobs, broken, [], _rank(logits_RV, rows))
-
-
-def _rank(logits_RV: Logits, rows: Sequence[Row]) -> Ranked:
-    found = searches(rows)
-    if not found:
-        return {}
-    # Before the first token all rows of a search are alike, and only one of them counts.
-    wanted = [i for search, places in found.items() for i in places[: len(search.running)]]
-    ranked = rank(logits_RV[wanted], list(found))
-    return {search.request.request_id: each for search, each in zip(found, ranked, strict=True)}
-
-
-def _draw(
-    logits_RV: Logits, rows: Sequence[Row]
-) -> tuple[list[int], list[PositionLogprobs | None]]:
-    reporting = [i for i, row in enumerate(rows) if row.request.logprobs is not None]
-    raw_LV = logits_RV[reporting]  # a copy: choosing overwrites penalised logits
-    tokens = choose(logits_RV, [row.draw() for row in rows])
-    logprobs: list[PositionLogprobs | None] = [None] * len(rows)
+def _choose(logits_LV: Logits, drawn: Sequence[_Drawn], num_parts: int) -> list[list[Choice]]:
+    choices: list[list[Choice]] = [[] for _ in range(num_parts)]
+    if not drawn:
+        return choices
+    places = [each.logits for each in drawn]
+    tokens, broken = choose(logits_LV, [each.draw for each in drawn], places)
+    logprobs: dict[int, PositionLogprobs] = {}
+    reporting = [i for i, each in enumerate(drawn) if each.num_tops is not None and i not in broken]
     if reporting:
-        num_tops = [rows[i].request.logprobs or 0 for i in reporting]
-        reports = position_logprobs(raw_LV, [tokens[i] for i in reporting], num_tops)
-        for i, report in zip(reporting, reports, strict=True):
-            logprobs[i] = report
-    return tokens, logprobs
+        reports = position_logprobs(
+            logits_LV,
+            [tokens[i] for i in reporting],
+            [drawn[i].num_tops or 0 for i in reporting],
+            [places[i] for i in reporting],
+        )
+        logprobs = dict(zip(reporting, reports, strict=True))
+    for i, (each, token) in enumerate(zip(drawn, tokens, strict=True)):
+        choices[each.part].append(Choice(token, logprobs.get(i), i not in broken))
+    return choices
 
 
-def _prompt_logprobs(logits_LV: Logits, plan: PrefillPlan) -> list[PositionLogprobs]:
-    """Of the tokens that follow the chunk's; for the first chunk, of the prompt's first too."""
-    request = plan.request
-    following = request.prompt_ids[plan.start + 1 : plan.stop + 1]
+def _rank(
+    logits_LV: Logits, parts: Sequence[Part], firsts: Sequence[int]
+) -> tuple[Ranked, set[str]]:
+    """Each beam of a search has a part; before the first token they have one together. Also those
+    requests whose logits weren't finite."""
+    searches: dict[Search, list[int]] = {}
+    for place, part in enumerate(parts):
+        if part.group.search is not None and part.takers:
+            searches.setdefault(part.group.search, []).append(firsts[place + 1] - 1)
+    if not searches:
+        return {}, set()
+    wanted = [index for indices in searches.values() for index in indices]
+    names = [search.request.request_id for search in searches]
+    owners = [search.request.request_id for search in searches for _ in searches[search]]
+    ranked, broken = rank(logits_LV, list(searches), wanted)
+    return dict(zip(names, ranked, strict=True)), {owners[i] for i in broken}
+
+
+def _is_scored(part: Part) -> bool:
+    return part.group.scores and not part.group.is_forked and bool(part.piece.wanted)
+
+
+def _are_finite(reports: Sequence[PositionLogprobs]) -> bool:
+    return all(each.logprob is None or math.isfinite(each.logprob) for each in reports)
+
+
+def _prompt_logprobs(logits_LV: Logits, part: Part) -> list[PositionLogprobs]:
+    """Of the tokens that follow those with logits; of the prompt's first too, with the second."""
+    request, piece = part.row.request, part.piece
+    start = piece.start + piece.wanted[0]
+    following = request.prompt_ids[start + 1 : piece.start + len(piece.ids) + 1]
     num_tops = [request.prompt_logprobs or 0] * len(following)
-    first = [PositionLogprobs(request.prompt_ids[0], None, ())] if plan.start == 0 else []
+    first = [PositionLogprobs(request.prompt_ids[0], None, ())] if start == 0 else []
     if not following:
         return first
     return first + position_logprobs(logits_LV[: len(following)], following, num_tops)

@@ -1,9 +1,9 @@
 """The state of every request that hasn't ended: its times, its tokens, and that it ends once.
 
-Knows: requests, rows, times that it is told. Does not know: slots, steps, clocks.
+Knows: requests, rows, times that it is told. Does not know: blocks, steps, clocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quill.server.errors import RequestError
 from quill.server.events import (
@@ -31,6 +31,7 @@ class _State:
     started_s: float | None = None
     first_token_s: float | None = None
     cached: int = 0
+    guesses: dict[int, tuple[int, int]] = field(default_factory=dict)  # and how many were right
 
 
 class RequestStates:
@@ -82,6 +83,7 @@ class RequestStates:
     ) -> TokenEvent:
         state = self._states[row.request.request_id]
         state.generated[row.sequence] += 1
+        state.guesses[row.sequence] = row.num_guessed, row.num_accepted
         if state.first_token_s is None:
             state.first_token_s = now_s
         return TokenEvent(row.request.request_id, row.sequence, token, logprobs)
@@ -112,7 +114,9 @@ class RequestStates:
             sequence,
             reason,
             seed=sequence_seed(state.request.seed, sequence),
-            usage=Usage(state.request.num_prompt, state.cached, generated),
+            usage=Usage(
+                state.request.num_prompt, state.cached, generated, *state.guesses.get(sequence, ())
+            ),
             timings=_timings(state, now_s),
             score=score,
         )

@@ -9,19 +9,16 @@ from pathlib import Path
 import onnxruntime
 
 from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_manifest
-from quill.export.precisions import Device
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
+from quill.server.limits import Limits
 from quill.server.machine.huge_pages import huge_pages
 from quill.server.machine.mapped_file import detach
-from quill.server.runtime.device_slots import DeviceSlots
+from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, first_line, open_graph
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.runtime.slots import Slots, SlotShape
-from quill.server.runtime.source_slots import Sources
-from quill.server.scheduler.batch_invariance import padded
-from quill.server.scheduler.scheduler import Limits
+from quill.server.sampling import native
+from quill.server.scheduler.plan import Piece, Source
 
 
 @dataclass(frozen=True)
@@ -33,26 +30,16 @@ class Bundle:
     graphs: Graphs
 
     @property
-    def needs_padding(self) -> bool:
-        """Whether a lone row would get another answer than one in a batch."""
-        if self.graphs.invariance is not None:
-            return self.graphs.invariance.min_rows > 1
-        return self.graphs.precision != "fp32"
-
-    @property
     def is_invariant(self) -> bool:
-        """Whether that was measured, and held."""
+        """Whether a row's answer is the same alone and in a crowd: that was measured, and held."""
         return self.graphs.invariance is not None and self.graphs.invariance.holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    max_rows: int
-    context: int  # tokens of prompt and answer together; at most the model's
-    cache_bytes: int = 0  # for the prefix cache; 0 turns it off
+    limits: Limits
     num_threads: int = 0  # 0: as many as there are cores
     spinning: bool = True
-    exact: bool = True  # the same seed gives the same tokens, where a lone row costs more for it
 
 
 def open_bundle(directory: Path, precision: str) -> Bundle:
@@ -69,47 +56,39 @@ def open_bundle(directory: Path, precision: str) -> Bundle:
 
 
 def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
-    """Loads the weights and makes the slots."""
-    manifest, graphs = bundle.manifest, bundle.graphs
-    _check(bundle, settings)
-    pad = settings.exact and bundle.needs_padding
-    shape = SlotShape.of(manifest.sizes, settings.context, graphs.cache_type)
-    num_slots = padded(settings.max_rows) if pad else settings.max_rows
+    """Loads the weights and makes the blocks."""
+    manifest, graphs, limits = bundle.manifest, bundle.graphs, settings.limits
+    _check(bundle, limits)
+    native.prepare(settings.num_threads)
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
     encoder = None
     with huge_pages():
-        decoder = open_graph(
-            bundle.directory / graphs.decoder,
-            session_settings,
-            graphs.device,
-            graphs.needs_operators,
-        )
+        decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
         if graphs.encoder is not None:
-            encoder = open_graph(
-                bundle.directory / graphs.encoder,
-                session_settings,
-                operators=graphs.needs_operators,
-            )
+            encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
         detach(bundle.directory / graphs.weights)
-    sources = None if encoder is None else Sources(encoder, Slots(num_slots, shape))
-    slots = _make_slots(num_slots, shape, graphs.device)
-    session = OrtSession(decoder, slots, manifest.sizes.vocab_size, pad, sources)
-    _try_last_position(bundle, session, settings.context)
-    limits = Limits(max_rows=settings.max_rows, context=settings.context)
-    return Engine(session, limits, PrefixCache(settings.cache_bytes))
+    shape = BlockShape.of(manifest.sizes, graphs)
+    blocks = (
+        Blocks(limits.num_blocks, shape)
+        if graphs.device == "cpu"
+        else DeviceBlocks(limits.num_blocks, shape, graphs.device)
+    )
+    session = OrtSession(decoder, blocks, manifest.sizes, encoder)
+    _try_last_position(bundle, session, limits)
+    return Engine(session, limits)
 
 
-def _make_slots(num_slots: int, shape: SlotShape, device: Device) -> Slots | DeviceSlots:
-    return Slots(num_slots, shape) if device == "cpu" else DeviceSlots(num_slots, shape, device)
-
-
-def _try_last_position(bundle: Bundle, session: OrtSession, context: int) -> None:
+def _try_last_position(bundle: Bundle, session: OrtSession, limits: Limits) -> None:
     """A manifest may claim a longer context than the graphs have positions for. Only running them
     shows it: one token at the last position, which costs a step of one row."""
+    context = limits.context
+    blocks = [0] * -(-context // limits.block_size)
+    piece = Piece([0], context - 1, blocks, [0])
     try:
         if bundle.graphs.encoder is not None:
-            session.encode(0, [0] * context)
-        session.decode([0], [context - 1])
+            session.encode([Source([0] * context, blocks)])
+            piece = piece._replace(source_blocks=blocks, source_length=context)
+        session.step([piece])
     except MemoryError:
         raise
     except Exception as error:  # the runtime has no class for these
@@ -120,7 +99,7 @@ def _try_last_position(bundle: Bundle, session: OrtSession, context: int) -> Non
         ) from error
 
 
-def _check(bundle: Bundle, settings: EngineSettings) -> None:
+def _check(bundle: Bundle, limits: Limits) -> None:
     if bundle.manifest.family == "seq2seq" and bundle.manifest.special_tokens.bos is None:
         raise StartError(
             f"{bundle.directory} holds a translation model and doesn't say which token its answers "
@@ -128,12 +107,8 @@ def _check(bundle: Bundle, settings: EngineSettings) -> None:
         )
     if bundle.graphs.device != "cpu" and bundle.manifest.family != "causal":
         raise StartError("translation models are served on the CPU only. Use --device cpu")
-    if bundle.graphs.device != "cpu" and settings.cache_bytes:
-        raise StartError(
-            "there is no prefix cache on CUDA. Leave --prefix-cache out, or use --device cpu"
-        )
     most = bundle.manifest.sizes.context
-    if not 2 <= settings.context <= most:
-        raise StartError(f"the context is {settings.context}; it must be from 2 to {most}")
-    if settings.max_rows < 1:
-        raise StartError(f"--max-slots is {settings.max_rows}; it must be at least 1")
+    if not 2 <= limits.context <= most:
+        raise StartError(f"the context is {limits.context}; it must be from 2 to {most}")
+    if limits.max_rows < 1:
+        raise StartError(f"--max-rows is {limits.max_rows}; it must be at least 1")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.operators.library import operators_are_fast, operators_problem
-from quill.export.precisions import PRECISIONS, Family, Precision, preferred
+from quill.export.precisions import Family, Precision, preferred
 from quill.server.errors import StartError
 from quill.server.runtime.onnx_session import cuda_problem
 
@@ -35,7 +35,7 @@ def choose_graphs(
     problem = _fitting_problem(manifest, list(on_cuda), precision) or find_problem()
     if problem is None:
         why = "as asked" if device == "cuda" else "CUDA works here"
-        return Choice(on_cuda[precision or "fp16"], f"{why}; no prefix cache there")
+        return Choice(on_cuda[precision or "fp16"], why)
     if device == "cuda" or precision in on_cuda:
         raise StartError(
             f"CUDA can't be used: {problem}. It takes an NVIDIA card with its driver, CUDA 13, "
@@ -63,25 +63,19 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
     }
     known = ", ".join(on_cpu) or "none"
     problem = operators_problem()
+    if problem is not None:
+        raise StartError(f"nothing can be served on the CPU: {problem}")
     if precision is not None:
         if precision not in on_cpu:
             raise StartError(
                 f"--precision {precision} isn't among this bundle's graphs for the CPU ({known}). "
                 f"Choose another, or {how_to_add(precision)}"
             )
-        if on_cpu[precision].needs_operators and problem is not None:
-            raise StartError(f"--precision {precision} can't be had: {problem}. Or choose another")
         return Choice(on_cpu[precision], why)
     if not on_cpu:
         raise StartError(f"the bundle has no graphs for the CPU ({why}). Or {how_to_add('fp32')}")
-    runnable = [each for each in on_cpu.values() if not (problem and each.needs_operators)]
-    if not runnable:
-        raise StartError(
-            f"this bundle's graphs for the CPU ({known}) can't be run: {problem}. Or "
-            f"{how_to_add('fp32')}"
-        )
     order = preferred(manifest.family, fast_operators=operators_are_fast())
-    best = min(runnable, key=lambda each: (not each.is_good, order.index(each.precision)))
+    best = min(on_cpu.values(), key=lambda each: (not each.is_good, order.index(each.precision)))
     against = _against(ideal(manifest.family), best, on_cpu)
     return Choice(best, why if against is None else f"{why}; {against}")
 
@@ -99,13 +93,10 @@ def how_to_add(precision: str) -> str:
 
 def _against(wanted: Precision, best: Graphs, on_cpu: dict[str, Graphs]) -> str | None:
     """Why the fastest wasn't chosen. None: it was, or there is none and none could be had."""
-    problem = operators_problem() if PRECISIONS[wanted].needs_operators else None
     graphs = on_cpu.get(wanted)
-    if best.precision == wanted or (graphs is None and problem is not None):
+    if best.precision == wanted:
         return None
-    if problem is not None:
-        reason = problem
-    elif graphs is None:
+    if graphs is None:
         reason = f"the bundle has none; {how_to_add(wanted)}"
     elif not operators_are_fast():
         reason = "no fast kernels here"
@@ -120,10 +111,8 @@ def takes_cuda(device: str) -> bool:
 
 def best_here(manifest: Manifest) -> str:
     """What this machine would serve, but for what was tried and was not good enough."""
-    has_operators = operators_problem() is None
     return next(
         name
         for name in preferred(manifest.family, fast_operators=operators_are_fast())
         if name not in manifest.left_out
-        if has_operators or not PRECISIONS[name].needs_operators
     )

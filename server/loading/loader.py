@@ -9,14 +9,17 @@ from pathlib import Path
 
 import onnxruntime
 
+from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import read_manifest
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.events import FailEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
+from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from quill.server.machine.heap import drop_startup_pages
 from quill.server.machine.resources import available_bytes
@@ -36,28 +39,28 @@ Load = Callable[[], ModelInstance]
 def prepare(directory: Path, settings: Settings) -> Load:
     """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
     manifest = read_manifest(directory)
+    require_library()
     choice = choose_graphs(manifest, settings.device, settings.precision)
     on_cuda = choice.graphs.device == "cuda"
-    # A translation's prompt is one token; its source is read once, for itself.
-    uncached = on_cuda or manifest.family == "seq2seq"
     sizing = choose_sizes(
         manifest,
         choice.graphs,
         cuda_free_bytes() if on_cuda else available_bytes(),
         max_rows=settings.max_rows,
         context=settings.context,
-        cache_bytes=settings.cache_bytes or 0 if uncached else settings.cache_bytes,
+        cache_bytes=settings.cache_bytes,
     )
     threads = choose_threads(settings.threads)
     _say_choice(manifest.name, choice, sizing, threads)
-    engine_settings = EngineSettings(
+    limits = Limits(
         max_rows=sizing.max_rows,
         context=sizing.context,
-        cache_bytes=sizing.cache_bytes,
-        num_threads=threads,
-        spinning=settings.spinning,
-        exact=settings.exact,
+        num_blocks=sizing.num_blocks,
+        block_size=graph_contract.block_size(choice.graphs.device),
+        share=settings.prefix_cache,
+        guess=settings.guess,
     )
+    engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
     return lambda: _load(directory, choice, engine_settings, settings)
 
 
@@ -65,10 +68,9 @@ def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None
     graphs = choice.graphs
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
     logger.info(
-        "%d slots of %d tokens (%s when full), prefix cache %s, model %s, %d threads",
+        "up to %d rows, context %d, %s for keys and values, model %s, %d threads",
         sizing.max_rows,
         sizing.context,
-        gigabytes(sizing.max_rows * sizing.slot_bytes),
         gigabytes(sizing.cache_bytes),
         gigabytes(sizing.weight_bytes),
         threads,
@@ -86,7 +88,7 @@ def _load(
     except MemoryError as error:
         raise StartError(
             f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
-            "the process more, or try a smaller --max-slots, --context or --prefix-cache"
+            "the process more, or try a smaller --cache or --context"
         ) from error
     drop_startup_pages()
     return instance
@@ -109,9 +111,8 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
         graphs=bundle.graphs,
         device=bundle.graphs.device,
         runtime_version=onnxruntime.__version__,
-        deterministic=bundle.is_invariant and engine_settings.exact,
-        context=engine_settings.context,
-        max_rows=engine_settings.max_rows,
+        deterministic=bundle.is_invariant,
+        limits=engine_settings.limits,
         max_waiting=settings.max_waiting,
         max_message_bytes=settings.max_message_bytes,
         text=text,

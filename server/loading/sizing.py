@@ -6,12 +6,14 @@ A person should never have to tune to start; whoever does is told what doesn't f
 
 from dataclasses import dataclass
 
+from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
 from quill.server.machine.resources import num_cores
+from quill.server.runtime.blocks import BlockShape
 
-MAX_ROWS = 32
-MAX_CACHE_BYTES = 2**29
+MAX_ROWS = 256
+MAX_CACHE_BYTES = 2**31  # unless one sequence needs more
 SHARE = 0.5  # of the memory left beside the weights: other programs live here too
 MIN_CONTEXT = 2
 
@@ -20,9 +22,13 @@ MIN_CONTEXT = 2
 class Sizing:
     max_rows: int
     context: int
-    cache_bytes: int
-    slot_bytes: int
+    num_blocks: int
+    block_bytes: int
     weight_bytes: int
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
 
 
 def choose_sizes(
@@ -37,25 +43,34 @@ def choose_sizes(
     """None: as much as is sensible. What was asked for and doesn't fit is refused."""
     weight_bytes = sum(file.size for file in manifest.files if file.name == graphs.weights)
     context = _check_context(manifest, context)
-    # A translation model's slot holds a source, too.
-    num_sides = 1 if graphs.encoder is None else 2
-    slot_bytes = num_sides * context * manifest.cache_bytes_per_token(graphs.cache_type)
+    block_bytes = BlockShape.of(manifest.sizes, graphs).num_bytes
+    least = blocks_of_one(graphs, context)
     free = available - weight_bytes
-    if max_rows is None:
-        max_rows = max(0, min(MAX_ROWS, int(free * SHARE) // slot_bytes))
-    if max_rows < 1 or max_rows * slot_bytes > free:
+    wanted = cache_bytes
+    if wanted is None:
+        wanted = min(max(MAX_CACHE_BYTES, least * block_bytes), int(free * SHARE))
+    num_blocks = wanted // block_bytes
+    if num_blocks < least or wanted > free:
+        asked = gigabytes(max(wanted, least * block_bytes))
         raise StartError(
-            _too_little(max(max_rows, 1), context, slot_bytes, weight_bytes, available)
+            f"{asked} for keys and values beside the model's {gigabytes(weight_bytes)} is more "
+            f"than the {gigabytes(available)} of memory that are free, or too little for a context "
+            f"of {context} tokens ({gigabytes(least * block_bytes)}). Lower --context, or choose "
+            "another --cache"
         )
-    if cache_bytes is None:
-        cache_bytes = min(MAX_CACHE_BYTES, (free - max_rows * slot_bytes) // 4)
     return Sizing(
-        max_rows=max_rows,
+        max_rows=MAX_ROWS if max_rows is None else max_rows,
         context=context,
-        cache_bytes=cache_bytes,
-        slot_bytes=slot_bytes,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
         weight_bytes=weight_bytes,
     )
+
+
+def blocks_of_one(graphs: Graphs, context: int) -> int:
+    """What the longest sequence needs. A translation has a source, too."""
+    num_sides = 1 if graphs.encoder is None else 2
+    return num_sides * -(-context // graph_contract.block_size(graphs.device))
 
 
 def _check_context(manifest: Manifest, context: int | None) -> int:
@@ -67,14 +82,6 @@ def _check_context(manifest: Manifest, context: int | None) -> int:
             f"--context is {context}; the model {manifest.name} allows {MIN_CONTEXT} to {most}"
         )
     return context
-
-
-def _too_little(rows: int, context: int, slot: int, weights: int, available: int) -> str:
-    return (
-        f"{rows} slots of {context} tokens need {gigabytes(rows * slot)} beside the model's "
-        f"{gigabytes(weights)}, and {gigabytes(available)} of memory is free. Lower --max-slots or "
-        "--context"
-    )
 
 
 def choose_threads(wanted: int | None) -> int:

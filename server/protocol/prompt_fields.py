@@ -29,9 +29,9 @@ class PromptReader:
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    def read(self, message: pb.GenerateRequest) -> PromptIds:
+    def read(self, message: pb.GenerateRequest, max_tokens: int | None = None) -> PromptIds:
         """A translation model reads the prompt as its source; its answer begins after bos."""
-        ids = tuple(self._read_input(message))
+        ids = tuple(self._read_input(message, max_tokens))
         if not self._served.is_translator:
             return PromptIds(ids, None)
         bos = self._served.manifest.special_tokens.bos
@@ -51,7 +51,7 @@ class PromptReader:
         self._check_length(len(text), field, tokenizer)
         return tokenizer.encode(text, whole)
 
-    def _read_input(self, message: pb.GenerateRequest) -> list[int]:
+    def _read_input(self, message: pb.GenerateRequest, max_tokens: int | None) -> list[int]:
         served, kind = self._served, message.WhichOneof("input")
         if kind is None:
             raise InvalidFieldError("input", "is missing: give prompt, prompt_ids or messages")
@@ -72,6 +72,7 @@ class PromptReader:
             rule = f"at most {most} fit, so that one can be generated"
         if len(ids) > most:
             raise InvalidFieldError(kind, f"has {len(ids)} tokens; {rule}")
+        check_allowed(kind, len(ids), max_tokens)
         return ids
 
     def _read_messages(self, messages: Sequence[pb.Message]) -> list[int]:
@@ -107,3 +108,10 @@ class PromptReader:
         if num_characters > most:
             rule = f"for a context of {context} tokens at most {most} are read"
             raise InvalidFieldError(field, f"has {num_characters} characters; {rule}")
+
+
+def check_allowed(field: str, num_tokens: int, max_tokens: int | None) -> None:
+    """Whether the caller may have so long a prompt read."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        rule = f"at most {max_tokens} are allowed with this API key"
+        raise InvalidFieldError(field, f"has {num_tokens} tokens; {rule}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnimplementedError
-from quill.server.protocol.prompt_fields import PromptReader
+from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.sampling_fields import SamplingReader
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import MAX_SEED, Request
@@ -28,6 +28,7 @@ class Arrival:
     deadline_s: float | None  # on the engine's clock
     owner: str = ""
     cache_scope: str = ""
+    max_prompt_tokens: int | None = None  # the caller's own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class RequestReader:
         num_sequences = self._num_sequences(message)
         sampling = self._sampling.read_sampling(message)
         beams = self._sampling.read_beams(message)
-        prompt_ids, source_ids = self._prompts.read(message)
+        prompt_ids, source_ids = self._prompts.read(message, arrival.max_prompt_tokens)
         request = Request(
             request_id=arrival.request_id,
             prompt_ids=prompt_ids,
@@ -82,6 +83,10 @@ class RequestReader:
             owner=arrival.owner,
             cache_scope=arrival.cache_scope,
         )
+        if not self._served.limits.fits(request):
+            needed = f"{request.num_rows} answers or beams of so many tokens"
+            rule = f"{needed} are more than this server has memory for. Ask for fewer of either"
+            raise InvalidFieldError("max_new_tokens", f"is {max_new_tokens}; {rule}")
         return ParsedRequest(
             request=request,
             stop=tuple(message.stop),
@@ -104,6 +109,7 @@ class RequestReader:
         most = self._served.context
         if not 2 <= len(ids) <= most:
             raise InvalidFieldError(kind, f"has {len(ids)} tokens; it must have from 2 to {most}")
+        check_allowed(kind, len(ids), arrival.max_prompt_tokens)
         request = Request(
             request_id=arrival.request_id,
             prompt_ids=tuple(ids),

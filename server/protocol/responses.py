@@ -4,6 +4,7 @@ Knows: generation.proto, chunks. Does not know: how they came about, gRPC.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import metadata
 
 from quill.protos import generation_pb2 as pb
@@ -45,12 +46,19 @@ def response_message(sequences: Sequence[Chunk], text: Text | None) -> pb.Genera
     """`sequences`: whole answers, one chunk each."""
     finishes = [each.finish for each in sequences if each.finish is not None]
     first = finishes[0]
-    num_generated = sum(finish.usage.generated for finish in finishes)
+    usages = [finish.usage for finish in finishes]
     last = max(finishes, key=lambda finish: finish.timings.total_ms)
     return pb.GenerateResponse(
         sequences=[_sequence(each, text) for each in sequences],
         prompt_logprobs=logprobs_messages(sequences[0].prompt_logprobs, text),
-        usage=_usage(Usage(first.usage.prompt, first.usage.cached, num_generated)),
+        usage=_usage(
+            replace(
+                first.usage,
+                generated=sum(each.generated for each in usages),
+                guessed=sum(each.guessed for each in usages),
+                accepted=sum(each.accepted for each in usages),
+            )
+        ),
         seed=first.seed,
         timings=timings_message(last.timings),
         request_id=first.request_id,
@@ -91,7 +99,11 @@ def logprobs_messages(
 
 def _usage(usage: Usage) -> pb.Usage:
     return pb.Usage(
-        prompt_tokens=usage.prompt, cached_tokens=usage.cached, generated_tokens=usage.generated
+        prompt_tokens=usage.prompt,
+        cached_tokens=usage.cached,
+        generated_tokens=usage.generated,
+        guessed_tokens=usage.guessed,
+        accepted_tokens=usage.accepted,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
+from quill.server.limits import Limits
 from quill.server.request import Sampling
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -28,8 +29,7 @@ class ServedModel:
     device: Device
     runtime_version: str
     deterministic: bool
-    context: int  # tokens of prompt and answer together
-    max_rows: int
+    limits: Limits
     max_waiting: int
     max_message_bytes: int
     text: Text | None  # None: the model speaks token ids only
@@ -40,6 +40,15 @@ class ServedModel:
             _ = self.default_sampling
         except InvalidFieldError as error:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.limits.context
+
+    @property
+    def max_rows(self) -> int:
+        return self.limits.max_rows
 
     @property
     def vocab_size(self) -> int:

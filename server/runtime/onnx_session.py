@@ -38,30 +38,22 @@ class SessionSettings:
 
 
 def open_graph(
-    graph: Path | bytes,
-    settings: SessionSettings,
-    device: Device = "cpu",
-    operators: bool = False,
+    graph: Path | bytes, settings: SessionSettings, device: Device = "cpu"
 ) -> onnxruntime.InferenceSession:
-    """Loads a graph for a device. There is no falling back to another.
-
-    `operators`: the graph needs Quill's own.
-    """
+    """Loads a graph for a device. There is no falling back to another."""
     name = graph if isinstance(graph, Path) else "a graph"
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = settings.num_threads
     spinning = "1" if settings.spinning else "0"
     options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
     options.log_severity_level = 3  # errors only; they come as exceptions too
-    if operators:
-        problem = operators_problem()
-        if problem is not None:
-            raise StartError(f"{name} needs more than ONNX Runtime has. {problem}")
     if device == "cuda":
         return _open_on_cuda(graph, options)
+    problem = operators_problem()
+    if problem is not None:
+        raise StartError(f"{name} needs more than ONNX Runtime has. {problem}")
     try:
-        if operators:
-            options.register_custom_ops_library(os.fspath(library_path()))
+        options.register_custom_ops_library(os.fspath(library_path()))
         return onnxruntime.InferenceSession(
             graph, options, providers=[PROVIDERS["cpu"]], enable_fallback=False
         )

@@ -9,56 +9,74 @@ from typing import NamedTuple
 import numpy as np
 
 from quill.server.events import PositionLogprobs
+from quill.server.sampling import native
 from quill.server.sampling.arrays import Ids, Logits, Scores
 from quill.server.sampling.beam_search import Continuation, Search
-from quill.server.sampling.logprobs import log_totals, position_logprobs
-from quill.server.sampling.top_k import find_top_k
+from quill.server.sampling.logprobs import position_logprobs
 
-# R rows: the beams of all searches, one after another · V vocabulary
-# N candidates of all rows together · C candidates of one search
+# B beams of all searches, one after another · R rows · V vocabulary · T most tops of a beam
+# N candidates of one search · C the best of them
+
+
+class Rankings(NamedTuple):
+    """What the searches may go on with."""
+
+    ranked: list[list[Continuation]]  # for each search, best first
+    broken: set[int]  # beams whose logits weren't finite: their continuations mean nothing
 
 
 class _Candidates(NamedTuple):
-    rows_N: Ids  # ascending, and so are the ids of each row
+    beams_N: Ids
     ids_N: Ids
     logprobs_N: Scores  # of the whole answer
 
-    def between(self, start: int, stop: int) -> "_Candidates":
-        part = slice(start, stop)
-        return _Candidates(self.rows_N[part], self.ids_N[part], self.logprobs_N[part])
 
+def rank(
+    logits_RV: Logits, searches: Sequence[Search], rows: Sequence[int] | None = None
+) -> Rankings:
+    """For each search, as many continuations as it looks at.
 
-def rank(logits_RV: Logits, searches: Sequence[Search]) -> list[list[Continuation]]:
-    """For each search, as many continuations as it looks at, best first.
-
-    Ties go to the better-ranked beam, then to the lower token id.
+    Ties go to the better-ranked beam, then to the lower token id. The logits of the i-th beam of
+    all are in row i, or in rows[i].
     """
-    candidates = _candidates(logits_RV, searches)
-    ranked, first_row = [], 0
+    if rows is None:
+        rows = range(len(logits_RV))
+    tops = _tops(logits_RV, searches, rows)
+    ranked, first = [], 0
     for search in searches:
-        rows = slice(first_row, first_row + len(search.running))
-        start, stop = np.searchsorted(candidates.rows_N, (rows.start, rows.stop))
-        ranked.append(_best(logits_RV, candidates.between(start, stop), search, rows.start))
-        first_row = rows.stop
-    return ranked
+        beams = slice(first, first + len(search.running))
+        ranked.append(_best(logits_RV, _candidates(tops, search, beams), search, rows[beams]))
+        first = beams.stop
+    return Rankings(ranked, {*tops.broken})
 
 
-def _candidates(logits_RV: Logits, searches: Sequence[Search]) -> _Candidates:
-    most = max(search.num_ranked for search in searches)
-    rows_N, ids_N, _ = find_top_k(logits_RV, most)
-    so_far_R = np.array([beam.logprob for search in searches for beam in search.running])
-    offsets_R = so_far_R - log_totals(logits_RV)
-    return _Candidates(rows_N, ids_N, logits_RV[rows_N, ids_N] + offsets_R[rows_N])
+def _tops(logits_RV: Logits, searches: Sequence[Search], rows: Sequence[int]) -> native.Tops:
+    num_tops = [search.num_ranked for search in searches for _ in search.running]
+    tops = native.tops(logits_RV, rows, num_tops)
+    for i in tops.broken:  # as if all were equal: a search wants something to go on with
+        num = tops.num_R[i] = min(num_tops[i], logits_RV.shape[1])
+        tops.ids_RT[i, :num] = np.arange(num)
+        tops.log_totals_R[i] = np.log(logits_RV.shape[1])
+    return tops
+
+
+def _candidates(tops: native.Tops, search: Search, beams: slice) -> _Candidates:
+    so_far_B = np.array([beam.logprob for beam in search.running])
+    logprobs_BT = tops.logits_RT[beams] + (so_far_B - tops.log_totals_R[beams])[:, None]
+    is_there_BT = np.arange(logprobs_BT.shape[1]) < tops.num_R[beams][:, None]
+    beams_N, places_N = np.nonzero(is_there_BT)
+    ids_N = tops.ids_RT[beams][beams_N, places_N]
+    return _Candidates(beams_N, ids_N, logprobs_BT[beams_N, places_N])
 
 
 def _best(
-    logits_RV: Logits, candidates: _Candidates, search: Search, first_row: int
+    logits_RV: Logits, candidates: _Candidates, search: Search, rows: Sequence[int]
 ) -> list[Continuation]:
-    best_C = np.argsort(-candidates.logprobs_N, kind="stable")[: search.num_ranked]
-    rows_C, ids_C = candidates.rows_N[best_C], candidates.ids_N[best_C].tolist()
-    reports: list[PositionLogprobs | None] = [None] * len(ids_C)
+    order_N = np.lexsort((candidates.ids_N, candidates.beams_N, -candidates.logprobs_N))
+    best_C = order_N[: search.num_ranked]
+    beams, ids = candidates.beams_N[best_C].tolist(), candidates.ids_N[best_C].tolist()
+    reports: list[PositionLogprobs | None] = [None] * len(ids)
     if search.request.logprobs is not None:
-        num_tops = [search.request.logprobs] * len(ids_C)
-        reports = [*position_logprobs(logits_RV[rows_C], ids_C, num_tops)]
-    logprobs_C = candidates.logprobs_N[best_C].tolist()
-    return list(map(Continuation, (rows_C - first_row).tolist(), ids_C, logprobs_C, reports))
+        num_tops = [search.request.logprobs] * len(ids)
+        reports = [*position_logprobs(logits_RV, ids, num_tops, [rows[beam] for beam in beams])]
+    return list(map(Continuation, beams, ids, candidates.logprobs_N[best_C].tolist(), reports))

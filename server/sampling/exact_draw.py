@@ -1,7 +1,8 @@
 """Draws one row's token by reading its whole vocabulary, as the rules say it.
 
-Knows: one row. Does not know: the other rows. About 1 ms for 49,152 tokens: for the rows that
-the fast path of server/sampling/batch_draw.py can't decide.
+Knows: one row. Does not know: the other rows. Milliseconds for 49,152 tokens: for the rows that
+export/operators/kernels/sampling.cpp finds too close to call. The exponentials, and the order of
+sums, are the reference's own, to the last bit.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quill.server.sampling.arrays import Logits
-from quill.server.sampling.candidates import Adjusted
+from quill.server.sampling.penalties import Adjustments
 
 # V vocabulary · C candidates, best first
 
@@ -22,11 +23,12 @@ class RowSettings(NamedTuple):
     u: float
 
 
-def draw_exactly(logits_V: Logits, adjusted: Adjusted, settings: RowSettings) -> int:
+def draw_exactly(logits_V: Logits, adjustments: Adjustments | None, settings: RowSettings) -> int:
     """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the
     end."""
     scores_V = logits_V.astype(np.float64)
-    scores_V[adjusted.ids_A] = adjusted.scores_A
+    if adjustments is not None:
+        scores_V[adjustments.ids()] = adjustments.scores(logits_V)
     scores_C = np.sort(scores_V)[::-1].copy()
     with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
         weights_C = np.exp((scores_C - scores_C[0]) / settings.temperature)

@@ -31,6 +31,8 @@ class Adjustments:
         self._counts = np.zeros(size)  # in the answer
         self._bias = np.zeros(size)
         self._bias[: len(known)] = [sampling.logit_bias.get(token, 0.0) for token in known]
+        arrays = (self._ids, self._in_text, self._counts, self._bias)
+        self._addresses = tuple(array.ctypes.data for array in arrays)
 
     def add(self, token: int) -> None:
         """The answer has this token (once more)."""
@@ -38,6 +40,10 @@ class Adjustments:
         self._ids[place] = token
         self._in_text[place] = True
         self._counts[place] += 1
+
+    def addresses(self) -> tuple[int, ...]:
+        """How many tokens there are, and where: ids, whether in the text, counts, biases."""
+        return len(self._places), *self._addresses
 
     def ids(self) -> Ids:
         return self._ids[: len(self._places)]

@@ -3,8 +3,9 @@
 Knows: logits, each row's sampling, seed and position. Does not know: caches, text, time.
 
 The same rules as the reference, model/reference/sampling.py, and the same tokens, only faster. They
-are written twice on purpose: the reference is the oracle that tests compare with. Penalties are in
-server/sampling/penalties.py, the draw is in server/sampling/batch_draw.py.
+are written twice on purpose: the reference is the oracle that tests compare with. The second time
+is export/operators/kernels/sampling.cpp; what it finds too close to call is decided by
+server/sampling/exact_draw.py.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from quill.server.request import Sampling
+from quill.server.sampling import native
 from quill.server.sampling.arrays import Logits
-from quill.server.sampling.batch_draw import Settings, draw
-from quill.server.sampling.candidates import Adjusted
+from quill.server.sampling.exact_draw import RowSettings, draw_exactly
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.randomness import uniforms
 
-# R rows · V vocabulary
+# R rows · D draws · V vocabulary
 
 
 class Draw(NamedTuple):
@@ -31,49 +32,48 @@ class Draw(NamedTuple):
     adjustments: Adjustments | None  # None: the sampling adjusts nothing
 
 
-_NOTHING_ADJUSTED = Adjusted(np.zeros(0, np.int64), np.zeros(0))
+class Choices(NamedTuple):
+    """What was drawn."""
+
+    tokens: list[int]
+    broken: set[int]  # draws whose logits weren't finite: their tokens mean nothing
 
 
-def choose(logits_RV: Logits, draws: Sequence[Draw]) -> list[int]:
-    """The next token of each row. Logits of adjusted tokens are overwritten."""
-    adjusted = [_set_apart(row_V, each) for row_V, each in zip(logits_RV, draws, strict=True)]
-    drawn = [row for row, each in enumerate(draws) if each.sampling.temperature > 0]
-    tokens = [0] * len(draws) if len(drawn) == len(draws) else _greedy(logits_RV, adjusted)
-    if drawn:
-        drawn_RV = logits_RV if len(drawn) == len(draws) else logits_RV[drawn]
-        settings = _settings([draws[row] for row in drawn])
-        chosen = draw(drawn_RV, settings, [adjusted[row] for row in drawn])
-        for row, token in zip(drawn, chosen, strict=True):
-            tokens[row] = token
-    return tokens
+_NOTHING_ADJUSTED = (0, 0, 0, 0, 0)
 
 
-def _set_apart(logits_V: Logits, each: Draw) -> Adjusted:
-    if each.adjustments is None:
-        return _NOTHING_ADJUSTED
-    ids_A = each.adjustments.ids()
-    adjusted = Adjusted(ids_A, each.adjustments.scores(logits_V))
-    logits_V[ids_A] = -np.inf
-    return adjusted
+def choose(logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Choices:
+    """A token for each draw. Draw i is from row i, or from rows[i]: several may be from one."""
+    if rows is None:
+        rows = range(len(logits_RV))
+    us = _uniforms(draws)
+    fields = [_fields(*each) for each in zip(rows, draws, us, strict=True)]
+    chosen = native.choose(logits_RV, np.array(fields, native.DRAW))
+    for i in chosen.in_doubt:
+        chosen.tokens[i] = _exactly(logits_RV[rows[i]], draws[i], us[i])
+    return Choices(chosen.tokens, {*chosen.broken})
 
 
-def _greedy(logits_RV: Logits, adjusted: Sequence[Adjusted]) -> list[int]:
-    tokens: list[int] = logits_RV.argmax(axis=1).tolist()
-    for row, (ids_A, scores_A) in enumerate(adjusted):
-        if len(ids_A):
-            plain, score = logits_RV[row, tokens[row]], scores_A.max()
-            token = int(ids_A[scores_A == score].min())
-            if score > plain or (score == plain and token < tokens[row]):
-                tokens[row] = token
-    return tokens
+def _uniforms(draws: Sequence[Draw]) -> list[float]:
+    if all(each.sampling.temperature == 0 for each in draws):
+        return [0.0] * len(draws)  # nobody looks at them
+    us: list[float] = uniforms(
+        [each.seed for each in draws], [each.position for each in draws]
+    ).tolist()
+    return us
 
 
-def _settings(draws: Sequence[Draw]) -> Settings:
-    samplings = [each.sampling for each in draws]
-    return Settings(
-        np.array([sampling.temperature for sampling in samplings]),
-        np.array([sampling.top_k for sampling in samplings]),
-        np.array([sampling.top_p for sampling in samplings]),
-        np.array([sampling.min_p for sampling in samplings]),
-        uniforms([each.seed for each in draws], [each.position for each in draws]),
+def _fields(row: int, each: Draw, u: float) -> tuple[float, ...]:
+    sampling, adjustments = each.sampling, each.adjustments
+    return (
+        *(row, sampling.temperature, sampling.top_p, sampling.min_p, u),
+        native.top_k_field(sampling.top_k),
+        *(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty),
+        *(_NOTHING_ADJUSTED if adjustments is None else adjustments.addresses()),
     )
+
+
+def _exactly(logits_V: Logits, each: Draw, u: float) -> int:
+    sampling = each.sampling
+    settings = RowSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
+    return draw_exactly(logits_V, each.adjustments, settings)

@@ -1,105 +1,123 @@
-"""Who runs in a step, as data: what the scheduler tells the engine.
+"""Who runs in a step, as data: what scheduler, engine and session tell one another.
 
-Knows: rows, slots as numbers. Does not know: why they were chosen, how they are run.
+Knows: rows, blocks as numbers. Does not know: why they were chosen, how they are run.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from quill.server.events import FinishReason, StepKind
+from quill.server.events import FinishReason, PositionLogprobs, StepKind
 from quill.server.request import Request
-from quill.server.sampling.beam_search import Search
-from quill.server.scheduler.row import Row
+from quill.server.sampling.beam_search import Continuation, Search
+from quill.server.scheduler.row import Group, Row
+
+
+class Piece(NamedTuple):
+    """Tokens of one text that a step reads."""
+
+    ids: Sequence[int]
+    start: int  # positions that are in its blocks before
+    blocks: Sequence[int]
+    wanted: Sequence[int]  # after which of the ids logits are needed, ascending
+    source_blocks: Sequence[int] = ()
+    source_length: int = 0
+
+
+class Source(NamedTuple):
+    """What the encoder reads, from its first token to its last."""
+
+    ids: Sequence[int]
+    blocks: Sequence[int]
+
+
+class BlockCopy(NamedTuple):
+    source: int
+    target: int
+
+
+class Part(NamedTuple):
+    """A piece, and who gets tokens from its logits."""
+
+    piece: Piece
+    group: Group
+    row: Row
+    takers: Sequence[Row]  # none while a prompt is read; at its end, all rows of the request
+    guesses: Sequence[int] = ()  # the last of the ids: tokens that nobody has chosen yet
+    reads: bool = True  # a prompt, or what was set back; not the last token of a running row
 
 
 class Start(NamedTuple):
-    """A request leaves the queue."""
+    """A request leaves the queue for the first time."""
 
     request: Request
     cached: int  # tokens that needn't be read
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """One slot reads some of a prompt's tokens."""
+@dataclass(eq=False)
+class Plan:
+    """One step: copies first, then sources, then the pieces. Running rows are first of these."""
 
-    kind: ClassVar[StepKind] = "prefill"
-    request: Request
-    rows: tuple[Row, ...]  # the answers that will start from this prompt
-    slot: int
-    start: int  # the chunk is prompt_ids[start:stop]
-    stop: int
-    cached: int  # positions that come from the prefix cache; the first chunk starts there
+    running: list[Part] = field(default_factory=list)
+    reading: list[Part] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    copying: list[Row] = field(default_factory=list)  # whose copies they are
+    encoding: list[Group] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Part]:
+        return self.running + self.reading
+
+    @property
+    def sources(self) -> list[Source]:
+        return [
+            Source(group.request.source_ids or (), group.source_blocks) for group in self.encoding
+        ]
+
+    @property
+    def kind(self) -> StepKind:
+        if not self.reading:
+            return "decode"
+        return "mixed" if self.running else "prefill"
+
+    @property
+    def num_guesses(self) -> int:
+        return sum(len(part.guesses) for part in self.running)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of prompts and sources."""
+        num_sources = sum(group.request.num_prompt for group in self.encoding)
+        return sum(len(part.piece.ids) for part in self.reading) + num_sources
 
     @property
     def num_tokens(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def is_first(self) -> bool:
-        return self.start == self.cached
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == len(self.request.prompt_ids)
-
-    @property
-    def starts(self) -> tuple[Start, ...]:
-        return (Start(self.request, self.cached),) if self.is_first else ()
+        return len(self.running) + self.num_guesses + self.num_read
 
 
-class Encoding(NamedTuple):
-    """One source is read into one slot."""
-
-    request: Request
-    rows: tuple[Row, ...]  # the answers that will start from it
-    slot: int
+class Choice(NamedTuple):
+    token: int
+    logprobs: PositionLogprobs | None
+    is_finite: bool  # the logits that it was chosen by; else it means nothing
 
 
-@dataclass(frozen=True, slots=True)
-class EncodePlan:
-    """The encoder reads some sources, one after another. Each into the next slot."""
-
-    kind: ClassVar[StepKind] = "prefill"  # to those who measure: it is what a first token waits for
-    encodings: tuple[Encoding, ...]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return tuple(row for each in self.encodings for row in each.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(each.request.num_prompt for each in self.encodings)
-
-    @property
-    def starts(self) -> tuple[Start, ...]:
-        return tuple(Start(each.request, 0) for each in self.encodings)
+Ranked = Mapping[str, Sequence[Continuation]]  # by request
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """Every running row reads its last token. Row i is in slot i."""
+class StepResult(NamedTuple):
+    """What came of a plan."""
 
-    kind: ClassVar[StepKind] = "decode"
-    starts: ClassVar[tuple[Start, ...]] = ()
-    rows: tuple[Row, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rows)
+    choices: list[list[Choice]]  # for each part: one a taker, or one after each guess too
+    ranked: Ranked  # what searches have instead
+    prompt_logprobs: dict[str, list[PositionLogprobs]]  # by request
+    broken: set[str]  # searches and scored prompts whose logits weren't finite
 
 
-Plan = PrefillPlan | EncodePlan | DecodePlan
-
-
-class Copy(NamedTuple):
-    """Positions of a slot, from `start` to before `stop`, go into the same places of another."""
-
-    source: int
-    target: int
-    stop: int
-    start: int = 0
-    with_source: bool = False  # what the encoder parked in the slot goes along, if there is one
+class Said(NamedTuple):
+    row: Row
+    token: int
+    logprobs: PositionLogprobs | None
 
 
 class Finished(NamedTuple):
@@ -107,9 +125,12 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
-class Outcome(NamedTuple):
-    """What a step changed. The copies are to be made in order, before the next step."""
+@dataclass(eq=False)
+class Outcome:
+    """What a step changed."""
 
-    finished: list[Finished]
-    copies: list[Copy]
-    found: list[Search]  # searches that are over
+    said: list[Said] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    found: list[Search] = field(default_factory=list)  # searches that are over
+    broken: set[str] = field(default_factory=set)  # requests
+    num_accepted: int = 0  # guesses that were right

@@ -1,6 +1,7 @@
-"""One sequence that is being generated, or one beam of a search.
+"""One sequence that is being generated, or one beam of a search; and all those of one request.
 
-Knows: its request, its tokens, when it ends. Does not know: its slot, its neighbours, time.
+Knows: a request, its tokens, blocks as numbers, when a row ends.
+Does not know: the other requests, time.
 """
 
 from dataclasses import dataclass, field
@@ -11,41 +12,53 @@ from quill.server.sampling.beam_search import Search
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.randomness import sequence_seed
 from quill.server.sampling.sampler import Draw
+from quill.server.scheduler.guesses import Guesses
 
 
 @dataclass(eq=False)
 class Row:
-    """One of a request's answers. Two rows are never equal, whatever they hold.
-
-    The rows of a search take turns: which beam one holds changes from step to step.
-    """
+    """One of a request's answers. Two rows are never equal, whatever they hold."""
 
     request: Request
-    sequence: int  # which of the request's answers, from 0
+    sequence: int  # which of the request's answers, or beams, from 0
     seed: int
     max_tokens: int
     adjustments: Adjustments | None
-    search: Search | None = None  # shared by all rows of its request
-    beam: int = 0  # which of the search's beams it holds, from 0, the best
     token_ids: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_held: int = 0  # positions of its text that are in its blocks
+    num_known: int = 0  # of its blocks: those that others may find
+    tag: float = 0.0  # its turn among those that are being read
+    guesses: Guesses | None = None
+    num_guessed: int = 0
+    num_accepted: int = 0
 
     @property
-    def num_cached(self) -> int:
-        """Positions that its slot holds: all but the last token, which no step has read yet."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+    def num_text(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Some of its text: the prompt and the answer so far."""
+        prompt = self.request.prompt_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return (*prompt[start:], *self.token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
 
     @property
-    def last_token(self) -> int:
-        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+    def may_guess(self) -> bool:
+        return self.adjustments is None and self.request.beams is None
 
-    def draw(self) -> Draw:
-        """What the next token depends on."""
-        return Draw(self.request.sampling, self.seed, len(self.token_ids), self.adjustments)
+    def draw(self, ahead: int = 0) -> Draw:
+        """What the next token depends on, or the one after so many guesses."""
+        position = len(self.token_ids) + ahead
+        return Draw(self.request.sampling, self.seed, position, self.adjustments)
 
     def add(self, token: int) -> None:
         self.token_ids.append(token)
         if self.adjustments is not None:
             self.adjustments.add(token)
+        if self.guesses is not None:
+            self.guesses.add(token)
 
     def finish_reason(self) -> FinishReason | None:
         """Why it is complete; None while it isn't."""
@@ -57,15 +70,64 @@ class Row:
         return "length" if len(self.token_ids) >= self.max_tokens else None
 
 
-def rows_of(request: Request, context: int) -> list[Row]:
+@dataclass(eq=False)
+class Group:
+    """A request that has left the queue, with its rows.
+
+    Its first row reads the prompt; then all go on from there. After a set-back the prompt is read
+    again, and then each row's tokens but the last, which is read with the next step.
+    """
+
+    request: Request
+    rows: list[Row]
+    search: Search | None
+    source_blocks: list[int] = field(default_factory=list)
+    is_encoded: bool = False
+    is_forked: bool = False  # the prompt is read, and all rows have it
+    is_told: bool = False  # that it has started
+    is_set_back: bool = False
+    num_cached: int = 0  # of the prompt, when it started
+    num_scored: int = 0  # of the prompt: positions whose logprobs were reported
+
+    @property
+    def is_new(self) -> bool:
+        """No row has a token: the prompt's last logits are wanted."""
+        return not self.rows[0].token_ids
+
+    @property
+    def scores(self) -> bool:
+        return self.request.prompt_logprobs is not None
+
+    def goal(self, row: Row) -> int:
+        """Up to where a row is read before it runs."""
+        return row.num_text - 1 if self.is_forked else len(self.request.prompt_ids)
+
+    def readers(self) -> list[Row]:
+        rows = self.rows if self.is_forked else self.rows[:1]
+        return [row for row in rows if row.num_held < self.goal(row)]
+
+    def running(self) -> list[Row]:
+        """Those with one token to read. The beams of a search go on together."""
+        if not self.is_forked:
+            return []
+        running = [row for row in self.rows if row.num_held == row.num_text - 1]
+        return [] if self.search is not None and len(running) < len(self.rows) else running
+
+    def drop_blocks(self) -> list[list[int]]:
+        """Forgets all that was read; the blocks that it held, text by text."""
+        dropped = [row.blocks for row in self.rows] + [self.source_blocks]
+        for row in self.rows:
+            row.blocks, row.num_held, row.num_known = [], 0, 0
+        self.source_blocks, self.is_encoded = [], False
+        self.is_forked = len(self.rows) == 1 and not self.is_new
+        return dropped
+
+
+def group_of(request: Request, context: int) -> Group:
     """A row for each answer, or for each beam. Prompt and answer together fit into the context."""
     max_tokens = min(request.max_new_tokens, context - len(request.prompt_ids))
     rows = [_row(request, sequence, max_tokens) for sequence in range(request.num_rows)]
-    if request.beams is not None:
-        search = Search(request, max_tokens)
-        for beam, row in enumerate(rows):
-            row.search, row.beam = search, beam
-    return rows
+    return Group(request, rows, None if request.beams is None else Search(request, max_tokens))
 
 
 def _row(request: Request, sequence: int, max_tokens: int) -> Row:

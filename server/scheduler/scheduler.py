@@ -1,73 +1,55 @@
 """Chooses who runs in the next step.
 
-Knows: lengths, free slots, the token budget. Does not know: text, ONNX, gRPC, threads, time.
+Knows: lengths, blocks, the time that a step may take. Does not know: text, ONNX, gRPC, threads.
 
-Running rows decode first; between two decode steps a chunk of a prompt is read, several short
-prompts while there is time, or the sources of a few translations. Rows fill the first slots without
-a gap; the prompt being read has the slot that was next when it began. Rows only leave while it is
-read, so its slot is never in their way.
+A step has the running rows, with guesses where they pay, and beside them pieces of prompts, as many
+as there is time for (server/scheduler/prompt_shares.py). Blocks are taken when they are written. If
+none is left, the request that started last is set back: it gives all its blocks away, waits at the
+head of the queue, and is read again later, to go on with the same tokens. So whoever started first
+always gets on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.sampling.beam_search import Search
-from quill.server.scheduler.batch_invariance import MIN_CHUNK, chunk_length
-from quill.server.scheduler.beam_rows import Ranked, advance, searches
+from quill.server.scheduler.blocks import BlockPool
+from quill.server.scheduler.guesses import Guesses
 from quill.server.scheduler.plan import (
-    Copy,
-    DecodePlan,
-    EncodePlan,
-    Encoding,
+    BlockCopy,
+    Choice,
     Finished,
     Outcome,
+    Part,
+    Piece,
     Plan,
-    PrefillPlan,
+    Ranked,
+    Said,
+    Start,
+    StepResult,
 )
-from quill.server.scheduler.request_queue import RequestQueue
-from quill.server.scheduler.row import Row, rows_of
+from quill.server.scheduler.prompt_shares import PromptShares
+from quill.server.scheduler.request_queue import RequestQueue, cost
+from quill.server.scheduler.row import Group, Row, group_of
+from quill.server.scheduler.step_budget import Chunk, StepBudget
 
-# Logits are wanted for every token of such a chunk: 64 x 49,152 of them are 12 MB.
-MAX_LOGPROBS_CHUNK = 64
-
-
-NOTHING_RANKED: Ranked = {}
-
-
-class PrefixIndex(Protocol):
-    """Knows which prompts were read before."""
-
-    def match(self, ids: Sequence[int], scope: str = "") -> int:
-        """How many of the first tokens needn't be read again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    max_rows: int
-    context: int  # tokens of prompt and answer together
-
-
-@dataclass(eq=False)
-class _Prefill:
-    request: Request
-    rows: list[Row]
-    slot: int
-    cached: int
-    start: int
+LOOK_AHEAD = 64  # requests in the queue that may start before a step
+MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
 
 
 class Scheduler:
-    """The queue, the prompt being read, and the running rows."""
+    """The queue, and all who have left it."""
 
-    def __init__(self, limits: Limits, prefixes: PrefixIndex) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._prefixes = prefixes
+        self._pool = BlockPool(limits.num_blocks)
         self._queue = RequestQueue()
-        self._prefill: _Prefill | None = None
-        self._rows: list[Row] = []
-        self._decode_is_next = False
+        self._budget = StepBudget()
+        self._shares = PromptShares(self._pool, self._budget, limits)
+        self._groups: list[Group] = []  # who started first is first
+        self._set_back: dict[str, Group] = {}  # they wait in the queue
+        self._overtaken: dict[str, int] = {}  # of those who wait: by how many tokens
+        self.num_set_back = 0  # so far
 
     @property
     def num_waiting(self) -> int:
@@ -75,170 +57,293 @@ class Scheduler:
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return sum(len(group.rows) for group in self._groups)
+
+    @property
+    def num_blocks_held(self) -> int:
+        return self._pool.num_held
 
     def add(self, request: Request) -> None:
-        assert request.num_rows <= self._limits.max_rows, "RequestReader refuses these"
+        assert self._limits.fits(request), "the door refuses these"
         fits = len(request.prompt_ids) < self._limits.context
         assert fits or not request.max_new_tokens, "PromptReader refuses these"
         self._queue.add(request)
 
-    def plan(self, max_chunk: int, go_on: bool = False) -> Plan | None:
-        """The next step, with at most so many tokens of a prompt. None: there is nothing to do.
+    def note(self, plan: Plan, duration_s: float) -> None:
+        """How long a step took."""
+        chunks = [Chunk(len(part.piece.ids), part.piece.start) for part in plan.reading]
+        chunks += [Chunk(group.request.num_prompt, 0) for group in plan.encoding]
+        self._budget.note(duration_s, len(plan.running), plan.num_guesses, chunks)
 
-        `go_on`: reading may go on for another step before rows decode again.
-        """
-        request = self._next(len(self._rows)) if self._prefill is None else None
-        is_reading = self._prefill is not None or request is not None
-        decodes = self._decode_is_next and not go_on
-        if self._rows and (decodes or not is_reading):
-            self._decode_is_next = False
-            return DecodePlan(tuple(self._rows))
-        self._decode_is_next = True
-        if request is not None and request.source_ids is not None:
-            return self._encode(max_chunk)
-        if request is not None:
-            self._prefill = self._begin(request)
-        return None if self._prefill is None else self._chunk(self._prefill, max_chunk)
+    def plan(self) -> Plan | None:
+        """The next step. None: there is nothing to do."""
+        self._start()
+        num_running = sum(len(group.running()) for group in self._groups)
+        shares = self._shares.share(self._groups, num_running)
+        plan = Plan()
+        for group in self._groups.copy():
+            if not group.is_set_back:
+                self._run(group, plan, num_running)
+            for row in () if group.is_set_back else group.readers():
+                if row in shares:
+                    self._read(group, row, shares[row], plan)
+        return plan if plan.parts or plan.copies else None
 
-    def _next(self, num_rows: int) -> Request | None:
-        """Who starts next, beside so many rows. None: nobody waits, or the first doesn't fit."""
-        request = self._queue.first()
-        if request is None or num_rows + request.num_rows > self._limits.max_rows:
-            return None  # nobody overtakes the first, or one who needs many slots would never start
-        return request
+    def _start(self) -> None:
+        """All that find a place. One that doesn't may be overtaken, by its own cost at most."""
+        first: Request | None = None
+        waiting = self._queue.in_order(LOOK_AHEAD)
+        groups = self._groups if waiting else ()
+        num_spare = self._pool.num_free - sum(self._num_missing(group) for group in groups)
+        for request in waiting:
+            overtaken = 0
+            if first is not None:
+                overtaken = self._overtaken.get(first.request_id, 0) + cost(request)
+                if overtaken > cost(first):
+                    continue
+            if self._has_room(request, num_spare):
+                group = self._begin(request)
+                num_spare -= len(group.source_blocks) + self._num_missing(group)
+                if first is not None:
+                    self._overtaken[first.request_id] = overtaken
+            elif first is None:
+                first = request
 
-    def _encode(self, max_tokens: int) -> EncodePlan:
-        """The first source, and those behind it that fit, within the time that a chunk takes."""
-        encodings: list[Encoding] = []
-        num_rows = num_tokens = 0
-        while (request := self._next(len(self._rows) + num_rows)) is not None:
-            num_tokens += request.num_prompt
-            if encodings and num_tokens > max_tokens:
+    def _num_missing(self, group: Group) -> int:
+        """Blocks that it will need soon: for the rest of its prompt, and one more for each row."""
+        size = self._limits.block_size
+        rows = group.rows if group.is_forked else group.rows[:1]
+        missing = (-(-row.num_text // size) - len(row.blocks) for row in rows)
+        return len(group.rows) + sum(max(0, each) for each in missing)
+
+    def _has_room(self, request: Request, num_spare: int) -> bool:
+        group = self._set_back.get(request.request_id)
+        num_rows = request.num_rows if group is None else len(group.rows)
+        if self.num_rows + num_rows > self._limits.max_rows:
+            return False
+        if not self._groups:
+            return True
+        num_tokens = 0 if group is None else max(len(row.token_ids) for row in group.rows)
+        num_needed = self._limits.num_blocks_of(request, num_tokens + 1)
+        if num_spare < num_needed <= num_spare + len(request.prompt_ids) // self._limits.block_size:
+            num_needed -= self._shares.num_shareable(request)
+        return num_needed <= num_spare
+
+    def _begin(self, request: Request) -> Group:
+        self._queue.serve(request)
+        self._overtaken.pop(request.request_id, None)
+        group = self._set_back.pop(request.request_id, None)
+        group = group_of(request, self._limits.context) if group is None else group
+        group.is_set_back = False
+        num_blocks = self._limits.num_source_blocks(request)
+        group.source_blocks = [self._pool.take() for _ in range(num_blocks)]
+        self._shares.enter(group)
+        self._groups.append(group)
+        return group
+
+    def _run(self, group: Group, plan: Plan, num_running: int) -> None:
+        """The rows that are ready; a search only if there is room for all of its beams."""
+        rows = group.running()
+        ready = [row for row in rows if self._make_room(group, row, 1, plan)]
+        if group.search is not None and len(ready) < len(rows):
+            return
+        for row in ready:
+            guesses = self._guess(row, num_running)
+            ids = (*row.ids(row.num_held, row.num_text), *guesses)
+            piece = self._piece(group, row, ids, range(len(ids)))
+            plan.running.append(Part(piece, group, row, (row,), guesses, reads=False))
+
+    def _guess(self, row: Row, num_running: int) -> list[int]:
+        if not self._limits.guess or not row.may_guess or self._budget.is_probing:
+            return []
+        if row.guesses is None:
+            row.guesses = Guesses(row.ids(0, row.num_text))
+        least_rate = self._budget.least_rate(num_running)
+        most = min(row.max_tokens - len(row.token_ids) - 1, max(1, MAX_ALL_GUESSES // num_running))
+        if least_rate > 0:  # guesses of all rows take no longer than the rows
+            most = min(most, max(1, int(1 / least_rate)))
+        guesses = row.guesses.next(most, least_rate)
+        while len(row.blocks) * self._limits.block_size < row.num_text + len(guesses):
+            if self._pool.num_free <= self.num_rows:  # nobody is set back for a guess
+                return guesses[: len(row.blocks) * self._limits.block_size - row.num_text]
+            row.blocks.append(self._pool.take())
+        return guesses
+
+    def _read(self, group: Group, row: Row, num_tokens: int, plan: Plan) -> None:
+        """A piece of a prompt, or of what was set back."""
+        if not self._make_room(group, row, num_tokens, plan):
+            return
+        if not group.is_told:
+            group.is_told, group.num_cached = True, row.num_held
+            plan.starts.append(Start(group.request, row.num_held))
+        if group.source_blocks and not group.is_encoded:
+            plan.encoding.append(group)
+        stop = row.num_held + num_tokens
+        is_end = group.is_new and stop == group.goal(row)
+        takers = group.rows if is_end and group.request.max_new_tokens else ()
+        first = num_tokens - 1 if takers else num_tokens
+        if group.scores and not group.is_forked:
+            first = min(first, max(0, group.num_scored - row.num_held))
+        ids = row.ids(row.num_held, stop)
+        piece = self._piece(group, row, ids, range(first, num_tokens))
+        plan.reading.append(Part(piece, group, row, takers))
+
+    def _piece(self, group: Group, row: Row, ids: Sequence[int], wanted: range) -> Piece:
+        length = len(group.request.source_ids or ())
+        return Piece(ids, row.num_held, row.blocks, wanted, group.source_blocks, length)
+
+    def _make_room(self, group: Group, row: Row, num_tokens: int, plan: Plan) -> bool:
+        """Blocks of its own for a row's next tokens. False: it has to wait for those before it."""
+        size = self._limits.block_size
+        place = row.num_held // size
+        if place < len(row.blocks) and self._pool.is_shared(row.blocks[place]):
+            if not self._free_one(group):
+                return False
+            copy = BlockCopy(row.blocks[place], self._pool.take())
+            plan.copies.append(copy)
+            plan.copying.append(row)
+            self._pool.release([copy.source])
+            row.blocks[place] = copy.target
+        while len(row.blocks) * size < row.num_held + num_tokens:
+            if not self._free_one(group):
+                return False
+            row.blocks.append(self._pool.take())
+        return True
+
+    def _free_one(self, group: Group) -> bool:
+        while not self._pool.num_free:
+            last = self._groups[-1]
+            if last is group:
+                return False
+            self._set_back_group(last)
+        return True
+
+    def _set_back_group(self, group: Group) -> None:
+        self._groups.remove(group)
+        for blocks in group.drop_blocks():
+            self._pool.release(blocks)
+        group.is_set_back = True
+        self._set_back[group.request.request_id] = group
+        self._queue.put_back(group.request)
+        self.num_set_back += 1
+
+    def commit(self, plan: Plan, result: StepResult) -> Outcome:
+        """The plan was carried out."""
+        outcome = Outcome(broken=set(result.broken))
+        for part, choices in zip(plan.parts, result.choices, strict=True):
+            if part.reads:
+                self._commit_read(part, choices, outcome)
+            else:
+                self._commit_run(part, choices, outcome)
+        for group in {part.group: None for part in plan.parts if part.takers}:
+            if group.search is not None:
+                self._advance(group, result.ranked, outcome)
+        for part in plan.parts if outcome.broken else ():
+            if part.row.request.request_id in outcome.broken:
+                self._pool.forget(part.row.blocks)
+        for row, _ in outcome.finished:
+            self.remove(row.request.request_id, row.sequence)
+        return outcome
+
+    def _commit_read(self, part: Part, choices: Sequence[Choice], outcome: Outcome) -> None:
+        group, row = part.group, part.row
+        group.is_encoded = bool(group.source_blocks)
+        self._hold(row, row.num_held + len(part.piece.ids))
+        group.num_scored = max(group.num_scored, row.num_held)
+        if group.is_forked or row.num_held < group.goal(row):
+            return
+        group.is_forked = True
+        self._follow(group.rows, [0] * len(group.rows))
+        if not group.is_new or group.search is not None:
+            return
+        for each, taken in enumerate(group.rows):
+            self._say(taken, choices[each : each + 1], (), outcome)
+
+    def _commit_run(self, part: Part, choices: Sequence[Choice], outcome: Outcome) -> None:
+        row, guesses = part.row, part.guesses
+        if part.group.search is not None:
+            self._hold(row, row.num_text)
+            return
+        num_before = len(row.token_ids)
+        self._say(row, choices, guesses, outcome)
+        num_right = max(0, len(row.token_ids) - num_before - 1)
+        if guesses and row.guesses is not None:
+            row.guesses.learn(len(guesses), num_right)
+            row.num_guessed += len(guesses)
+            row.num_accepted += num_right
+            outcome.num_accepted += num_right
+        self._hold(row, row.num_text - 1)
+
+    def _say(
+        self, row: Row, choices: Sequence[Choice], guesses: Sequence[int], outcome: Outcome
+    ) -> None:
+        """A row's next token, and those after it as far as the guesses were right."""
+        for place, (token, logprobs, is_finite) in enumerate(choices):
+            if not is_finite:
+                outcome.broken.add(row.request.request_id)
+                return
+            row.add(token)
+            outcome.said.append(Said(row, token, logprobs))
+            is_right = place < len(guesses) and guesses[place] == token
+            if not is_right or row.finish_reason() is not None:
                 break
-            self._queue.remove(request.request_id)
-            rows = rows_of(request, self._limits.context)
-            encodings.append(Encoding(request, tuple(rows), len(self._rows) + len(encodings)))
-            num_rows += len(rows)
-        return EncodePlan(tuple(encodings))
-
-    def _begin(self, request: Request) -> _Prefill:
-        self._queue.remove(request.request_id)
-        cached = self._num_reusable(request)
-        rows = rows_of(request, self._limits.context)
-        return _Prefill(request, rows, len(self._rows), cached, cached)
-
-    def _num_reusable(self, request: Request) -> int:
-        if request.prompt_logprobs is not None:
-            return 0  # every position's logits are wanted
-        most = len(request.prompt_ids) - MIN_CHUNK
-        kept = self._prefixes.match(request.prompt_ids, request.cache_scope)
-        return max(0, min(kept, most))
-
-    def _chunk(self, prefill: _Prefill, max_chunk: int) -> PrefillPlan:
-        if prefill.request.prompt_logprobs is not None:
-            max_chunk = min(max_chunk, MAX_LOGPROBS_CHUNK)
-        remaining = len(prefill.request.prompt_ids) - prefill.start
-        return PrefillPlan(
-            request=prefill.request,
-            rows=tuple(prefill.rows),
-            slot=prefill.slot,
-            start=prefill.start,
-            stop=prefill.start + chunk_length(remaining, max_chunk),
-            cached=prefill.cached,
-        )
-
-    def commit(self, plan: Plan, tokens: Sequence[int], ranked: Ranked = NOTHING_RANKED) -> Outcome:
-        """The plan was carried out: each of its rows has a token, if its prompt is read.
-
-        A search has `ranked` continuations instead; the tokens of its rows mean nothing.
-        """
-        match plan:
-            case DecodePlan():
-                return self._commit_decode(plan, tokens, ranked)
-            case EncodePlan():
-                return self._commit_encode(plan)
-            case PrefillPlan():
-                return self._commit_prefill(plan, tokens, ranked)
-
-    def _commit_encode(self, plan: EncodePlan) -> Outcome:
-        """A request's first row has the slot that its source was read into; others get copies."""
-        self._rows += [each.rows[0] for each in plan.encodings]
-        copies = []
-        for each in plan.encodings:
-            for row in each.rows[1:]:
-                copies.append(Copy(each.slot, len(self._rows), 0, with_source=True))
-                self._rows.append(row)
-        return Outcome([], copies, [])
-
-    def _commit_prefill(self, plan: PrefillPlan, tokens: Sequence[int], ranked: Ranked) -> Outcome:
-        assert self._prefill is not None
-        assert self._prefill.request is plan.request
-        self._prefill.start = plan.stop
-        if not plan.is_last:
-            return Outcome([], [], [])
-        self._prefill = None
-        finished, running = _add(plan.rows, tokens)
-        search = plan.rows[0].search
-        if search is not None:
-            advance(plan.rows, range(len(plan.rows)), ranked)
-            running = [] if search.is_over else list(plan.rows)
-        first = len(self._rows)
-        self._rows += running
-        targets = range(first, len(self._rows))
-        copies = [Copy(plan.slot, target, plan.stop) for target in targets if target != plan.slot]
-        return Outcome(finished, copies, [] if search is None or running else [search])
-
-    def _commit_decode(self, plan: DecodePlan, tokens: Sequence[int], ranked: Ranked) -> Outcome:
-        assert list(plan.rows) == self._rows
-        finished, _ = _add(plan.rows, tokens)
-        gone, copies, found = {each.row for each in finished}, list[Copy](), list[Search]()
-        for search, slots in searches(plan.rows).items():
-            rows = [plan.rows[slot] for slot in slots]
-            copies += advance(rows, slots, ranked)
-            if search.is_over:
-                found.append(search)
-                gone |= set(rows)
-        return Outcome(finished, copies + self._take_out(gone), found)
-
-    def remove(self, request_id: str, sequence: int | None = None) -> list[Copy]:
-        """Forgets a request, or one of its answers, wherever it is."""
-        self._queue.remove(request_id)
-        gone = {row for row in self._rows if _is(row, request_id, sequence)}
-        if self._prefill is not None:
-            left = [row for row in self._prefill.rows if not _is(row, request_id, sequence)]
-            self._prefill.rows = left
-            if not left:
-                self._prefill = None
-        return self._take_out(gone)
-
-    def _take_out(self, gone: set[Row]) -> list[Copy]:
-        """Fills each gap with the last row."""
-        rows, copies = self._rows, list[Copy]()
-        for slot in range(len(rows)):
-            while len(rows) > slot and rows[-1] in gone:
-                rows.pop()
-            if slot < len(rows) and rows[slot] in gone:
-                rows[slot] = rows.pop()
-                copies.append(Copy(len(rows), slot, rows[slot].num_cached, with_source=True))
-        return copies
-
-
-def _add(rows: Sequence[Row], tokens: Sequence[int]) -> tuple[list[Finished], list[Row]]:
-    """Gives each row its token; answers which are complete and which go on."""
-    finished, running = [], []
-    for index, row in enumerate(rows):
-        if row.search is not None:
-            continue  # see advance()
-        if row.max_tokens:  # a request that only reads its prompt is given no tokens
-            row.add(tokens[index])
         reason = row.finish_reason()
-        if reason is None:
-            running.append(row)
-        else:
-            finished.append(Finished(row, reason))
-    return finished, running
+        if reason is not None:
+            outcome.finished.append(Finished(row, reason))
 
+    def _hold(self, row: Row, num_held: int) -> None:
+        """So much of a row's text is in its blocks: those that are full can be found from now."""
+        row.num_held = num_held
+        size = self._limits.block_size
+        if row.request.source_ids is not None:
+            return  # what they hold depends on the source
+        for place in range(row.num_known, num_held // size):
+            key = self._shares.key(row, place)
+            row.blocks[place] = self._pool.keep(key, row.blocks[place])
+        row.num_known = num_held // size
 
-def _is(row: Row, request_id: str, sequence: int | None) -> bool:
-    return row.request.request_id == request_id and sequence in (None, row.sequence)
+    def _advance(self, group: Group, ranked: Ranked, outcome: Outcome) -> None:
+        """One step of a search: row i has its i-th beam."""
+        search = group.search
+        assert search is not None
+        parents = search.advance(ranked[group.request.request_id])
+        if search.is_over:
+            outcome.found.append(search)
+            self.remove(group.request.request_id)
+            return
+        assert len(parents) == len(group.rows), "SamplingReader._check_vocabulary refuses these"
+        self._follow(group.rows, parents)
+        for row, beam in zip(group.rows, search.running, strict=True):
+            row.token_ids = list(beam.token_ids)
+
+    def _follow(self, rows: Sequence[Row], parents: Sequence[int]) -> None:
+        """Row i goes on from the blocks of row parents[i]; what is written next is parted then."""
+        before = [(row.blocks, row.num_held, row.num_known) for row in rows]
+        for place, (row, parent) in enumerate(zip(rows, parents, strict=True)):
+            if place != parent:
+                blocks, row.num_held, row.num_known = before[parent]
+                self._pool.share(blocks)
+                row.blocks = blocks.copy()
+        for place, parent in enumerate(parents):
+            if place != parent:
+                self._pool.release(before[place][0])
+
+    def remove(self, request_id: str, sequence: int | None = None) -> None:
+        """Forgets a request, or one of its answers, wherever it is."""
+        found = [group for group in self._groups if group.request.request_id == request_id]
+        found += [self._set_back[request_id]] if request_id in self._set_back else []
+        for group in found:
+            gone = [row for row in group.rows if sequence in (None, row.sequence)]
+            if len(gone) < len(group.rows) and not group.is_forked and group.rows[0] in gone:
+                self._follow([group.rows[0], next(r for r in group.rows if r not in gone)], [0, 0])
+            group.rows = [row for row in group.rows if row not in gone]
+            for row in gone:
+                self._pool.release(row.blocks)
+            if group.rows:
+                return
+            self._pool.release(group.source_blocks)
+            if group in self._groups:
+                self._groups.remove(group)
+        self._set_back.pop(request_id, None)
+        self._overtaken.pop(request_id, None)
+        self._queue.remove(request_id)

@@ -80,7 +80,7 @@ class Server:
         except ReloadError as error:
             logger.error("%s", error)
             raise
-        self.metrics.set_slots(instance.served.max_rows)
+        self.metrics.set_limits(instance.served.limits)
         return instance.served
 
     def reload_soon(self) -> None:
@@ -131,7 +131,7 @@ class Server:
             loading.cancel()
             return False
         served = loading.result().served
-        self.metrics.set_slots(served.max_rows)
+        self.metrics.set_limits(served.limits)
         self.dispatcher.open()
         self._open_metrics()
         await self.health.note("loading", False)

@@ -30,6 +30,8 @@ class Record:
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
     queue_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float = 0.0
@@ -39,6 +41,8 @@ class Record:
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""
         self.finish_reasons.append(finish.reason)
+        self.num_guessed += finish.usage.guessed
+        self.num_accepted += finish.usage.accepted
         self.queue_ms = finish.timings.queue_ms
         if finish.timings.first_token_ms:
             self.first_token_ms = finish.timings.first_token_ms

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.telemetry.call_record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -21,7 +22,6 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._num_slots = 1
         self._last_token_s: dict[tuple[str, int], float] = {}
         self._make_counters()
         self._make_gauges()
@@ -44,6 +44,12 @@ class Metrics:
         self._cache_misses = Counter(
             "quill_prefix_cache_misses", "Prompts that were read in full", registry=registry
         )
+        self._guesses = Counter(
+            "quill_guesses", "Tokens guessed and checked", ["outcome"], registry=registry
+        )
+        self._set_backs = Counter(
+            "quill_set_backs", "Requests that gave their memory to older ones", registry=registry
+        )
         self._cancellations = Counter(
             "quill_cancellations", "Calls whose client left", registry=registry
         )
@@ -52,9 +58,12 @@ class Metrics:
         registry = self.registry
         self._waiting = Gauge("quill_queue_depth", "Requests that wait", registry=registry)
         self._rows = Gauge("quill_running_rows", "Sequences in the last step", registry=registry)
-        self._slots = Gauge("quill_slots", "Sequences that can run at once", registry=registry)
-        self._slot_use = Gauge(
-            "quill_slot_use_ratio", "Running rows as a share of the slots", registry=registry
+        self._max_rows = Gauge(
+            "quill_max_rows", "Sequences that can run at once", registry=registry
+        )
+        self._blocks = Gauge("quill_blocks", "Blocks of keys and values", registry=registry)
+        self._held = Gauge(
+            "quill_blocks_held", "Blocks that running sequences hold", registry=registry
         )
 
     def _make_histograms(self) -> None:
@@ -71,17 +80,21 @@ class Metrics:
         self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
 
-    def set_slots(self, num_slots: int) -> None:
-        self._slots.set(num_slots)
-        self._num_slots = num_slots
+    def set_limits(self, limits: Limits) -> None:
+        self._max_rows.set(limits.max_rows)
+        self._blocks.set(limits.num_blocks)
 
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
         if batch.step is not None:
-            self._step.labels(batch.step.kind).observe(batch.step.duration_s)
+            step = batch.step
+            self._step.labels(step.kind).observe(step.duration_s)
+            self._guesses.labels("right").inc(step.num_accepted)
+            self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
+            self._set_backs.inc(step.num_set_back)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
-            self._slot_use.set(batch.crowd.num_rows / self._num_slots)
+            self._held.set(batch.crowd.num_blocks)
             self._waiting.set(batch.crowd.num_waiting)
         now_s = self._clock()
         for event in batch.events:

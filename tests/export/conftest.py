@@ -40,20 +40,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Exported:
     """The Llama shape, quantised at its source, in all precisions that such a model has."""
     out = tmp_path_factory.mktemp("bundles") / "llama"
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
-    return export(out, checkpoint, "fp32", "int4", *OWN, "fp16", text=text)
+    return export(out, checkpoint, "fp32", *OWN, "fp16", text=text)
 
 
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """The GPT shape with weights in full precision, and no tokenizer."""
     out = tmp_path_factory.mktemp("bundles") / "gpt"
-    return export(out, make_checkpoint(GPT), "fp32", "int4", *OWN, "fp16")
+    return export(out, make_checkpoint(GPT), "fp32", *OWN, "fp16")
 
 
 @pytest.fixture(scope="session")
 def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     out = tmp_path_factory.mktemp("bundles") / "seq2seq"
-    return export(out, make_checkpoint(SEQ2SEQ), "fp32", "int4", *OWN, "fp16")
+    return export(out, make_checkpoint(SEQ2SEQ), "fp32", *OWN)
 
 
 @pytest.fixture(params=["llama", "gpt", "seq2seq"])

@@ -28,8 +28,8 @@ def test_a_bundle_is_read_back_and_its_hashes_hold(exported: Exported) -> None:
 
 def test_a_bundle_holds_its_files_and_no_others(llama: Exported) -> None:
     names = {path.name for path in llama.directory.iterdir()}
-    graphs = {f"decoder.{p}.onnx" for p in ("fp32", "int4", *OWN, "fp16")}
-    weights = {f"weights.{p}.bin" for p in ("fp32", "int4", *OWN, "fp16")}
+    graphs = {f"decoder.{p}.onnx" for p in ("fp32", *OWN, "fp16")}
+    weights = {f"weights.{p}.bin" for p in ("fp32", *OWN, "fp16")}
     assert names == {"manifest.json", "tokenizer.json"} | graphs | weights
 
 
@@ -66,12 +66,12 @@ def test_the_measurements_are_in_the_manifest(exported: Exported) -> None:
 
 
 def test_the_sources_integers_are_named_as_such(llama: Exported) -> None:
-    assert llama.manifest.graphs_in("int4").quantisation == "the source's own values (q4_1, q8_0)"
+    assert llama.manifest.graphs_in("quill4").quantisation == "the source's own values (q4_1, q8_0)"
     assert llama.manifest.graphs_in("fp32").quantisation is None
 
 
 def test_exporting_twice_gives_the_same_bytes(llama: Exported, tmp_path: Path) -> None:
-    wishes = Wishes(precisions=("int4",), verify=False)
+    wishes = Wishes(precisions=("quill4",), verify=False)
     again = write_bundle(tmp_path / "again", llama.checkpoint, wishes)
     hashes = {file.name: file.sha256 for file in llama.manifest.files}
     for file in again.files:
@@ -107,31 +107,31 @@ def doubting(*precisions: str) -> Stage:
 
 def test_a_precision_that_fails_its_proof_is_left_out_in_words(tmp_path: Path) -> None:
     said: list[str] = []
-    wishes = Wishes(precisions=("fp32", "int4"), keep="proven")
+    wishes = Wishes(precisions=("fp32", "quill4"), keep="proven")
     manifest = write_bundle(
-        tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("int4"), said.append
+        tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("quill4"), said.append
     )
-    assert (manifest.precisions, manifest.left_out) == (("fp32",), ("int4",))
-    assert said == ["Leaving int4 out: as if it had been found wrong"]
-    assert not list((tmp_path / "bundle").glob("*int4*"))
+    assert (manifest.precisions, manifest.left_out) == (("fp32",), ("quill4",))
+    assert said == ["Leaving quill4 out: as if it had been found wrong"]
+    assert not list((tmp_path / "bundle").glob("*quill4*"))
 
 
 def test_what_was_asked_for_by_name_must_be_proven(tmp_path: Path) -> None:
-    wishes = Wishes(precisions=("fp32", "int4"))
+    wishes = Wishes(precisions=("fp32", "quill4"))
     with pytest.raises(
         VerificationError, match=r"found wrong\. Nothing was written\. Export another"
     ):
-        write_bundle(tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("int4"))
+        write_bundle(tmp_path / "bundle", make_checkpoint(LLAMA), wishes, doubting("quill4"))
 
 
 @pytest.mark.parametrize(
-    ("doubted", "kept"), [([], "int4"), (["int4"], "fp32")], ids=["good", "not proven"]
+    ("doubted", "kept"), [([], "quill4"), (["quill4"], "fp32")], ids=["good", "not proven"]
 )
 def test_the_best_is_the_first_that_is_proven(
     doubted: list[str], kept: str, tmp_path: Path
 ) -> None:
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
-    wishes = Wishes(precisions=("int4", "fp32"), keep="best")
+    wishes = Wishes(precisions=("quill4", "fp32"), keep="best")
     said: list[str] = []
     manifest = write_bundle(
         tmp_path / "bundle", checkpoint, wishes, doubting(*doubted), said.append
@@ -141,7 +141,7 @@ def test_the_best_is_the_first_that_is_proven(
 
 
 def test_what_no_server_would_take_is_not_the_best(llama: Exported) -> None:
-    graphs = llama.manifest.graphs_in("int4")
+    graphs = llama.manifest.graphs_in("quill4")
     assert graphs.verification is not None
     check_good(graphs)
     worse = dataclasses.replace(
@@ -197,8 +197,9 @@ def test_a_bundle_with_something_else_in_it_is_not_replaced(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_size": 8}, "head size is 8; .* multiple of 16 with rotary"),
-        ({"head_size": 12, "positions": "learned"}, "head size is 12; .* multiple of 8 with lear"),
+        ({"head_size": 8}, "head size is 8; .* multiple of 16 up to 256"),
+        ({"head_size": 272}, "head size is 272; .* multiple of 16 up to 256"),
+        ({"num_heads": 256, "num_kv_heads": 1}, "256 heads share .* 128 at the most"),
         ({"context": 8}, "context is 8 tokens; at least 16"),
     ],
 )

@@ -19,6 +19,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    options = ("--precision", "fp32", "--threads", "1", "--max-slots", "4")
+    options = ("--precision", "fp32", "--threads", "1", "--max-rows", "4")
     with own_server(log, bundle, *options) as running:
         yield running

@@ -16,9 +16,8 @@ from quill.server.events import (
     StartEvent,
     TokenEvent,
 )
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
 from tests.server.fake_session import VOCAB_SIZE, FakeSession
 
 CONTEXT = 96
@@ -27,18 +26,25 @@ CONTEXT = 96
 class House:
     """An engine on a fake session with a clock that only tests turn, and all that came out."""
 
-    def __init__(self, max_rows: int = 4, cache_bytes: int = 0) -> None:
-        self.session = FakeSession(max_rows, CONTEXT)
+    def __init__(
+        self, max_rows: int = 4, num_blocks: int = 64, step_s: float = 0.0, **limits: Any
+    ) -> None:
+        fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
+        self.limits = Limits(**fields)
+        self.session = FakeSession(num_blocks, self.limits.block_size)
         self.now_s = 0.0
-        limits = Limits(max_rows=max_rows, context=CONTEXT)
-        self.cache = PrefixCache(cache_bytes)
-        self.engine = Engine(self.session, limits, self.cache, clock=lambda: self.now_s)
+        self.engine = Engine(self.session, self.limits, clock=self._clock)
+        self._step_s = step_s  # that a look at the clock takes
         self.started: dict[str, int] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[str, int], list[PositionLogprobs | None]] = defaultdict(list)
         self.prompts: dict[str, list[PositionLogprobs]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishEvent] = {}
         self.failed: dict[str, RequestError] = {}
+
+    def _clock(self) -> float:
+        self.now_s += self._step_s
+        return self.now_s
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.now_s)

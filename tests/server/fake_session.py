@@ -1,12 +1,11 @@
-"""A session with no model: its slots hold token ids, its logits are a function of them.
+"""A session with no model: its blocks hold token ids, its logits are a function of them.
 
-So whatever the engine does to slots must leave each row with exactly its own text, or the row's
+So whatever the engine does with blocks must leave each row with exactly its own text, or the row's
 tokens change.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.request import Request
-from quill.server.scheduler.plan import Copy
+from quill.server.scheduler.plan import BlockCopy, Piece, Source
 
 VOCAB_SIZE = 50
 NOTHING = -1  # what a position holds before it is written
@@ -23,61 +22,85 @@ Logits = npt.NDArray[np.float32]
 
 
 def logits_after(ids: Sequence[int]) -> Logits:
-    """The 'model': logits that depend on every token of a text and on their order."""
+    """The 'model': logits that depend on every token of a text and on their order.
+
+    It likes to go round in circles, so that guesses are right now and then.
+    """
     seed = zlib.crc32(np.array(ids, np.int64).tobytes())
-    return (np.random.default_rng(seed).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
+    logits_V = (np.random.default_rng(seed).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
+    if seed % 8:
+        logits_V[(ids[-1] * 7 + 3) % 12] += 9
+    return logits_V
 
 
 class FakeSession:
     """Fails on demand: put an error into `failures`, and the next step raises it."""
 
-    def __init__(self, num_slots: int, capacity: int) -> None:
-        self._ids_SC = np.full((num_slots, capacity), NOTHING)
-        self._sources: list[list[int]] = [[] for _ in range(num_slots)]
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self._ids_NP = np.full((num_blocks, block_size), NOTHING)
+        self._size = block_size
         self.failures: list[Exception] = []
-        self.poisoned: set[int] = set()  # rows of decode steps whose logits aren't finite
-        self.chunks: list[tuple[int, int, int]] = []  # slot, start, stop
-        self.num_decoded: list[int] = []  # rows of each decode step
+        self.copy_failures: list[Exception] = []
+        self.poisoned: set[int] = set()  # pieces of steps whose logits aren't finite
+        self.steps: list[list[tuple[int, int]]] = []  # of each piece: start and stop
+        self.num_encoded: list[int] = []  # sources of each run of the encoder
+        self.num_copied = 0
 
-    def prefill(self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Logits:
         self._maybe_fail()
-        assert NOTHING not in self._ids_SC[slot, :start], "what comes before was read"
-        self._ids_SC[slot, start : start + len(ids)] = ids
-        self.chunks.append((slot, start, start + len(ids)))
-        after = [logits_after(self._read(slot, start + i + 1)) for i in wanted]
-        return np.array(after, np.float32).reshape(len(after), VOCAB_SIZE)
+        assert pieces
+        self._check_blocks(pieces)
+        self.steps.append([(piece.start, piece.start + len(piece.ids)) for piece in pieces])
+        for piece in pieces:
+            self._write(piece.blocks, piece.ids, piece.start)
+        logits = [
+            logits_after(self._text(piece, piece.start + i + 1)) * (np.nan if bad else 1)
+            for bad, piece in ((place in self.poisoned, each) for place, each in enumerate(pieces))
+            for i in piece.wanted
+        ]
+        return np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE)
 
-    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
+    def encode(self, sources: Sequence[Source]) -> None:
         self._maybe_fail()
-        self.num_decoded.append(len(ids))
-        logits = []
-        for slot, (token, length) in enumerate(zip(ids, lengths, strict=True)):
-            self._ids_SC[slot, length] = token
-            logits.append(logits_after(self._read(slot, length + 1)))
-        logits_RV = np.stack(logits)
-        logits_RV[[row for row in self.poisoned if row < len(ids)]] = np.nan
-        return logits_RV
+        self.num_encoded.append(len(sources))
+        for source in sources:
+            self._write(source.blocks, source.ids, 0)
 
-    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
-        self._maybe_fail()
-        self._sources[slot] = list(source_ids)
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        if self.copy_failures:
+            raise self.copy_failures.pop(0)
+        targets = [copy.target for copy in copies]
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & {copy.source for copy in copies}
+        for source, target in copies:
+            self._ids_NP[target] = self._ids_NP[source]
+        self.num_copied += len(copies)
 
-    def _read(self, slot: int, length: int) -> list[int]:
-        """All that the slot has read: the source, if there is one, and its first positions."""
-        return [*self._sources[slot], *self._ids_SC[slot, :length].tolist()]
+    def _write(self, blocks: Sequence[int], ids: Sequence[int], start: int) -> None:
+        for position, token in enumerate(ids, start):
+            self._ids_NP[blocks[position // self._size], position % self._size] = token
 
-    def copy(self, copy: Copy) -> None:
-        held = self._ids_SC[copy.source, copy.start : copy.stop]
-        assert NOTHING not in held
-        self._ids_SC[copy.target, copy.start : copy.stop] = held
-        if copy.with_source:
-            self._sources[copy.target] = self._sources[copy.source]
+    def _text(self, piece: Piece, length: int) -> list[int]:
+        """All that the piece's last token looks at: the source, if there is one, and its text."""
+        text = self._ids_NP[list(piece.blocks)].ravel()[:length].tolist()
+        source = self._ids_NP[list(piece.source_blocks)].ravel()[: piece.source_length].tolist()
+        assert len(text) == length
+        assert len(source) == piece.source_length
+        assert NOTHING not in text + source
+        return [*source, *text]
 
-    def read(self, slot: int, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._ids_SC[None, slot : slot + 1, start:stop, None].copy()
-
-    def write(self, slot: int, start: int, positions: npt.NDArray[Any]) -> None:
-        self._ids_SC[slot, start : start + positions.shape[2]] = positions[0, 0, :, 0]
+    def _check_blocks(self, pieces: Sequence[Piece]) -> None:
+        """What one piece writes, no other looks at."""
+        seen, written = list[set[int]](), list[set[int]]()
+        for piece in pieces:
+            assert piece.ids
+            assert list(piece.wanted) == sorted(set(piece.wanted) & set(range(len(piece.ids))))
+            stop = -(-(piece.start + len(piece.ids)) // self._size)
+            written.append(set(piece.blocks[piece.start // self._size : stop]))
+            seen.append({*piece.blocks[:stop], *piece.source_blocks})
+            assert not written[-1] & set(piece.source_blocks)
+        for place, blocks in enumerate(written):
+            assert not any(blocks & other for i, other in enumerate(seen) if i != place)
 
     def _maybe_fail(self) -> None:
         if self.failures:

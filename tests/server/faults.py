@@ -36,8 +36,7 @@ def faulty(run):
     return step
 
 
-OrtSession.prefill = faulty(OrtSession.prefill)
-OrtSession.decode = faulty(OrtSession.decode)
+OrtSession.step = faulty(OrtSession.step)
 sys.exit(main())
 """
 

@@ -20,7 +20,7 @@ from tests.server.scripted_session import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"
-OPTIONS = ("--threads", "1", "--max-slots", "4", "--precision", "fp32", "--prefix-cache", "8")
+OPTIONS = ("--threads", "1", "--max-rows", "4", "--precision", "fp32", "--cache", "64")
 NEVER = Retries(max_retries=0)
 PROMPT = [5, 6, 7]
 PATIENCE_S = 120.0  # while a test does harm, answers may take long

@@ -16,10 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
+from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
@@ -28,6 +27,7 @@ from quill.server.text.tokenizer import Text
 from tests.server.scripted_session import END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
 CONTEXT = 200
+NUM_BLOCKS = 256
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<|endoftext|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'k' }}{% endif %}"
@@ -93,8 +93,8 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
             device="cpu",
             runtime_version="1.31.1",
             deterministic=True,
-            context=CONTEXT,
-            max_rows=max_rows,
+            # Tests let so many steps go, and count on a token for each.
+            limits=Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS, guess=False),
             max_waiting=max_waiting,
             max_message_bytes=2**20,
             text=make_text(),
@@ -120,8 +120,7 @@ class Running:
 
     def _load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
-        limits = Limits(max_rows=self._served.max_rows, context=self._served.context)
-        return ModelInstance(self._served, Engine(self.session, limits, PrefixCache(10**6)))
+        return ModelInstance(self._served, Engine(self.session, self._served.limits))
 
     def _run(self) -> None:
         asyncio.run(self._main())

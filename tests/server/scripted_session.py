@@ -6,12 +6,11 @@ comes "é", which is two bytes and so two tokens. Steps can be held back and let
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quill.server.scheduler.plan import Copy
+from quill.server.scheduler.plan import BlockCopy, Piece, Source
 
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1
@@ -39,7 +38,7 @@ class Reciter:
     def __init__(self) -> None:
         self.failures: list[Exception] = []
         self.num_steps = 0
-        self.num_rows = 0  # of the last decode step
+        self.num_rows = 0  # pieces of the last step
         self._changed = threading.Condition()
         self._allowed: int | None = None  # steps that may still run; None: all
 
@@ -60,25 +59,15 @@ class Reciter:
             reached = self._changed.wait_for(lambda: self.num_steps >= num_steps, TIMEOUT_S)
         assert reached, f"{self.num_steps} steps instead of {num_steps}"
 
-    def prefill(self, slot: int, start: int, ids: Sequence[int], wanted: Sequence[int]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Logits:
         self._step()
-        return _logits([ids[i] for i in wanted])
+        self.num_rows = len(pieces)
+        return _logits([piece.ids[i] for piece in pieces for i in piece.wanted])
 
-    def decode(self, ids: Sequence[int], lengths: Sequence[int]) -> Logits:
-        self._step()
-        self.num_rows = len(ids)
-        return _logits(ids)
-
-    def encode(self, slot: int, source_ids: Sequence[int]) -> None:
-        self._step()
-
-    def copy(self, copy: Copy) -> None:
+    def encode(self, sources: Sequence[Source]) -> None:
         pass
 
-    def read(self, slot: int, start: int, stop: int) -> npt.NDArray[Any]:
-        return np.zeros((1, 1, stop - start, 1))
-
-    def write(self, slot: int, start: int, positions: npt.NDArray[Any]) -> None:
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
         pass
 
     def _step(self) -> None:

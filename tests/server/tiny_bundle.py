@@ -14,15 +14,13 @@ from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
-from quill.server.loading.engine_factory import Bundle
+from quill.server.runtime.blocks import Blocks, BlockShape
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, open_graph
-from quill.server.runtime.slots import Slots, SlotShape
-from quill.server.runtime.source_slots import Sources
-from quill.server.scheduler.batch_invariance import padded
 from tests.operators import SERVED
 
 CONTEXT = 128
+NUM_BLOCKS = 256
 EOS = 10  # of the translator: a newline
 
 CAUSAL = ModelConfig(
@@ -71,19 +69,15 @@ class TinyBundle:
     manifest: Manifest
     model: Transformer
 
-    def session(self, precision: str, num_slots: int) -> OrtSession:
-        graphs = self.manifest.graphs_in(precision)
+    def session(self, precision: str, num_blocks: int = NUM_BLOCKS) -> OrtSession:
+        graphs, sizes = self.manifest.graphs_in(precision), self.manifest.sizes
         settings = SessionSettings(num_threads=1, spinning=False)
-        operators = graphs.needs_operators
-        decoder = open_graph(self.directory / graphs.decoder, settings, operators=operators)
-        shape = SlotShape.of(self.manifest.sizes, CONTEXT, graphs.cache_type)
-        pad = Bundle(self.directory, self.manifest, graphs).needs_padding
-        slots = Slots(padded(num_slots), shape)
-        sources = None
+        decoder = open_graph(self.directory / graphs.decoder, settings)
+        blocks = Blocks(num_blocks, BlockShape.of(sizes, graphs))
+        encoder = None
         if graphs.encoder is not None:
-            encoder = open_graph(self.directory / graphs.encoder, settings, operators=operators)
-            sources = Sources(encoder, Slots(padded(num_slots), shape))
-        return OrtSession(decoder, slots, self.manifest.sizes.vocab_size, pad, sources)
+            encoder = open_graph(self.directory / graphs.encoder, settings)
+        return OrtSession(decoder, blocks, sizes, encoder)
 
 
 def rounding_error(model: Transformer, num_sources: int = 24) -> float:

@@ -1,22 +1,28 @@
-// Attention with its cache, written once for all processors.
+// Attention, written once for all processors.
 //
-// Knows: heads, positions, lanes. Does not know: threads, ONNX Runtime.
+// Knows: heads, blocks, lanes. Does not know: sequences, threads, ONNX Runtime.
 //
-// Each query is computed as if it were alone: its scores in blocks of 16 keys that begin at position
-// 0, its values added up in the order of their positions. So it makes no difference which others
-// are computed beside it, or into how many chunks a prompt was cut. The cache is kept in halves:
-// reading it is most of the work, and they lose next to nothing of it.
+// Each query is computed as if it were alone. A score is one chain of sums over the head, and so is
+// a weighted value over the positions. Chunks of 128 positions are each computed from nothing and
+// merged in their order. So it makes no difference which others are computed beside a query, who
+// computes a chunk and when, or into how many pieces a prompt was cut.
 #pragma once
+#include <limits>
+
 #include "heads.h"
 #include "kernels.h"
 
 namespace quill {
 namespace {
 
-constexpr int64_t kKeys = 16;
+constexpr int64_t kRowsOfTable = 24;  // queries whose weights stay in the nearest cache
+constexpr int64_t kRow = kChunk + 16;  // weights of a query: a power of two would be slower
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 INLINE uint8_t* bytes(uint16_t* p) { return reinterpret_cast<uint8_t*>(p); }
 INLINE Floats load(const uint16_t* p) { return load_halves(reinterpret_cast<const uint8_t*>(p)); }
+INLINE void keep(uint16_t* p, Floats x) { store_halves(bytes(p), x); }
+INLINE void keep(float* p, Floats x) { store(p, x); }
 INLINE Floats subtracted(Floats a, Floats b) { return fused(b, all(-1.f), a); }
 
 // Turns a head to its position: pairs are half a head apart.
@@ -36,164 +42,261 @@ INLINE void turn(const Heads& heads, const float* from, int64_t position, float 
   }
 }
 
-void append(const Heads& heads, int64_t row, int64_t token) {
-  const int64_t size = heads.size, position = heads.lengths[row] - heads.num_new + token;
-  const int64_t at = row * heads.num_new + token;
-  const float* from = heads.qkv + at * (heads.num + 2 * heads.num_kv) * size;
-  float* queries = heads.queries + at * heads.num * size;
-  for (int64_t h = 0; h < heads.num; h++) {
-    turn(heads, from + h * size, position, heads.scale, queries + h * size);
-  }
+template <typename T>
+INLINE void keep_token(const Heads& heads, const Token& token) {
+  const int64_t size = heads.size, lane = token.position % kPositions;
   for (int64_t h = 0; h < heads.num_kv; h++) {
-    const int64_t to = ((row * heads.num_kv + h) * heads.capacity + position) * size;
-    const float* value = from + (heads.num + heads.num_kv + h) * size;
-    float key[kMaxHeadSize];
-    turn(heads, from + (heads.num + h) * size, position, 1.f, key);
+    const int64_t block = (token.block * heads.num_kv + h) * heads.block_size();
+    T* keys = static_cast<T*>(heads.keys) + block + lane;
+    T* values = static_cast<T*>(heads.values) + block + lane * size;
+    float turned[kMaxHeadSize];
+    T key[kMaxHeadSize];
+    turn(heads, token.keys + h * size, token.position, 1.f, turned);
     for (int64_t i = 0; i < size; i += 16) {
-      store_halves(bytes(heads.keys + to + i), load(key + i));
-      store_halves(bytes(heads.values + to + i), load(value + i));
+      keep(key + i, load(turned + i));
+      keep(values + i, load(token.values + h * size + i));
     }
+    for (int64_t i = 0; i < size; i++) keys[i * kPositions] = key[i];
   }
 }
 
-// One query against 16 keys.
-template <int SIZE>
-INLINE Floats scores(const float* query, const uint16_t* keys) {
-  Floats q[SIZE / 16];
+void append(const Heads& heads, const Token& token) {
+  if (token.queries) {
+    for (int64_t i = 0; i < heads.num * heads.size; i += heads.size) {
+      turn(heads, token.queries + i, token.position, heads.scale, token.turned + i);
+    }
+  }
+  if (!token.keys) return;
+  if (heads.halves) keep_token<uint16_t>(heads, token);
+  else keep_token<float>(heads, token);
+}
+
+// Memory takes its time: a block is asked for while another one is multiplied.
+INLINE void expect(const Chunk& chunk, const void* block) {
+  const char* from = static_cast<const char*>(block);
+  const int64_t size = block ? chunk.size * kPositions * (chunk.halves ? 2 : 4) : 0;
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i);
+}
+
+// Some queries with some blocks of 16 keys.
+template <typename T, int ROWS, int WIDE>
+INLINE void score_tile(const Chunk& chunk, const Query* queries, int64_t block, float* to) {
+  const T* keys[WIDE];
+  const float* from[ROWS];
+  Floats sums[ROWS][WIDE];
   UNROLLED
-  for (int i = 0; i < SIZE / 16; i++) q[i] = load(query + 16 * i);
-  Floats products[16];
-  UNROLLED_16
-  for (int key = 0; key < 16; key++) {
-    Floats sum = multiply(q[0], load(keys + key * SIZE));
+  for (int w = 0; w < WIDE; w++) keys[w] = static_cast<const T*>(chunk.keys[block + w]);
+  UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    from[r] = queries[r].from;
     UNROLLED
-    for (int i = 1; i < SIZE / 16; i++) sum = fused(q[i], load(keys + key * SIZE + 16 * i), sum);
-    products[key] = sum;
+    for (int w = 0; w < WIDE; w++) sums[r][w] = all(0.f);
   }
-  return sums(products);
+  for (int64_t i = 0; i < chunk.size; i++) {
+    UNROLLED
+    for (int w = 0; w < WIDE; w++) {
+      const Floats key = load(keys[w] + i * kPositions);
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) sums[r][w] = fused(all(from[r][i]), key, sums[r][w]);
+    }
+  }
+  UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    UNROLLED
+    for (int w = 0; w < WIDE; w++) store(to + r * kRow + (block + w) * kPositions, sums[r][w]);
+  }
 }
 
-// Scores of the last block, whose keys beyond `num` are not to be looked at.
-template <int SIZE>
-INLINE void last_scores(const float* query, const uint16_t* keys, int64_t num, float* to) {
-  for (int64_t key = 0; key < num; key++) {
-    Floats sum = multiply(load(query), load(keys + key * SIZE));
-    for (int i = 1; i < SIZE / 16; i++) {
-      sum = fused(load(query + 16 * i), load(keys + key * SIZE + 16 * i), sum);
+// How old and new are weighted where they are merged, and what weighed most.
+struct Merged {
+  Floats of_old, of_new, most;
+};
+
+INLINE Merged merged(Floats old_most, Floats new_most) {
+  const Floats most = larger(new_most, old_most);
+  return {exponential(subtracted(old_most, most)), exponential(subtracted(new_most, most)), most};
+}
+
+// Some queries with 16, or a few times 16, numbers of their values. What lies behind a query's
+// positions may be anything: it is never multiplied, not even by zero.
+template <typename T, int ROWS, int WIDE>
+INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* weights,
+                       const float* of_old, const float* of_new, int64_t at) {
+  Floats sums[ROWS][WIDE];
+  int64_t common = queries[0].num, longest = common;
+  UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    common = queries[r].num < common ? queries[r].num : common;
+    longest = queries[r].num > longest ? queries[r].num : longest;
+    UNROLLED
+    for (int w = 0; w < WIDE; w++) sums[r][w] = all(0.f);
+  }
+  for (int64_t start = 0; start < common; start += kPositions) {
+    const T* values = static_cast<const T*>(chunk.values[start / kPositions]) + at;
+    const int64_t end = common - start < kPositions ? common : start + kPositions;
+    for (int64_t i = start; i < end; i++, values += chunk.size) {
+      UNROLLED
+      for (int w = 0; w < WIDE; w++) {
+        const Floats value = load(values + 16 * w);
+        UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          sums[r][w] = fused(all(weights[r * kRow + i]), value, sums[r][w]);
+        }
+      }
     }
-    to[key] = added_up(sum);
+  }
+  for (int64_t i = common; i < longest; i++) {
+    const T* values = static_cast<const T*>(chunk.values[i / kPositions]) + at;
+    values += i % kPositions * chunk.size;
+    UNROLLED
+    for (int r = 0; r < ROWS; r++) {
+      if (i >= queries[r].num) continue;
+      UNROLLED
+      for (int w = 0; w < WIDE; w++) {
+        sums[r][w] = fused(all(weights[r * kRow + i]), load(values + 16 * w), sums[r][w]);
+      }
+    }
+  }
+  UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    UNROLLED
+    for (int w = 0; w < WIDE; w++) {
+      float* to = queries[r].seen + at + 16 * w;
+      const Floats sum = sums[r][w];
+      if (chunk.is_first) store(to, sum);
+      else store(to, fused(sum, all(of_new[r]), multiply(load(to), all(of_old[r]))));
+    }
   }
 }
 
 // Scores become weights that aren't divided by their sum yet. What isn't finite stays so.
-INLINE float weigh(float* scores, int64_t num) {
-  const int64_t padded = (num + 15) / 16 * 16;
-  for (int64_t i = num; i < padded; i++) scores[i] = scores[0];
-  Floats most = load(scores);
-  for (int64_t i = 16; i < padded; i += 16) most = larger(load(scores + i), most);
-  float v[16];
-  store(v, most);
-  for (int i = 1; i < 16; i++) v[0] = v[i] > v[0] ? v[i] : v[0];
-  const Floats top = all(v[0]);
-  Floats total = all(0.f);
-  for (int64_t i = 0; i < padded; i += 16) {
-    const Floats below = subtracted(load(scores + i), top);
-    store(scores + i, fused(below, all(0.f), exponential(below)));
-    if (i + 16 > num) {
-      for (int64_t j = num; j < padded; j++) scores[j] = 0;
-    }
-    total = add(total, load(scores + i));
-  }
-  return added_up(total);
-}
-
-// Adds up weighted values, those at even and at odd positions apart: two chains of sums.
-template <int SIZE>
-INLINE void add_values(const float* weights, const uint16_t* values, int64_t num, float* to) {
-  Floats even[SIZE / 16], odd[SIZE / 16];
-  UNROLLED
-  for (int i = 0; i < SIZE / 16; i++) {
-    even[i] = load(to + 16 * i);
-    odd[i] = load(to + SIZE + 16 * i);
-  }
-  int64_t key = 0;
-  for (; key + 2 <= num; key += 2, values += 2 * SIZE) {
-    const Floats first = all(weights[key]), second = all(weights[key + 1]);
-    UNROLLED
-    for (int i = 0; i < SIZE / 16; i++) {
-      even[i] = fused(first, load(values + 16 * i), even[i]);
-      odd[i] = fused(second, load(values + SIZE + 16 * i), odd[i]);
-    }
-  }
-  if (key < num) {
-    const Floats first = all(weights[key]);
-    UNROLLED
-    for (int i = 0; i < SIZE / 16; i++) even[i] = fused(first, load(values + 16 * i), even[i]);
-  }
-  UNROLLED
-  for (int i = 0; i < SIZE / 16; i++) {
-    store(to + 16 * i, even[i]);
-    store(to + SIZE + 16 * i, odd[i]);
-  }
-}
-
-// The queries of some neighbouring tokens that look at the same keys. A block of keys, then of
-// values, stays in the nearest cache while all of them pass.
-template <int SIZE>
-void attend_sized(const Heads& heads, const Tile& tile, float* room) {
-  const int64_t group = heads.num / heads.num_kv, first = heads.lengths[tile.row] - heads.num_new;
-  const int64_t num_queries = (tile.last - tile.first) * group;
-  const int64_t longest = first + tile.last, stride = (longest + 15) / 16 * 16;
-  const int64_t cache = (tile.row * heads.num_kv + tile.kv_head) * heads.capacity * SIZE;
-  const uint16_t *keys = heads.keys + cache, *values = heads.values + cache;
-  float* sums_of_values = room + num_queries * stride;
-  const auto num_keys = [&](int64_t query) { return first + tile.first + query / group + 1; };
-  const auto place = [&](int64_t query) {
-    const int64_t token = tile.row * heads.num_new + tile.first + query / group;
-    return (token * heads.num + tile.kv_head * group + query % group) * SIZE;
+INLINE void weigh(float* scores, int64_t num, float* most, float* total) {
+  const int64_t whole = num / 16 * 16, rest = num - whole;
+  Floats top = all(kNothing), sum = all(0.f);
+  for (int64_t i = 0; i < whole; i += 16) top = larger(load(scores + i), top);
+  if (rest) top = larger(first_of(rest, load(scores + whole), all(kNothing)), top);
+  *most = most_of(top);
+  top = all(*most);
+  const auto weight = [&](const float* score) INLINE_LAMBDA {
+    const Floats below = subtracted(load(score), top);
+    return fused(below, all(0.f), exponential(below));
   };
-  for (int64_t at = 0; at < longest; at += kKeys) {
-    for (int64_t query = 0; query < num_queries; query++) {
-      const int64_t num = num_keys(query) - at;
-      float* to = room + query * stride + at;
-      const float* of_query = heads.queries + place(query);
-      if (num >= kKeys) store(to, scores<SIZE>(of_query, keys + at * SIZE));
-      else if (num > 0) last_scores<SIZE>(of_query, keys + at * SIZE, num, to);
+  for (int64_t i = 0; i < whole; i += 16) {
+    const Floats w = weight(scores + i);
+    store(scores + i, w);
+    sum = add(sum, w);
+  }
+  if (rest) {
+    const Floats w = first_of(rest, weight(scores + whole), all(0.f));
+    store(scores + whole, w);
+    sum = add(sum, w);
+  }
+  *total = added_up(sum);
+}
+
+// Calls `f` with tiles of neighbouring rows, each a number that the compiler knows.
+template <int ROWS>
+struct Rows {
+  static constexpr int value = ROWS;
+};
+
+template <typename F>
+INLINE void tiles_of_rows(int64_t num, F f) {
+  const int64_t tiles = (num + kMaxQueries - 1) / kMaxQueries;
+  for (int64_t t = 0; t < tiles; t++) {
+    const int64_t row = num * t / tiles, rows = num * (t + 1) / tiles - row;
+    if (kMaxQueries == 1 || rows == 1) f(Rows<1>{}, row);
+    else if (rows == 2) f(Rows<kMaxQueries < 2 ? 1 : 2>{}, row);
+    else if (rows == 3) f(Rows<kMaxQueries < 3 ? 1 : 3>{}, row);
+    else if (rows == 4) f(Rows<kMaxQueries < 4 ? 1 : 4>{}, row);
+    else if (rows == 5) f(Rows<kMaxQueries < 5 ? 1 : 5>{}, row);
+    else f(Rows<kMaxQueries < 6 ? 1 : 6>{}, row);
+  }
+}
+
+template <typename T>
+void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
+  alignas(64) float weights[kRowsOfTable * kRow];
+  alignas(64) float old_most[kRowsOfTable + 8], new_most[kRowsOfTable + 8], total[kRowsOfTable];
+  tiles_of_rows(num, [&](auto rows, int64_t row) {
+    constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
+    int64_t longest = 0;
+    for (int64_t r = row; r < row + kRows; r++) {
+      longest = queries[r].num > longest ? queries[r].num : longest;
     }
-  }
-  float total[kMaxQueries];
-  for (int64_t query = 0; query < num_queries; query++) {
-    total[query] = weigh(room + query * stride, num_keys(query));
-  }
-  std::memset(sums_of_values, 0, static_cast<size_t>(num_queries * 2 * SIZE) * sizeof(float));
-  for (int64_t at = 0; at < longest; at += kKeys) {
-    for (int64_t query = 0; query < num_queries; query++) {
-      const int64_t left = num_keys(query) - at, num = left < kKeys ? left : kKeys;
-      if (num > 0) {
-        add_values<SIZE>(room + query * stride + at, values + at * SIZE, num,
-                         sums_of_values + query * 2 * SIZE);
+    const int64_t blocks = (longest + kPositions - 1) / kPositions;
+    int64_t block = 0;
+    for (; block + kWide <= blocks; block += kWide) {
+      for (int64_t b = block; row == 0 && b < block + kWide; b++) expect(chunk, chunk.values[b]);
+      score_tile<T, kRows, kWide>(chunk, queries + row, block, weights + row * kRow);
+    }
+    if constexpr (kWide > 1) {
+      for (; block < blocks; block++) {
+        score_tile<T, kRows, 1>(chunk, queries + row, block, weights + row * kRow);
       }
     }
+  });
+  const int64_t size = chunk.size;
+  for (int64_t r = 0; r < num; r++) {
+    weigh(weights + r * kRow, queries[r].num, new_most + r, total + r);
+    old_most[r] = queries[r].seen[size];
   }
-  for (int64_t query = 0; query < num_queries; query++) {
-    const Floats inverse = all(1.f / total[query]);
-    const float* from = sums_of_values + query * 2 * SIZE;
-    float* to = heads.out + place(query);
-    for (int i = 0; i < SIZE; i += 16) {
-      store(to + i, multiply(add(load(from + i), load(from + SIZE + i)), inverse));
+  alignas(64) float of_old[kRowsOfTable + 8], of_new[kRowsOfTable + 8];
+  if (chunk.is_first) {
+    for (int64_t r = 0; r < num; r++) {
+      queries[r].seen[size] = new_most[r];
+      queries[r].seen[size + 1] = total[r];
     }
+  } else {
+    for (int64_t r = num; r < (num + 15) / 16 * 16; r++) old_most[r] = new_most[r] = 0;
+    for (int64_t r = 0; r < num; r += 16) {
+      const Merged both = merged(load(old_most + r), load(new_most + r));
+      store(of_old + r, both.of_old), store(of_new + r, both.of_new), store(old_most + r, both.most);
+    }
+    for (int64_t r = 0; r < num; r++) {
+      float* seen = queries[r].seen + size;
+      seen[0] = old_most[r];
+      seen[1] = seen[1] * of_old[r] + total[r] * of_new[r];
+    }
+  }
+  tiles_of_rows(num, [&](auto rows, int64_t row) {
+    constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
+    const float* of_rows = weights + row * kRow;
+    int64_t at = 0, asked = 0;
+    for (; at + 16 * kWide <= size; at += 16 * kWide) {
+      const int64_t due = kBlocksOfChunk * (at + 16 * kWide) / size;
+      for (; row == 0 && asked < due; asked++) expect(chunk, chunk.next_keys[asked]);
+      value_tile<T, kRows, kWide>(chunk, queries + row, of_rows, of_old + row, of_new + row, at);
+    }
+    if constexpr (kWide > 1) {
+      for (; at < size; at += 16) {
+        value_tile<T, kRows, 1>(chunk, queries + row, of_rows, of_old + row, of_new + row, at);
+      }
+    }
+  });
+}
+
+void attend(const Chunk& chunk, const Query* queries, int64_t num) {
+  for (int64_t done = 0; done < num; done += kRowsOfTable) {
+    const int64_t rows = num - done < kRowsOfTable ? num - done : kRowsOfTable;
+    if (chunk.halves) attend_rows<uint16_t>(chunk, queries + done, rows);
+    else attend_rows<float>(chunk, queries + done, rows);
   }
 }
 
-void attend(const Heads& heads, const Tile& tile, float* room) {
-  switch (heads.size) {
-    case 16: attend_sized<16>(heads, tile, room); break;
-    case 32: attend_sized<32>(heads, tile, room); break;
-    case 64: attend_sized<64>(heads, tile, room); break;
-    case 80: attend_sized<80>(heads, tile, room); break;
-    case 96: attend_sized<96>(heads, tile, room); break;
-    case 128: attend_sized<128>(heads, tile, room); break;
+void finish(float* seen, int64_t num_chunks, int64_t size, float* to) {
+  const float* more = seen;
+  for (int64_t chunk = 1; chunk < num_chunks; chunk++) {
+    more += room_of_seen(size);
+    const Merged both = merged(all(seen[size]), all(more[size]));
+    for (int64_t i = 0; i < size; i += 16) {
+      store(seen + i, fused(load(more + i), both.of_new, multiply(load(seen + i), both.of_old)));
+    }
+    seen[size] = first(both.most);
+    seen[size + 1] = seen[size + 1] * first(both.of_old) + more[size + 1] * first(both.of_new);
   }
+  const Floats inverse = all(1.f / seen[size + 1]);
+  for (int64_t i = 0; i < size; i += 16) store(to + i, multiply(load(seen + i), inverse));
 }
 
 }  // namespace

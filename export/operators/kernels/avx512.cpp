@@ -1,4 +1,4 @@
 #include "attention.h"
 #include "kernels.h"
 
-quill::Kernels quill::avx512_kernels() { return {round, multiply, append, attend}; }
+quill::Kernels quill::avx512_kernels() { return {round, multiply, append, attend, finish}; }

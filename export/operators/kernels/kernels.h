@@ -2,6 +2,8 @@
 //
 // Knows: the layout of matrices, lanes. Does not know: threads, ONNX Runtime.
 #pragma once
+#include <type_traits>
+
 #include "lanes.h"
 #include "matrix.h"
 
@@ -104,8 +106,19 @@ struct Record {
     return i < 4 ? low_halves(both) : high_halves(both);
   }
 
-  static INLINE Ints dot(Ints sum, Bytes w, int32_t x) {
-    return BITS == 8 ? dot8(sum, w, x) : dot4(sum, w, x);
+  // What a block's products are added up in.
+  using Sum = std::conditional_t<BITS == 8, Ints, Pairs>;
+  static INLINE Sum begin(int32_t shift) {
+    if constexpr (BITS == 8) return start(shift);
+    else return no_pairs();
+  }
+  static INLINE Sum dot(Sum sum, Bytes w, int32_t x) {
+    if constexpr (BITS == 8) return dot8(sum, w, x);
+    else return dot4(sum, w, x);
+  }
+  static INLINE Ints end(Sum sum) {
+    if constexpr (BITS == 8) return sum;
+    else return widened(sum);
   }
 };
 
@@ -124,12 +137,12 @@ INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t 
   }
   for (int64_t block = 0; block < blocks; block++, p += bytes, q += kBlock) {
     const int64_t index = row * blocks + block;  // of the first row's scale
-    Ints sums[GROUPS][ROWS];
+    typename Record<BITS, HALVES>::Sum sums[GROUPS][ROWS];
     UNROLLED
     for (int g = 0; g < GROUPS; g++) {
       UNROLLED
       for (int r = 0; r < ROWS; r++) {
-        sums[g][r] = BITS == 8 ? start(x.shift[index + r * blocks]) : all(0);
+        sums[g][r] = Record<BITS, HALVES>::begin(x.shift[index + r * blocks]);
       }
     }
     UNROLLED
@@ -156,7 +169,8 @@ INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t 
       UNROLLED
       for (int r = 0; r < ROWS; r++) {
         const Floats scale = multiply(scales, all(x.scale[index + r * blocks]));
-        y[g][r] = fused(floats(sums[g][r]), scale, y[g][r]);
+        const Ints sum = Record<BITS, HALVES>::end(sums[g][r]);
+        y[g][r] = fused(floats(sum), scale, y[g][r]);
       }
       if constexpr (BITS == 4) {
         const Floats minima = record.minima();

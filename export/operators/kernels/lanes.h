@@ -16,10 +16,8 @@
 // A loop whose numbers stay in registers.
 #if defined(__AVX2__)
 #define UNROLLED _Pragma("GCC unroll 8")
-#define UNROLLED_16 _Pragma("GCC unroll 16")
 #else
 #define UNROLLED
-#define UNROLLED_16
 #endif
 
 namespace quill {
@@ -29,10 +27,13 @@ namespace {
 
 constexpr int kSideBySide = 2;  // groups that share each input that was read
 constexpr int kMaxRows = 6;     // of a tile: more would not fit into 32 registers
+constexpr int kMaxQueries = 6;  // of a tile
+constexpr int wide(int) { return 4; }  // sixteens of a tile of so many queries
 
 using Floats = __m512;
 using Ints = __m512i;
 using Bytes = __m512i;  // four of each column
+using Pairs = __m512i;  // sums of products of 4 bits, over one block
 
 INLINE Floats all(float x) { return _mm512_set1_ps(x); }
 INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
@@ -69,47 +70,37 @@ INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(1
 INLINE Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 // Eight bits are unsigned here, 128 too large: the sum starts with what that makes too much.
 INLINE Ints start(int32_t shift) { return all(shift); }
-INLINE Ints dot4(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Pairs no_pairs() { return all(0); }
+INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Ints widened(Pairs sum) { return sum; }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 
-// Each of 16 vectors added up. All processors do it in the order of added_up in kernels.h: the
-// second half to the first, until one number is left.
-INLINE Floats halved(Floats a, Floats b) {
-  return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+// The first `num` lanes of a, the others of b.
+INLINE Floats first_of(int64_t num, Floats a, Floats b) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>((1u << num) - 1), b, a);
 }
-INLINE Floats quartered(Floats a, Floats b) {
-  return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-INLINE Floats paired(Floats a, Floats b) {
-  return add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-INLINE Floats single(Floats a, Floats b) {
-  return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
-}
-INLINE Floats sums(const Floats (&v)[16]) {
-  // Where vector i ends up: each step deals its numbers out to the four quarters of a register.
-  const auto four = [&](int i) INLINE_LAMBDA {
-    return quartered(halved(v[i], v[i + 4]), halved(v[i + 8], v[i + 12]));
-  };
-  return single(paired(four(0), four(1)), paired(four(2), four(3)));
-}
+INLINE float first(Floats x) { return _mm512_cvtss_f32(x); }
+// No lane is NaN.
+INLINE float most_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
 #elif defined(__AVX2__)
 
 constexpr int kSideBySide = 1;
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 6;  // sums of a block are in registers, those of rows wait beside them
+constexpr int kMaxQueries = 6;
+constexpr int wide(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
 using Bytes = Ints;
+struct Pairs { __m256i a, b; };  // two sums of 16 bits for each column
 
 INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE Floats load_halves(const uint8_t* p) {
-  const __m256i h = bits(p);
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
-          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+  const __m128i* eights = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(eights)), _mm256_cvtph_ps(_mm_loadu_si128(eights + 1))};
 }
 INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 INLINE void store_halves(uint8_t* p, Floats x) {
@@ -173,12 +164,25 @@ INLINE Bytes high_halves(Bytes x) {
   return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
 INLINE Ints start(int32_t) { return all(0); }
+// Sums that are added to one after another. Compilers would rather keep all products and add them
+// up as a tree: there aren't registers for so many.
+INLINE __m256i one_by_one(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
 INLINE __m256i pairs_added(__m256i unsigned_, __m256i signed_) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned_, signed_), _mm256_set1_epi16(1));
 }
-INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
+// A block's eight sums of two products of 15 and 127 fit into 16 bits: 30,480.
+INLINE Pairs no_pairs() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
-  return add(sum, {pairs_added(w.a, xs), pairs_added(w.b, xs)});
+  return {one_by_one(_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, xs))),
+          one_by_one(_mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, xs)))};
+}
+INLINE Ints widened(Pairs sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
 }
 // Pairs are added in 16 bits. Two products of 255 and 127 don't fit, two of 128 and 127 do: so the
 // weights are taken as signed, and give their signs to the inputs, which are never -128.
@@ -188,35 +192,36 @@ INLINE __m256i signed_pairs_added(__m256i w, __m256i xs) {
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
-  return add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
+  sum = add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
+  return {one_by_one(sum.a), one_by_one(sum.b)};
 }
 
-INLINE __m256 quartered(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+INLINE Floats first_of(int64_t num, Floats x, Floats y) {
+  const __m256i nums = _mm256_set1_epi32(static_cast<int32_t>(num));
+  const __m256i a = _mm256_cmpgt_epi32(nums, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i b = _mm256_cmpgt_epi32(nums, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15));
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(a)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(b))};
 }
-INLINE __m256 paired(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+INLINE float first(Floats x) { return _mm256_cvtss_f32(x.a); }
+INLINE float most_of(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-INLINE __m256 single(__m256 a, __m256 b) {
-  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
-}
-INLINE __m256 sums_of_8(const Floats* v) {
-  const auto two = [&](int i) INLINE_LAMBDA {
-    return quartered(_mm256_add_ps(v[i].a, v[i].b), _mm256_add_ps(v[i + 4].a, v[i + 4].b));
-  };
-  return single(paired(two(0), two(1)), paired(two(2), two(3)));
-}
-// Each of 16 vectors added up, in the order of added_up in kernels.h.
-INLINE Floats sums(const Floats (&v)[16]) { return {sums_of_8(v), sums_of_8(v + 8)}; }
 
 #else
 
 constexpr int kSideBySide = 1;
 constexpr int kMaxRows = 1;
+constexpr int kMaxQueries = 1;
+constexpr int wide(int) { return 1; }
 
 struct Floats { float v[16]; };
 struct Ints { int32_t v[16]; };
 struct Bytes { uint8_t v[64]; };
+using Pairs = Ints;
 
 template <typename To, typename F>
 INLINE To each(F f) {
@@ -342,16 +347,17 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   });
 }
 INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+INLINE Pairs no_pairs() { return all(0); }
+INLINE Ints widened(Pairs sum) { return sum; }
 
-// Each of 16 vectors added up, in the order of added_up in kernels.h.
-INLINE Floats sums(const Floats (&v)[16]) {
-  return each<Floats>([&](int i) {
-    Floats x = v[i];
-    for (int width = 8; width; width /= 2) {
-      for (int j = 0; j < width; j++) x.v[j] += x.v[j + width];
-    }
-    return x.v[0];
-  });
+INLINE Floats first_of(int64_t num, Floats a, Floats b) {
+  return each<Floats>([&](int i) { return i < num ? a.v[i] : b.v[i]; });
+}
+INLINE float first(Floats x) { return x.v[0]; }
+INLINE float most_of(Floats x) {
+  float most = x.v[0];
+  for (float each : x.v) most = each > most ? each : most;
+  return most;
 }
 
 #endif

@@ -54,10 +54,12 @@ struct Kernels {
   // Multiplies all rows with some pairs of groups.
   void (*multiply)(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first,
                    int64_t last, const Output& out);
-  // Puts one token's keys and values into the cache, and its queries where they are looked for.
-  void (*append)(const Heads& heads, int64_t row, int64_t token);
-  // Looks at the cache; `room` is for as many floats as heads.h says.
-  void (*attend)(const Heads& heads, const Tile& tile, float* room);
+  // Puts a token's keys and values into their block, and its queries where they are looked for.
+  void (*append)(const Heads& heads, const Token& token);
+  // Lets queries look at a chunk together, and adds that to what they have seen.
+  void (*attend)(const Chunk& chunk, const Query* queries, int64_t num);
+  // Merges what a query has seen of each chunk, in their order, and divides it by its weights.
+  void (*finish)(float* seen, int64_t num_chunks, int64_t size, float* to);
 };
 
 Kernels plain_kernels();

@@ -1,14 +1,13 @@
 // The library that ONNX Runtime loads.
 //
 // Knows: which operators there are, which processor this is. Does not know: what they do.
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
 
-#include "attention_operator.h"
+#include "attention_operators.h"
 #include "linear_operators.h"
+#include "processor.h"
 
 namespace quill {
 namespace {
@@ -50,27 +49,20 @@ Operator describe() {
   return op;
 }
 
-// The best that this processor has. QUILL_KERNELS, plain or avx2, asks for less, to compare them.
 const char* choose_kernels() {
-  const char* named = std::getenv("QUILL_KERNELS");
-  const auto is_named = [=](const char* name) { return named && !std::strcmp(named, name); };
-  const bool any = !is_named("plain") && !is_named("avx2") && !is_named("avx512");
-  const auto is_wanted = [=](const char* name) { return any || is_named(name); };
+  switch (chosen_instructions()) {
 #ifdef __x86_64__
-  if (is_wanted("avx512") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    kernels = avx512_kernels();
-    return "avx512";
-  }
-  if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
-    kernels = avx2_kernels();
-    return "avx2";
-  }
+    case Instructions::avx512:
+      kernels = avx512_kernels();
+      return "avx512";
+    case Instructions::avx2:
+      kernels = avx2_kernels();
+      return "avx2";
 #endif
-  kernels = plain_kernels();
-  return "plain";
+    default:
+      kernels = plain_kernels();
+      return "plain";
+  }
 }
 
 }  // namespace
@@ -83,8 +75,13 @@ EXPORTED const char* QuillKernels() { return quill::choose_kernels(); }
 EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
                                             const runtime::ApiBase* base) {
   using namespace quill;
-  static const Operator linear = describe<Linear>(), embedding = describe<Embedding>();
-  static const Operator attention = describe<Attention>();
+  // Caches have 16 bits or 32: two operators of the same name, told apart by their types.
+  static const Operator operators[] = {
+      describe<Linear>(),           describe<Embedding>(),
+      describe<Attention<true>>(),  describe<CrossAttention<true>>(),  describe<Store<true>>(),
+      describe<Attention<false>>(), describe<CrossAttention<false>>(), describe<Store<false>>(),
+      describe<EncoderAttention>(),
+  };
   static std::mutex registering;
   static runtime::Domain* domain;
   const std::lock_guard<std::mutex> lock(registering);
@@ -92,9 +89,7 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
     ort = base->api(runtime::kVersion);
     choose_kernels();
     TRY(ort->create_domain("quill", &domain));
-    TRY(ort->add_operator(domain, &linear));
-    TRY(ort->add_operator(domain, &embedding));
-    TRY(ort->add_operator(domain, &attention));
+    for (const Operator& each : operators) TRY(ort->add_operator(domain, &each));
   }
   return ort->add_domain(options, domain);
 }

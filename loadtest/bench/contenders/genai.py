@@ -46,15 +46,6 @@ class GenAI:
             generator.generate_next_token()
         return time.perf_counter() - start
 
-    def answer(self, ids: Sequence[int], num_new: int) -> float:
-        """A whole request, alone."""
-        generator = self._generator(1, len(ids) + num_new)
-        start = time.perf_counter()
-        generator.append_tokens(np.array([ids], np.int32))
-        for _ in range(num_new):
-            generator.generate_next_token()
-        return time.perf_counter() - start
-
     def score(self, passages: Sequence[Sequence[int]]) -> Score:
         """Token by token: the graph computes the last position's logits only."""
         nats, num_tokens = 0.0, 0

@@ -15,9 +15,11 @@ from typing import Any
 
 import onnxruntime
 
+from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
 from quill.server.events import Batch, Event, FailEvent, PromptEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Request, Sampling
 
@@ -36,8 +38,15 @@ class Quill:
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
         self._context = min(CONTEXT, opened.manifest.sizes.context)
-        settings = EngineSettings(max_rows=MAX_ROWS, context=self._context, num_threads=num_threads)
-        self._engine = open_engine(opened, settings)
+        # Each step is a token of each row, and no prompt was read before.
+        limits = Limits(
+            max_rows=MAX_ROWS,
+            context=self._context,
+            num_blocks=MAX_ROWS * -(-self._context // BLOCK),
+            share=False,
+            guess=False,
+        )
+        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
         self._names = map(str, itertools.count())
 
     def prefill(self, ids: Sequence[int]) -> float:

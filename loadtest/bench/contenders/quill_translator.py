@@ -14,8 +14,10 @@ from pathlib import Path
 
 import onnxruntime
 
+from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import MAX_NEW_TOKENS, About, Translated, serve
 from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request, Sampling
 
@@ -32,8 +34,9 @@ class Quill:
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
         context = opened.manifest.sizes.context
-        settings = EngineSettings(max_rows=MAX_ROWS, context=context, num_threads=num_threads)
-        self._engine = open_engine(opened, settings)
+        num_blocks = 2 * MAX_ROWS * -(-context // BLOCK)  # of source and answer
+        limits = Limits(max_rows=MAX_ROWS, context=context, num_blocks=num_blocks)
+        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
         self._names = map(str, itertools.count())
 
     def translate(

@@ -16,7 +16,7 @@ from quill.model.checkpoint.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, make_checkpoint, quantised_at_source
 
 CHECKPOINT = quantised_at_source(make_checkpoint(LLAMA))
-ADD_INT4 = Wishes(precisions=("int4",), verify=False, add=True)
+ADD_QUILL4 = Wishes(precisions=("quill4",), verify=False, add=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,16 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_what_stands_is_kept_byte_for_byte(bundle: Path) -> None:
     before, files = read_manifest(bundle), contents(bundle)
-    added = write_bundle(bundle, CHECKPOINT, ADD_INT4)
+    added = write_bundle(bundle, CHECKPOINT, ADD_QUILL4)
     assert read_manifest(bundle) == added
-    assert added.precisions == ("fp32", "int4")
+    assert added.precisions == ("fp32", "quill4")
     assert added.graphs[0] == before.graphs[0]
     assert added.files[: len(before.files)] == before.files
     check_files(bundle, added)
     del files["manifest.json"]
     after = contents(bundle)
     assert {name: after[name] for name in files} == files
-    assert set(after) - set(files) == {"manifest.json", "decoder.int4.onnx", "weights.int4.bin"}
+    assert set(after) - set(files) == {"manifest.json", "decoder.quill4.onnx", "weights.quill4.bin"}
 
 
 def other_weights() -> Checkpoint:
@@ -70,7 +70,7 @@ def test_another_checkpoint_is_refused_and_nothing_changes(
 ) -> None:
     before = contents(bundle)
     with pytest.raises(BundleError, match=rf"made from another checkpoint \({different} differ"):
-        write_bundle(bundle, checkpoint, ADD_INT4)
+        write_bundle(bundle, checkpoint, ADD_QUILL4)
     assert contents(bundle) == before
     assert list(bundle.parent.iterdir()) == [bundle]
 
@@ -87,21 +87,21 @@ def test_a_bundle_of_another_version_is_refused(
 ) -> None:
     write_manifest(bundle, dataclasses.replace(read_manifest(bundle), **{entry: value}))
     with pytest.raises(BundleError, match=words):
-        write_bundle(bundle, CHECKPOINT, ADD_INT4)
+        write_bundle(bundle, CHECKPOINT, ADD_QUILL4)
 
 
 def test_a_damaged_bundle_is_not_carried_on(bundle: Path) -> None:
     (bundle / "weights.fp32.bin").write_bytes(b"nonsense")
     with pytest.raises(BundleError, match=r"weights\.fp32\.bin has 8 bytes"):
-        write_bundle(bundle, CHECKPOINT, ADD_INT4)
+        write_bundle(bundle, CHECKPOINT, ADD_QUILL4)
 
 
 def test_a_link_to_a_bundle_stays_one(bundle: Path) -> None:
     link = bundle.parent / "current"
     link.symlink_to(bundle.name)
-    write_bundle(link, CHECKPOINT, ADD_INT4)
+    write_bundle(link, CHECKPOINT, ADD_QUILL4)
     assert link.is_symlink()
-    assert read_manifest(bundle).precisions == ("fp32", "int4")
+    assert read_manifest(bundle).precisions == ("fp32", "quill4")
     assert set(bundle.parent.iterdir()) == {bundle, link}
 
 
@@ -113,7 +113,7 @@ def test_nothing_to_add_is_said_only_of_the_same_model_and_whole(bundle: Path) -
 
 def test_there_must_be_something_to_add_to(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="there is no bundle at"):
-        write_bundle(tmp_path / "nothing", CHECKPOINT, ADD_INT4)
+        write_bundle(tmp_path / "nothing", CHECKPOINT, ADD_QUILL4)
 
 
 def test_weights_have_one_fingerprint_whatever_their_order() -> None:

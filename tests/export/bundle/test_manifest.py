@@ -58,7 +58,7 @@ GRAPHS = Graphs(
         num_tokens=4080,
         step_ms=7.25,
     ),
-    invariance=Invariance(holds=True, min_rows=1, min_chunk=2, tile=16, rows=(1, 2)),
+    invariance=Invariance(holds=True, rows=(1, 2), num_cut_tokens=300),
 )
 
 
@@ -107,22 +107,10 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     check_files(tmp_path, manifest)
 
 
-def test_a_bundle_made_before_tiles_were_recorded_is_read(bundle: Path) -> None:
-    change(bundle, lambda m: m["graphs"][0]["invariance"].pop("tile"))
-    assert read_manifest(bundle).graphs_in("fp32").invariance == GRAPHS.invariance
-
-
 def test_a_bundle_made_before_weights_were_recorded_is_read(bundle: Path) -> None:
     change(bundle, lambda m: (m.pop("weights_sha256"), m.pop("left_out")))
     manifest = read_manifest(bundle)
     assert (manifest.weights_sha256, manifest.left_out) == (None, ())
-
-
-def test_a_bundle_with_int8_is_refused_with_what_to_do(bundle: Path) -> None:
-    change(bundle, lambda m: m["graphs"][0].update(precision="int8"))
-    words = rf"int8 graphs, and quill8 .* quill export CHECKPOINT --out {bundle}$"
-    with pytest.raises(BundleError, match=words):
-        read_manifest(bundle)
 
 
 @pytest.mark.parametrize("precision", ["fp32"])
@@ -133,8 +121,8 @@ def test_graphs_are_found_by_precision(bundle: Path, precision: str) -> None:
 
 
 def test_a_missing_precision_is_refused_with_those_there_are(bundle: Path) -> None:
-    with pytest.raises(BundleError, match=r"no int4 graphs; it has fp32"):
-        read_manifest(bundle).graphs_in("int4")
+    with pytest.raises(BundleError, match=r"no quill4 graphs; it has fp32"):
+        read_manifest(bundle).graphs_in("quill4")
 
 
 def test_a_token_takes_two_vectors_of_each_head_and_layer(bundle: Path) -> None:
@@ -144,7 +132,8 @@ def test_a_token_takes_two_vectors_of_each_head_and_layer(bundle: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer format": (lambda m: m.update(format_version=2), "format version 2; .* reads 1"),
+    "newer format": (lambda m: m.update(format_version=3), "format version 3; .* reads 2"),
+    "slots": (lambda m: m.update(format_version=1), "format version 1; .* Export the bundle again"),
     "no format": (lambda m: m.pop("format_version"), "format version None"),
     "true for one": (lambda m: m.update(format_version=True), "format version True"),
     "no such token": (lambda m: m.update(stop_ids=[99999]), "a token 99999.* ends at"),

@@ -63,13 +63,13 @@ def test_an_unknown_precision_is_refused_with_those_there_are(
     arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--precision", "fp8"]
     assert main(arguments) == 1
     assert (
-        "unknown precision 'fp8'; there are fp32, int4, quill4, quill8, fp16, all"
+        "unknown precision 'fp8'; there are fp32, quill4, quill8, fp16, all"
         in capsys.readouterr().err
     )
 
 
 def test_precisions_come_in_a_fixed_order_and_once() -> None:
-    assert parse_precisions("int4, fp32,int4") == ("fp32", "int4")
+    assert parse_precisions("quill4, fp32,quill4") == ("fp32", "quill4")
     with pytest.raises(ExportError, match="unknown precision ''"):
         parse_precisions("fp32,")
 
@@ -101,7 +101,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_without_a_precision_the_best_for_this_machine_is_made_and_said(machine: Machine) -> None:
     assert machine.wishes(None) == (
-        ("quill4", "quill8", "int4", "fp32"),
+        ("quill4", "quill8", "fp32"),
         "best",
         "Exporting quill4, which a server takes here (the fastest that is good enough, with "
         "Quill's avx2 kernels)\n",
@@ -109,24 +109,28 @@ def test_without_a_precision_the_best_for_this_machine_is_made_and_said(machine:
     assert machine.wishes(None, SEQ2SEQ)[0][0] == "quill8"
 
 
-def test_without_operators_the_best_is_one_of_the_runtimes(machine: Machine) -> None:
+def test_without_operators_nothing_can_be_had_and_it_is_said_why(machine: Machine) -> None:
     machine.has("not built", fast=False)
-    assert machine.wishes(None) == (
-        ("int4", "fp32"),
-        "best",
-        "Exporting int4, which a server takes here (quill4 can't be had: not built)\n",
-    )
-    with pytest.raises(ExportError, match="quill8 can't be exported here: not built"):
+    with pytest.raises(ExportError, match="nothing can be exported here: not built"):
+        machine.wishes(None)
+    with pytest.raises(ExportError, match="nothing can be exported here: not built"):
+        machine.wishes("all")
+    with pytest.raises(ExportError, match="fp32 can't be exported here: not built"):
         machine.wishes("fp32,quill8")
-    precisions, keep, said = machine.wishes("all")
-    assert (precisions, keep) == (("fp32", "int4", "fp16"), "proven")
-    assert said == "Leaving quill4 out: not built\nLeaving quill8 out: not built\n"
+
+
+def test_a_translator_is_not_for_cards(machine: Machine) -> None:
+    precisions, keep, said = machine.wishes("all", SEQ2SEQ)
+    assert (precisions, keep) == (("fp32", "quill4", "quill8"), "proven")
+    assert said.startswith("Leaving fp16 out: a translator has no fp16 graphs")
+    with pytest.raises(ExportError, match="fp16 can't be exported here: a translator"):
+        machine.wishes("fp16", SEQ2SEQ)
 
 
 def test_on_a_processor_without_fast_kernels_they_come_last(machine: Machine) -> None:
     machine.has(None, fast=False)
     precisions, _, said = machine.wishes(None)
-    assert precisions == ("int4", "fp32", "quill4", "quill8")
+    assert precisions == ("fp32", "quill4", "quill8")
     assert "have no fast kernels for this processor" in said
 
 
@@ -138,7 +142,7 @@ def test_a_shape_that_cannot_be_cut_into_blocks_is_exported_in_full(machine: Mac
 
 
 def test_only_what_is_better_than_what_stands_is_added(machine: Machine) -> None:
-    assert machine.wishes(None, standing=("int4",))[0] == ("quill4", "quill8")
+    assert machine.wishes(None, standing=("quill8",))[0] == ("quill4",)
     assert machine.wishes(None, standing=("fp32", "quill4")) == ((), "best", "")
-    assert machine.wishes("fp32,int4", standing=("fp32",))[0] == ("int4",)
+    assert machine.wishes("fp32,quill4", standing=("fp32",))[0] == ("quill4",)
     assert "fp32" not in machine.wishes("all", standing=("fp32",))[0]

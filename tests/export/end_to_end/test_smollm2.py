@@ -31,7 +31,7 @@ def smollm2(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Not verified by export itself: what follows is the verification."""
     checkpoint = read_gguf(GgufFile(gguf))
     out = tmp_path_factory.mktemp("smollm2") / "bundle"
-    wishes = Wishes(precisions=("fp32", "int4"), verify=False)
+    wishes = Wishes(precisions=("fp32", "quill4"), verify=False)
     return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes))
 
 
@@ -43,7 +43,7 @@ def text(smollm2: Exported) -> HeldOut:
 def perplexity(exported: Exported, precision: str, text: HeldOut) -> float:
     graphs = exported.manifest.graphs_in(precision)
     runner = Runner(exported.directory, graphs, exported.manifest.sizes, 1, 256)
-    return replay(runner, text.passages[:NUM_PASSAGES], 1).perplexity
+    return replay(runner, text.passages[:NUM_PASSAGES]).perplexity
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,10 @@ def test_float32_has_the_perplexity_of_transformers_to_four_digits(
     assert perplexity(smollm2, "fp32", text) == pytest.approx(reference_perplexity, rel=1e-5)
 
 
-def test_int4_loses_next_to_nothing_against_its_4_bit_source(
+def test_quill4_loses_next_to_nothing_against_its_4_bit_source(
     smollm2: Exported, text: HeldOut, reference_perplexity: float
 ) -> None:
-    assert perplexity(smollm2, "int4", text) < reference_perplexity * 1.005
+    assert perplexity(smollm2, "quill4", text) < reference_perplexity * 1.005
 
 
 def test_bundles_are_as_small_as_they_should_be(smollm2: Exported, gguf: Path) -> None:
@@ -126,4 +126,4 @@ def test_bundles_are_as_small_as_they_should_be(smollm2: Exported, gguf: Path) -
         return sum(file.size for file in smollm2.manifest.files if file.name in names)
 
     assert size("fp32") <= 1.03 * 4 * smollm2.manifest.sizes.num_parameters
-    assert size("int4") <= 1.2 * gguf.stat().st_size
+    assert size("quill4") <= 1.2 * gguf.stat().st_size

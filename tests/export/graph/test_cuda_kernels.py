@@ -10,15 +10,18 @@ from quill.export.graph.cuda_kernels import KERNELS, check_cuda_kernels
 from quill.export.graph.prepare import Networks
 from quill.export.graph.trace import trace
 from quill.model.network.config import ModelConfig
-from tests.export.tiny import GPT, LLAMA, SEQ2SEQ, Exported, make_checkpoint
+from tests.export.tiny import GPT, LLAMA, Exported, make_checkpoint
 
 
 def load(exported: Exported, precision: str) -> ir.Model:
     return ir.load(exported.directory / exported.manifest.graphs_in(precision).decoder)
 
 
-def test_every_node_of_a_half_precision_graph_has_a_kernel(exported: Exported) -> None:
-    check_cuda_kernels(load(exported, "fp16"))
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_every_node_of_a_half_precision_graph_has_a_kernel(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    check_cuda_kernels(load(request.getfixturevalue(family), "fp16"))
 
 
 @pytest.mark.parametrize(
@@ -26,23 +29,26 @@ def test_every_node_of_a_half_precision_graph_has_a_kernel(exported: Exported) -
     [
         dataclasses.replace(GPT, activation="gelu"),
         dataclasses.replace(GPT, activation="silu", norm_placement="post"),
+        dataclasses.replace(GPT, activation="relu", output_bias=True),
         dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True),
-        dataclasses.replace(SEQ2SEQ, positions="rotary", norm="rms", activation="swiglu"),
-        dataclasses.replace(SEQ2SEQ, positions="learned", num_kv_heads=2),
     ],
-    ids=["gelu", "silu", "sinusoidal", "rotary encoder", "grouped encoder"],
+    ids=["gelu", "silu", "relu", "sinusoidal"],
 )
 def test_other_settings_have_kernels_too(config: ModelConfig) -> None:
-    prepared = Networks(make_checkpoint(config)).prepare("fp16")
-    check_cuda_kernels(trace(prepared.decoder()))
-    encoder = prepared.encoder()
-    if encoder is not None:
-        check_cuda_kernels(trace(encoder))
+    check_cuda_kernels(trace(Networks(make_checkpoint(config)).prepare("fp16").decoder("cuda")))
+
+
+def test_a_graph_for_the_cpu_is_refused(llama: Exported) -> None:
+    with pytest.raises(UnsupportedModelError, match="no kernel for Attention"):
+        check_cuda_kernels(load(llama, "fp32"))
 
 
 def test_full_precision_attention_is_refused(llama: Exported) -> None:
-    with pytest.raises(UnsupportedModelError, match="GroupQueryAttention takes no float,"):
-        check_cuda_kernels(load(llama, "fp32"))
+    model = load(llama, "fp16")
+    attention = next(node for node in model.graph if node.op_type == "PagedAttention")
+    attention.inputs[0].dtype = ir.DataType.FLOAT  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedModelError, match="PagedAttention takes no float,"):
+        check_cuda_kernels(model)
 
 
 def test_an_operator_without_a_kernel_is_refused_by_name(llama: Exported) -> None:
@@ -54,4 +60,4 @@ def test_an_operator_without_a_kernel_is_refused_by_name(llama: Exported) -> Non
 
 def test_attention_has_a_kernel_in_half_precision_only() -> None:
     """Why a bundle carries a graph for each device."""
-    assert KERNELS["com.microsoft", "GroupQueryAttention"]["T"] == "float16"
+    assert KERNELS["com.microsoft", "PagedAttention"]["T"] == "float16"

@@ -1,14 +1,22 @@
 """The graphs: one clean node for each idea, the documented names, nothing of this machine."""
 
+import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
 from quill.export.bundle import graph_contract
-from quill.export.verify.runner import Runner, open_session
-from tests.export.tiny import Exported
+from quill.export.errors import UnsupportedModelError
+from quill.export.graph.prepare import Networks
+from quill.export.verify.runner import Runner
+from quill.model.network.config import ModelConfig
+from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, export, make_checkpoint
+from tests.operators import SERVED, needs_operators
+
+FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
 
 
 def load(exported: Exported, role: str = "decoder", precision: str = "fp32") -> onnx.ModelProto:
@@ -27,51 +35,110 @@ def test_a_llama_is_as_few_nodes_as_it_has_ideas(llama: Exported) -> None:
     assert found == {
         "Gather": 2,  # the embedding, and the positions whose logits are wanted
         "RMSNormalization": 5,
-        "MatMul": 8,
-        "GroupQueryAttention": 2,
+        "Gemm": 9,
+        "Attention": 2,
         "Split": 2,  # SwiGLU's gate and value
         "Sigmoid": 2,
         "Mul": 4,
         "Add": 4,
-        "Reshape": 2,
-        "Gemm": 1,
     }
 
 
-def test_an_int4_graph_has_only_integer_matrices(llama: Exported) -> None:
-    found = operators(load(llama, precision="int4"))
-    assert found["MatMulNBits"] == 9
-    assert found["GatherBlockQuantized"] == 1
-    assert found["Gemm"] == 0
+@needs_operators
+def test_in_integers_it_is_fewer_still(llama: Exported) -> None:
+    found = operators(load(llama, precision="quill4"))
+    assert found == {"Embedding": 1, "Linear": 9, "Attention": 2, "Gather": 1}
 
 
-def test_inputs_and_outputs_have_the_documented_names_and_shapes(llama: Exported) -> None:
-    graph = load(llama).graph
-    names = [value.name for value in (*graph.input, *graph.output)]
-    assert names == [
-        *("input_ids", "seqlens_k", "total_sequence_length", "logit_indices"),
-        *("past_key_0", "past_value_0", "past_key_1", "past_value_1"),
-        "logits",
-        *("present_key_0", "present_value_0", "present_key_1", "present_value_1"),
+def test_a_translator_is_as_few_nodes_as_it_has_ideas(seq2seq: Exported) -> None:
+    decoder, encoder = operators(load(seq2seq)), operators(load(seq2seq, "encoder"))
+    assert decoder == {
+        "Gather": 3,  # as above, and the table of positions
+        "Mul": 1,  # embeddings are scaled
+        "Add": 7,
+        "LayerNormalization": 6,
+        "Gemm": 13,
+        "Attention": 2,
+        "CrossAttention": 2,
+        "Relu": 2,
+    }
+    assert encoder == {
+        "Gather": 2,
+        "Mul": 1,
+        "Add": 3,
+        "LayerNormalization": 2,
+        "Gemm": 6,
+        "EncoderAttention": 1,
+        "Relu": 1,
+        "Split": 2,  # each decoder layer's keys and values
+        "Store": 2,
+    }
+
+
+def values(graph: onnx.GraphProto) -> dict[str, tuple[int, list[str | int]]]:
+    """The type and the shape of each input and output, in their order."""
+    found = {}
+    for value in (*graph.input, *graph.output):
+        tensor = value.type.tensor_type
+        found[value.name] = tensor.elem_type, [d.dim_param or d.dim_value for d in tensor.shape.dim]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_inputs_and_outputs_have_the_documented_names_and_shapes(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """Positions are there as well where nothing but a rotary table would need them."""
+    exported: Exported = request.getfixturevalue(family)
+    heads = exported.manifest.sizes.num_kv_heads
+    keys, values_ = ["num_blocks", heads, 16, 16], ["num_blocks", heads, 16, 16]
+    assert list(values(load(exported).graph).items()) == [
+        ("input_ids", (INT64, ["tokens"])),
+        ("positions", (INT64, ["tokens"])),
+        ("query_starts", (INT32, ["starts"])),
+        ("past_lengths", (INT32, ["sequences"])),
+        ("block_table", (INT32, ["sequences", "most_blocks"])),
+        ("logit_indices", (INT64, ["num_logits"])),
+        ("key_cache_0", (FLOAT, keys)),
+        ("value_cache_0", (FLOAT, values_)),
+        ("key_cache_1", (FLOAT, keys)),
+        ("value_cache_1", (FLOAT, values_)),
+        ("logits", (FLOAT, ["num_logits", 272])),
+        ("new_key_cache_0", (FLOAT, keys)),
+        ("new_value_cache_0", (FLOAT, values_)),
+        ("new_key_cache_1", (FLOAT, keys)),
+        ("new_value_cache_1", (FLOAT, values_)),
     ]
-    shapes = {
-        value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
-        for value in (*graph.input, *graph.output)
-    }
-    assert shapes["input_ids"] == ["rows", "tokens"]
-    assert shapes["past_key_0"] == shapes["present_key_0"] == ["rows", 2, "capacity", 16]
-    assert shapes["logits"] == ["num_logits", 272]
-    assert shapes["total_sequence_length"] == []
+
+
+def test_keys_lie_transposed_inside_a_block() -> None:
+    config = dataclasses.replace(LLAMA, head_size=32)
+    graph = Networks(make_checkpoint(config)).prepare("fp32").decoder("cpu")
+    keys, its_values = graph.arguments[6][:2]
+    assert (keys.shape[1:], its_values.shape[1:]) == ((2, 32, 16), (2, 16, 32))
 
 
 def test_a_seq2seq_model_has_two_graphs_with_the_documented_names(seq2seq: Exported) -> None:
-    decoder, encoder = load(seq2seq).graph, load(seq2seq, "encoder").graph
-    assert [value.name for value in encoder.input] == ["source_ids", "source_positions"]
-    parked = graph_contract.cache_names("present", 2, cross=True)
-    assert [value.name for value in encoder.output] == parked
-    inputs = [value.name for value in decoder.input]
-    assert inputs[8:10] == ["source_seqlens_k", "source_total_length"]
-    assert inputs[10:] == graph_contract.cache_names("past", 2, cross=True)
+    decoder, encoder = values(load(seq2seq).graph), values(load(seq2seq, "encoder").graph)
+    caches = graph_contract.cache_names(2)
+    extended = [f"new_{name}" for name in caches]
+    step = ["input_ids", "positions", "query_starts", "past_lengths", "block_table"]
+    source = ["source_lengths", "source_table"]
+    assert list(decoder) == [*step, "logit_indices", *caches, *source, "logits", *extended]
+    assert decoder["source_lengths"] == (INT32, ["sequences"])
+    assert decoder["source_table"] == (INT32, ["sequences", "most_source_blocks"])
+    inputs = ["source_ids", "positions", "query_starts", "block_table"]
+    assert list(encoder) == [*inputs, *caches, *extended]
+    assert encoder["source_ids"] == (INT64, ["tokens"])
+
+
+def test_cross_attention_reads_the_pool_that_attention_wrote(seq2seq: Exported) -> None:
+    """Or the runtime might read before it is written, or from a copy."""
+    graph = load(seq2seq).graph
+    crossings = [node for node in graph.node if node.op_type == "CrossAttention"]
+    assert [list(node.input[1:3]) for node in crossings] == [
+        [f"new_key_cache_{i}", f"new_value_cache_{i}"] for i in range(2)
+    ]
 
 
 def test_logits_are_gathered_before_the_vocabulary_projection(exported: Exported) -> None:
@@ -108,7 +175,7 @@ def test_a_weight_is_stored_once_though_two_graphs_use_it(exported: Exported) ->
     assert size <= 4 * exported.manifest.sizes.num_parameters + tables
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", SERVED)
 def test_no_logits_may_be_asked_for(llama: Exported, precision: str) -> None:
     """A prefill chunk that isn't the last has no use for any."""
     graphs = llama.manifest.graphs_in(precision)
@@ -130,9 +197,30 @@ def test_caches_are_extended_in_place(llama: Exported) -> None:
         assert np.abs(new[:, 3]).max() > 0
 
 
-def test_half_precision_answers_in_float32(gpt: Exported) -> None:
-    graphs = gpt.manifest.graphs_in("fp16")
-    session = open_session(gpt.directory / graphs.decoder)
-    types = {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
-    assert types["past_key_0"] == "tensor(float16)"
-    assert types["logits"] == "tensor(float)"
+def test_half_precision_has_blocks_for_a_card_and_answers_in_float32(gpt: Exported) -> None:
+    found = values(load(gpt, precision="fp16").graph)
+    blocks = (onnx.TensorProto.FLOAT16, ["num_blocks", 256, 4, 16])
+    assert found["key_cache_0"] == found["new_value_cache_1"] == blocks
+    assert found["logits"] == (FLOAT, ["num_logits", 272])
+    assert list(found) == list(values(load(gpt).graph))
+
+
+def test_a_translator_has_no_graphs_for_a_card() -> None:
+    with pytest.raises(UnsupportedModelError, match="a translator has no fp16 graphs"):
+        Networks(make_checkpoint(SEQ2SEQ)).prepare("fp16")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(SEQ2SEQ, positions="rotary", norm="rms", num_kv_heads=2),
+        dataclasses.replace(SEQ2SEQ, positions="learned", activation="swiglu", head_size=48),
+        dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True, head_size=256),
+    ],
+    ids=["rotary and grouped translator", "learned positions", "wide heads"],
+)
+def test_other_settings_compute_what_pytorch_computes(config: ModelConfig, tmp_path: Path) -> None:
+    """The proof refuses them if not."""
+    found = export(tmp_path / "bundle", make_checkpoint(config), "fp32").manifest.graphs[0]
+    assert found.invariance is not None
+    assert found.invariance.holds

@@ -1,5 +1,6 @@
-"""Quill's own attention: PyTorch's numbers, the same bits however it is cut, no crashes."""
+"""Quill's own attention: numpy's numbers, the same bits in any company, no crashes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,135 +8,147 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from quill.export.verify.runner import Array, open_session
-from quill.model.network.attention import Cached
-from quill.model.network.positions import RotaryTables, rotary_tables
+from tests.export.operators.attention_steps import (
+    BLOCK,
+    MAX_POSITIONS,
+    Piece,
+    Pool,
+    Shape,
+    expected,
+    normal,
+    save,
+    split_heads,
+)
 from tests.export.operators.own_kernels import KERNELS, computed_with
-from tests.export.tiny import LLAMA
 from tests.operators import needs_operators
 
 pytestmark = [needs_operators, pytest.mark.portable]
 
-NUM, NUM_KV, SIZE, CAPACITY = 6, 2, 64, 96
-NAMES = ("qkv", "past_key", "past_value", "last", "longest")
-CONFIG = replace(LLAMA, num_heads=NUM, num_kv_heads=NUM_KV, head_size=SIZE, context=CAPACITY)
+SHAPE = Shape()
+SHAPES = [
+    SHAPE,
+    Shape(rotary=False),
+    Shape(dtype="float32"),
+    Shape(num=9, num_kv=3, size=64),
+    Shape(num=4, num_kv=4, size=16),
+    Shape(num=4, num_kv=1, size=80, dtype="float32"),
+    Shape(num=7, num_kv=1, size=128),
+    Shape(num=2, num_kv=1, size=256, rotary=False),
+    Shape(num=50, num_kv=1, size=16, dtype="float32"),
+]
 
 
-def tables() -> RotaryTables:
-    return rotary_tables(CONFIG)
+def num_blocks(length: int) -> int:
+    return -(-length // BLOCK)
 
 
-def save(directory: Path, **changes: Any) -> Path:
-    attributes = {"heads": NUM, "kv_heads": NUM_KV, "head_size": SIZE, "scale": SIZE**-0.5}
-    rotary = changes.pop("rotary", True)
-    num_tables = changes.pop("num_tables", 2)
-    inputs = [*NAMES, *(("cosines", "sines")[:num_tables] if rotary else ())]
-    outputs = ["out", "key", "value"]
-    node = helper.make_node("Attention", inputs, outputs, domain="quill", **attributes | changes)
-    types = (TensorProto.FLOAT, *[TensorProto.FLOAT16] * 2, *[TensorProto.INT32] * 2)
-    kinds = dict(zip(NAMES, types, strict=True))
-    constants = [
-        onnx.numpy_helper.from_array(table.numpy(), name)
-        for table, name in zip(tables(), ("cosines", "sines"), strict=True)
-        if rotary
-    ]
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
-        [
-            helper.make_tensor_value_info(name, kind, None)
-            for name, kind in zip(outputs, types, strict=False)
-        ],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
-    path = directory / "attention.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
+def alone(path: Path, shape: Shape, qkv: Array, num_threads: int = 2) -> Array:
+    """A sequence in one piece, with nobody else."""
+    pool = Pool(path, shape, num_blocks(len(qkv)), num_threads)
+    return pool.step(Piece(qkv, 0, range(num_blocks(len(qkv)))))[0]
 
 
-class Rows:
-    """Rows with a cache of their own, as a server has them."""
-
-    def __init__(self, path: Path, num_rows: int, num_threads: int = 2) -> None:
-        self.session = open_session(path, num_threads, operators=True)
-        shape = (num_rows, NUM_KV, CAPACITY, SIZE)
-        self.keys, self.values = (np.full(shape, np.nan, np.float16) for _ in range(2))
-
-    def attend(self, qkv: Array, lengths: list[int]) -> Array:
-        """Appends the new tokens and attends; `lengths` include them."""
-        last = np.array(lengths, np.int32) - 1
-        given = (qkv, self.keys, self.values, last, np.array(max(lengths), np.int32))
-        feeds = dict(zip(NAMES, given, strict=True))
-        out, self.keys, self.values = self.session.run(None, feeds)
-        assert isinstance(out, np.ndarray)
-        return out
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_attends_as_numpy_does_and_keeps_keys_and_values(shape: Shape, tmp_path: Path) -> None:
+    lengths, pool = (150, 1, 300, 17), Pool(save(tmp_path, shape), shape, 40)
+    blocks = np.random.default_rng(1).permutation(40)
+    places = np.split(blocks[:33], np.cumsum([num_blocks(length) for length in lengths])[:-1])
+    prompts = [normal(length, shape.width, seed=length) for length in lengths]
+    found = pool.step(*(Piece(p, 0, b.tolist()) for p, b in zip(prompts, places, strict=True)))
+    for qkv, place, out in zip(prompts, places, found, strict=True):
+        q, k, v = split_heads(shape, qkv)
+        tolerance = 3e-3 if shape.dtype == "float16" else 2e-5
+        np.testing.assert_allclose(out, expected(shape, q, k, v, causal=True), atol=tolerance)
+        keys, values = pool.kept(place.tolist(), len(qkv))
+        np.testing.assert_allclose(keys, k, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(values, v.astype(shape.dtype))
 
 
-def normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def tokens(num_rows: int, length: int) -> Array:
-    return normal(num_rows, length, (NUM + 2 * NUM_KV) * SIZE)
-
-
-@pytest.mark.parametrize("rotary", [True, False])
-def test_it_attends_as_pytorch_does(rotary: bool, tmp_path: Path) -> None:
-    qkv = tokens(2, 40)
-    cached = Cached(CONFIG, tables() if rotary else None)
-    cached.begin(torch.zeros(2, 40, dtype=torch.int64))
-    expected = cached.self_attention(0, torch.from_numpy(qkv)).numpy()
-    rows = Rows(save(tmp_path, rotary=rotary), 2)
-    np.testing.assert_allclose(rows.attend(qkv, [40, 40]), expected, atol=2e-3)
-    found = cached.key_value(0)
-    np.testing.assert_allclose(rows.keys[:, :, :40], found.k_BKSH.numpy(), rtol=1e-3, atol=1e-6)
-    np.testing.assert_array_equal(rows.values[:, :, :40], found.v_BKSH.numpy().astype(np.float16))
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33])
-def test_a_prompt_gets_the_same_bits_however_it_is_cut(chunk: int, tmp_path: Path) -> None:
-    path, qkv = save(tmp_path), tokens(1, 70)
-    whole = Rows(path, 1).attend(qkv, [70])
-    rows = Rows(path, 1, num_threads=1)
-    ends = [*range(chunk, 70, chunk), 70]
+@pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 128, 129])
+@pytest.mark.parametrize("shape", SHAPES[2:5], ids=str)
+def test_a_prompt_gets_the_same_bits_however_it_is_cut(
+    shape: Shape, chunk: int, tmp_path: Path
+) -> None:
+    path, qkv = save(tmp_path, shape), normal(300, shape.width)
+    whole = alone(path, shape, qkv)
+    pool, blocks = Pool(path, shape, 19, num_threads=1), range(19)
+    ends = [*range(chunk, 300, chunk), 300]
     parts = [
-        rows.attend(qkv[:, start:end], [end]) for start, end in zip([0, *ends], ends, strict=False)
+        pool.step(Piece(qkv[start:end], start, blocks))[0]
+        for start, end in zip([0, *ends], ends, strict=False)
     ]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(tmp_path: Path) -> None:
-    path, lengths = save(tmp_path), [5, 33, 70, 17, 16, 1, 48]
-    qkv = tokens(len(lengths), 70)
-    crowd = Rows(path, len(lengths))
-    for row, length in enumerate(lengths):
-        alone = Rows(path, 1)
-        expected = alone.attend(qkv[row : row + 1, :length], [length])[:, -1:]
-        crowd.keys[row], crowd.values[row] = alone.keys[0], alone.values[0]
-        lone = Rows(path, 1)
-        lone.keys, lone.values = alone.keys.copy(), alone.values.copy()
-        at = qkv[row : row + 1, length - 1 : length]
-        np.testing.assert_array_equal(lone.attend(at, [length]), expected)
-    last = np.stack([qkv[row, length - 1 : length] for row, length in enumerate(lengths)])
-    found = crowd.attend(last, lengths)
-    for row, length in enumerate(lengths):
-        lone = Rows(path, 1)
-        lone.keys, lone.values = crowd.keys[row : row + 1], crowd.values[row : row + 1]
-        np.testing.assert_array_equal(lone.attend(last[row : row + 1], [length])[0], found[row])
+class Crowd:
+    """Sequences of random lengths over shuffled blocks, some of which begin as others do."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.prompts = [normal(400, shape.width, seed=9)]  # the beginnings that are shared
+        self.tables: list[list[int]] = []
+        self.free = self.random.permutation(600).tolist()
+        self.tables.append([self.free.pop() for _ in range(num_blocks(400))])
+        for index in range(12):
+            shared = int(self.random.choice([0, 0, 128, 256, 272, 384]))
+            own = normal(int(self.random.integers(1, 200)), shape.width, seed=100 + index)
+            self.prompts.append(np.concatenate([self.prompts[0][:shared], own]))
+            needed = num_blocks(shared + len(own))
+            table = self.tables[0][: shared // BLOCK]
+            self.tables.append([*table, *(self.free.pop() for _ in range(needed - len(table)))])
+
+    def begun(self, index: int) -> int:
+        """How much of it was there before."""
+        prompt = self.prompts[index]
+        last = int(self.random.choice([1, 1, 1, 2, 5, 40, 400]))
+        return max(len(prompt) - last, 0)
 
 
-def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
-    path, qkv = save(tmp_path), tokens(2, 53)
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], SHAPES[8]], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
+    shape: Shape, seed: int, tmp_path: Path
+) -> None:
+    path, crowd = save(tmp_path, shape), Crowd(shape, seed)
+    pool = Pool(path, shape, 600)
+    wholes = [alone(path, shape, prompt) for prompt in crowd.prompts]
+    begun = [crowd.begun(index) for index in range(len(wholes))]
+    for prompt, table, past in zip(crowd.prompts, crowd.tables, begun, strict=True):
+        if past:
+            pool.step(Piece(prompt[:past], 0, table))
+    pieces = [
+        Piece(prompt[past:], past, table)
+        for prompt, table, past in zip(crowd.prompts, crowd.tables, begun, strict=True)
+    ]
+    for order in (range(len(pieces)), crowd.random.permutation(len(pieces))):
+        found = pool.step(*(pieces[index] for index in order))
+        for index, out in zip(order, found, strict=True):
+            np.testing.assert_array_equal(out, wholes[index][begun[index] :])
+
+
+def test_threads_change_no_bit(tmp_path: Path) -> None:
+    """One token with a long past is cut into ranges of chunks."""
+    path, qkv = save(tmp_path, SHAPE), normal(MAX_POSITIONS, SHAPE.width)
+    whole = alone(path, SHAPE, qkv, num_threads=1)
+    np.testing.assert_array_equal(alone(path, SHAPE, qkv), whole)
+    for num_threads in (1, 2, 5):
+        pool, blocks = Pool(path, SHAPE, 40, num_threads), range(40)
+        pool.step(Piece(qkv[:-1], 0, blocks))
+        np.testing.assert_array_equal(pool.step(Piece(qkv[-1:], 639, blocks))[0], whole[-1:])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_kernels_compute_the_same_bits(shape: Shape, tmp_path: Path) -> None:
+    path, pool = save(tmp_path, shape), Pool(save(tmp_path, shape), shape, 40)
+    qkv = normal(3, 170, shape.width)
     qkv[0] *= 30  # one key decides
     qkv[1, :, ::7] *= 1e-6  # halves that have lost their leading one
-    cache = np.zeros((2, NUM_KV, CAPACITY, SIZE), np.float16)
-    given = (qkv, cache, cache, np.array([52, 52], np.int32), np.array(53, np.int32))
-    feeds: dict[str, Array] = dict(zip(NAMES, given, strict=True))
+    pieces = [Piece(heads, 0, range(11 * i, 11 * i + 11)) for i, heads in enumerate(qkv)]
+    pool.keys, pool.values = np.zeros_like(pool.keys), np.zeros_like(pool.values)
+    feeds = pool.feeds(pieces)
     found = {kernels: computed_with(kernels, path, feeds) for kernels in KERNELS}
     plain = found.pop("plain")
     assert plain is not None
@@ -144,21 +157,39 @@ def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
             np.testing.assert_array_equal(outputs, plain)
 
 
-def test_what_is_behind_a_row_in_its_cache_is_never_looked_at(tmp_path: Path) -> None:
-    """Rows.keys begin as NaN: only what was written is finite."""
-    rows = Rows(save(tmp_path), 3)
-    assert np.isfinite(rows.attend(tokens(3, 20), [20, 20, 20])).all()
-    assert np.isnan(rows.keys[:, :, 20:]).all()
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_behind_a_sequence_is_never_looked_at(dtype: str, tmp_path: Path) -> None:
+    """A pool begins as NaN: only what was written is finite."""
+    shape = replace(SHAPE, dtype=dtype)
+    pool = Pool(save(tmp_path, shape), shape, 30)
+    for length in (20, 129, 150):
+        qkv = normal(length, SHAPE.width)
+        assert np.isfinite(pool.step(Piece(qkv, 0, range(3, 13)))[0]).all()
+        assert np.isfinite(pool.step(Piece(qkv[-1:], length - 1, range(3, 13)))[0]).all()
+        keys, values = pool.kept(range(3, 13), 160)
+        assert np.isnan(keys[length:]).all()
+        assert np.isnan(values[length:]).all()
+        assert np.isnan(pool.keys[[0, 1, 2, *range(13, 30)]]).all()
 
 
-def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(tmp_path: Path) -> None:
-    path, qkv = save(tmp_path), tokens(3, 20)
-    good = Rows(path, 3).attend(qkv, [20] * 3)
-    qkv[1, 4] = np.nan
-    found = Rows(path, 3).attend(qkv, [20] * 3)
-    np.testing.assert_array_equal(found[[0, 2]], good[[0, 2]])
-    np.testing.assert_array_equal(found[1, :4], good[1, :4])
-    assert np.isnan(found[1, 4:]).all()
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", [slice(None), slice(-64, None), slice(6 * 64, 7 * 64)], ids=str)
+def test_what_is_not_finite_spoils_no_other_and_is_not_hidden(
+    part: slice, bad: float, tmp_path: Path
+) -> None:
+    """All of a token, a value of the second group of heads, a key of the first."""
+    path, qkv = save(tmp_path, SHAPE), normal(3, 160, SHAPE.width)
+    pieces = [Piece(heads, 0, range(10 * i, 10 * i + 10)) for i, heads in enumerate(qkv)]
+    good = Pool(path, SHAPE, 30).step(*pieces)
+    qkv[1, 4, part] = bad
+    found = Pool(path, SHAPE, 30).step(*pieces)
+    for index in (0, 2):
+        np.testing.assert_array_equal(found[index], good[index])
+    np.testing.assert_array_equal(found[1][:4], good[1][:4])
+    reached = found[1][4:].reshape(156, 6, 64)
+    if part.start is not None:
+        reached = reached[:, :3] if part.start == 6 * 64 else reached[:, 3:]
+    assert not np.isfinite(reached).any()
 
 
 @pytest.mark.parametrize(
@@ -168,6 +199,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(tmp_path: Pa
         ({"heads": 0}, "no such heads"),
         ({"kv_heads": 0}, "no such heads"),
         ({"head_size": 40}, "no such heads"),
+        ({"head_size": 272}, "no such heads"),
         ({"heads": 4}, "heads of another width"),
         ({"head_size": 128}, "heads of another width"),
         ({"num_tables": 1}, "cosines without sines"),
@@ -175,33 +207,83 @@ def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(tmp_path: Pa
     ids=str,
 )
 def test_heads_that_do_not_fit_are_errors_not_crashes(
-    changes: dict[str, int], words: str, tmp_path: Path
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=words):
-        Rows(save(tmp_path, **changes), 1).attend(tokens(1, 3), [3])
+        Pool(save(tmp_path, SHAPE, **changes), SHAPE, 3).step(
+            Piece(normal(3, SHAPE.width), 0, range(3))
+        )
 
 
 @pytest.mark.parametrize(
-    ("num_new", "length", "words"),
+    ("length", "blocks", "words"),
     [
-        (3, 2, "longer than its cache"),
-        (1, 0, "longer than its cache"),
-        (1, CAPACITY + 1, "longer than its cache"),
-        (1, -(2**31) + 1, "longer than its cache"),
+        (46, range(3), "longer than its blocks"),
+        (-1, range(3), "longer than its blocks"),
+        (-(2**31), range(3), "longer than its blocks"),
+        (2**31 - 1, range(3), "longer than its blocks"),
+        (0, [], "longer than its blocks"),
+        (17, [0, 40], "a block that isn't there"),
+        (17, [-1, 3], "a block that isn't there"),
+        (638, range(41), "a block that isn't there"),
+        (638, [*range(40), 1], "longer than its positions"),
     ],
 )
-def test_lengths_that_do_not_fit_are_errors_not_crashes(
-    num_new: int, length: int, words: str, tmp_path: Path
+def test_sequences_that_do_not_fit_are_errors_not_crashes(
+    length: int, blocks: Sequence[int], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=words):
-        Rows(save(tmp_path), 1).attend(tokens(1, num_new), [length])
+        Pool(save(tmp_path, SHAPE), SHAPE, 40).step(Piece(normal(3, SHAPE.width), length, blocks))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("query_starts", [0, 2], "starts of sequences"),
+        ("query_starts", [1, 3], "starts of sequences"),
+        ("query_starts", [0, 4], "starts of sequences"),
+        ("query_starts", [], "no starts"),
+        ("query_starts", [0, 5, 3], "starts of sequences"),
+        ("query_starts", [0, 2, 3], "lengths for another number"),
+        ("past_lengths", [0, 0], "lengths for another number"),
+        ("block_table", [[0], [1]], "blocks for another number"),
+        ("block_table", [0], "blocks for another number"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_errors_not_crashes(
+    name: str, value: list[int], words: str, tmp_path: Path
+) -> None:
+    pool = Pool(save(tmp_path, SHAPE), SHAPE, 4)
+    feeds = pool.feeds([Piece(normal(3, SHAPE.width), 0, range(4))])
+    with pytest.raises(Exception, match=words):
+        pool.run(feeds | {name: np.array(value, np.int32)})
 
 
 def test_a_cache_of_another_shape_is_an_error(tmp_path: Path) -> None:
-    rows = Rows(save(tmp_path), 2)
-    with pytest.raises(Exception, match="a cache of another size"):
-        rows.attend(tokens(1, 3), [3])
-    rows = Rows(save(tmp_path), 1)
-    rows.values = rows.values[:, :, :10]
-    with pytest.raises(Exception, match="a cache of another size"):
-        rows.attend(tokens(1, 3), [3])
+    pool, piece = Pool(save(tmp_path, SHAPE), SHAPE, 4), Piece(normal(3, SHAPE.width), 0, [0])
+    keys, values = pool.keys, pool.values
+    for bad_keys, bad_values in [
+        (values, keys),
+        (keys[:2], values),
+        (keys[:, :1], values[:, :1]),
+        (keys[..., :8], values[..., :8, :]),
+    ]:
+        pool.keys, pool.values = bad_keys, bad_values
+        with pytest.raises(Exception, match="a cache of another size"):
+            pool.step(piece)
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache", "new_key_cache", "new_value_cache"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_caches_of_different_types_are_an_error(dtype: str, name: str, tmp_path: Path) -> None:
+    """Both kinds have one name: no graph may get a kernel of the other."""
+    shape = replace(SHAPE, dtype=dtype)
+    path = save(tmp_path, shape)
+    graph = onnx.load(path)
+    other = TensorProto.FLOAT if dtype == "float16" else TensorProto.FLOAT16
+    for value in (*graph.graph.input, *graph.graph.output):
+        if value.name == name:
+            value.type.tensor_type.elem_type = other
+    onnx.save(graph, path)
+    with pytest.raises(Exception, match=r"[Tt]ype|Could not find an implementation"):
+        open_session(path, 1)

@@ -77,7 +77,7 @@ def save(module: nn.Module, directory: Path, *arguments: Array) -> Path:
 
 
 def run(path: Path, *arguments: Array, num_threads: int = 2) -> Array:
-    session = open_session(path, num_threads, operators=True)
+    session = open_session(path, num_threads)
     names = [each.name for each in session.get_inputs()]
     (y,) = session.run(None, dict(zip(names, arguments, strict=True)))
     assert isinstance(y, np.ndarray)
@@ -267,7 +267,7 @@ def test_sizes_that_do_not_fit_are_errors_not_crashes(
 
 def test_weights_that_are_no_constants_are_refused(tmp_path: Path) -> None:
     """They could have another size in every step."""
-    session = open_session(hand_made(tmp_path, constant=False), operators=True)
+    session = open_session(hand_made(tmp_path, constant=False))
     given = {"x": normal(2, 96), "residual": normal(2, 48), "gains": np.ones(96, np.float32)}
     with pytest.raises(Exception, match="weights that aren't constants"):
         session.run(None, given)

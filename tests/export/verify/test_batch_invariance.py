@@ -1,6 +1,7 @@
 """Whether a row's logits depend on its company, measured on real graphs and on a crooked one."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +9,18 @@ import onnx
 import pytest
 from onnx import helper
 
-from quill.export.bundle.graph_contract import LOGITS
+from quill.export.bundle.graph_contract import INPUT_IDS, LOGITS
 from quill.export.bundle.manifest import Graphs
+from quill.export.verify import batch_invariance
 from quill.export.verify.batch_invariance import NUM_SLOTS, measure_invariance
 from quill.export.verify.held_out import Passage
 from quill.export.verify.runner import Runner
 from tests.export.tiny import Exported
+from tests.operators import SERVED
 
 pytestmark = pytest.mark.portable
+
+Change = Callable[[onnx.ModelProto], None]
 
 
 def passages(exported: Exported) -> list[Passage]:
@@ -30,30 +35,17 @@ def runner_for(exported: Exported, directory: Path, graphs: Graphs) -> Runner:
     return Runner(directory, graphs, exported.manifest.sizes, NUM_SLOTS, 64)
 
 
-def test_fp32_is_bit_identical_for_any_number_of_rows(exported: Exported) -> None:
-    found = exported.manifest.graphs_in("fp32").invariance
+@pytest.mark.parametrize("precision", SERVED)
+def test_a_row_is_the_same_bits_in_any_company(exported: Exported, precision: str) -> None:
+    found = exported.manifest.graphs_in(precision).invariance
     assert found is not None
     assert found.holds
-    assert found.min_rows == 1
     assert found.rows == (1, 2, 3, 8, 32)
+    assert found.num_cut_tokens >= exported.manifest.sizes.context
 
 
-def test_int4_is_bit_identical_from_two_rows_on(exported: Exported) -> None:
-    found = exported.manifest.graphs_in("int4").invariance
-    assert found is not None
-    assert found.holds
-    assert found.min_rows <= 2
-    assert found.min_chunk == 2
-
-
-def test_the_manifest_records_the_tile_that_chunks_must_fit(exported: Exported) -> None:
-    found = exported.manifest.graphs_in("fp32").invariance
-    assert found is not None
-    assert found.tile == 16
-
-
-def test_half_precision_is_not_measured_on_a_cpu(exported: Exported) -> None:
-    assert exported.manifest.graphs_in("fp16").invariance is None
+def test_half_precision_is_not_measured_on_a_cpu(llama: Exported) -> None:
+    assert llama.manifest.graphs_in("fp16").invariance is None
 
 
 def lean_on_the_neighbours(model: onnx.ModelProto) -> None:
@@ -77,14 +69,57 @@ def test_a_graph_whose_rows_lean_on_each_other_is_found_out(
     family: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     exported: Exported = request.getfixturevalue(family)
-    graphs = exported.manifest.graphs_in("fp32")
-    shutil.copytree(exported.directory, tmp_path, dirs_exist_ok=True)
-    model = onnx.load(tmp_path / graphs.decoder)
-    lean_on_the_neighbours(model)
-    onnx.save(model, tmp_path / graphs.decoder)
-    found = measure_invariance(runner_for(exported, tmp_path, graphs), passages(exported))
+    runner = changed(exported, tmp_path, lean_on_the_neighbours)
+    found = measure_invariance(runner, passages(exported))
     assert not found.holds
-    assert found.min_rows == 32
+
+
+def changed(exported: Exported, directory: Path, change: Change) -> Runner:
+    """A runner for the fp32 graphs with something about the decoder changed."""
+    graphs = exported.manifest.graphs_in("fp32")
+    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
+    model = onnx.load(directory / graphs.decoder)
+    change(model)
+    onnx.save(model, directory / graphs.decoder)
+    return runner_for(exported, directory, graphs)
+
+
+def lean_on_the_length_of_the_step(model: onnx.ModelProto) -> None:
+    """Adds a tiny part of the number of tokens in the step to what is embedded: a lone token, a
+    chunk and a mixed step are no longer one."""
+    graph = model.graph
+    embedding = next(node for node in graph.node if node.op_type == "Gather")
+    first, embedding.output[0] = embedding.output[0], "embedded"
+    small = np.array(1e-4, np.float32)
+    graph.initializer.append(onnx.numpy_helper.from_array(small, "small"))
+    after = [
+        helper.make_node("Size", [INPUT_IDS], ["tokens"]),
+        helper.make_node("Cast", ["tokens"], ["number"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", ["number", "small"], ["part"]),
+        helper.make_node("Add", ["embedded", "part"], [first]),
+    ]
+    at = list(graph.node).index(embedding) + 1
+    nodes = [*graph.node[:at], *after, *graph.node[at:]]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def decode_alike(runner: Runner, prompts: list[Passage]) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("family", ["llama", "seq2seq"])
+def test_a_cut_that_changes_something_is_found_out(
+    family: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the cuts alone: the crowds aren't asked."""
+    exported: Exported = request.getfixturevalue(family)
+    monkeypatch.setattr(batch_invariance, "_rows_agree", decode_alike)
+    runner = changed(exported, tmp_path, lean_on_the_length_of_the_step)
+    assert not measure_invariance(runner, passages(exported)).holds
 
 
 def test_one_short_passage_is_enough_to_measure_with(llama: Exported) -> None:

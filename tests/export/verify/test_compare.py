@@ -55,7 +55,7 @@ def test_every_situation_of_a_server_is_compared(
     situations = [comparison.situation for comparison in compare(runner, llama_answers)]
     assert situations[:3] == ["in prefill", "in prefill by chunks", "in 64 decode steps"]
     assert situations[3] == "cache, keys of layer 0"
-    assert situations[-2:] == ["in ragged rows", "after a row moved to another slot"]
+    assert situations[-2:] == ["in ragged rows", "in mixed steps"]
 
 
 def test_seq2seq_compares_the_parked_source_too(
@@ -64,7 +64,7 @@ def test_seq2seq_compares_the_parked_source_too(
     runner = runner_for(seq2seq, seq2seq.directory, seq2seq.manifest.graphs_in("fp32"))
     situations = [comparison.situation for comparison in compare(runner, seq2seq_answers)]
     assert situations[0] == "cache of the source, keys of layer 0"
-    assert "after a row moved to another slot" in situations
+    assert "in mixed steps" in situations
 
 
 def test_probes_have_different_lengths(llama_answers: list[Answer]) -> None:
@@ -93,17 +93,17 @@ def nodes(model: onnx.ModelProto, operator: str) -> list[onnx.NodeProto]:
 
 def shift_rotary_table(model: onnx.ModelProto) -> None:
     """Every position is taken for the next one: no logit changes, but every key does."""
-    for name in nodes(model, "GroupQueryAttention")[0].input[7:9]:
+    for name in nodes(model, "Attention")[0].input[6:8]:
         change_tensor(model, name, lambda table: np.roll(table, -1, axis=0))
 
 
 def stretch_rotary_table(model: onnx.ModelProto) -> None:
-    for name in nodes(model, "GroupQueryAttention")[0].input[7:9]:
+    for name in nodes(model, "Attention")[0].input[6:8]:
         change_tensor(model, name, lambda table: np.repeat(table, 2, axis=0)[: len(table)])
 
 
 def spoil_one_matrix(model: onnx.ModelProto) -> None:
-    change_tensor(model, nodes(model, "MatMul")[3].input[1], lambda matrix: matrix[:, ::-1])
+    change_tensor(model, nodes(model, "Gemm")[3].input[1], lambda matrix: matrix[:, ::-1])
 
 
 def spoil_one_row_of_the_embedding(model: onnx.ModelProto) -> None:
@@ -120,7 +120,7 @@ def exchange_gate_and_value(model: onnx.ModelProto) -> None:
 
 
 def sharpen_attention(model: onnx.ModelProto) -> None:
-    for attribute in nodes(model, "GroupQueryAttention")[1].attribute:
+    for attribute in nodes(model, "Attention")[1].attribute:
         if attribute.name == "scale":
             attribute.f *= 1.1
 
@@ -175,7 +175,7 @@ def test_an_undamaged_copy_passes(
 
 
 def spoil_the_encoder(model: onnx.ModelProto) -> None:
-    change_tensor(model, nodes(model, "MatMul")[0].input[1], lambda matrix: matrix[:, ::-1])
+    change_tensor(model, nodes(model, "Gemm")[0].input[1], lambda matrix: matrix[:, ::-1])
 
 
 def test_a_damaged_encoder_is_caught(
@@ -187,7 +187,7 @@ def test_a_damaged_encoder_is_caught(
 
 
 def exchange_two_layers(model: onnx.ModelProto) -> None:
-    first, second = nodes(model, "MatMulNBits")[0], nodes(model, "MatMulNBits")[4]
+    first, second = nodes(model, "Linear")[0], nodes(model, "Linear")[4]
     for index in (1, 2):
         first.input[index], second.input[index] = second.input[index], first.input[index]
 
@@ -196,12 +196,12 @@ def test_a_damaged_integer_graph_is_caught(
     llama: Exported, llama_answers: list[Answer], tmp_path: Path
 ) -> None:
     shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
-    graphs = llama.manifest.graphs_in("int4")
+    graphs = llama.manifest.graphs_in("quill4")
     model = onnx.load(tmp_path / graphs.decoder)
     exchange_two_layers(model)
     onnx.save(model, tmp_path / graphs.decoder)
-    with pytest.raises(VerificationError, match="the int4 graph"):
-        check_graphs(runner_for(llama, tmp_path, graphs), llama_answers, "int4")
+    with pytest.raises(VerificationError, match="the quill4 graph"):
+        check_graphs(runner_for(llama, tmp_path, graphs), llama_answers, "quill4")
 
 
 def test_a_difference_is_measured_in_spreads_of_its_position() -> None:

@@ -3,20 +3,17 @@
 import json
 import math
 import threading
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from quill.__main__ import main
-from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.contenders.protocol import About
 from quill.loadtest.bench.contenders.quill import Quill
 from quill.loadtest.bench.contest import Result
 from quill.loadtest.bench.models import gguf
 from quill.loadtest.bench.report import markdown
-from quill.loadtest.bench.server import expected_bytes, make_prompts
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.closed_loop import closed_loop
 
@@ -64,29 +61,6 @@ def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_server_counts_every_token_and_prints_the_memory(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--users", "3", "--duration", "0.5", "--answer", "5", "--context", "64"]
-    options += ["--precision", "fp32", "--threads", "1", "--out", str(tmp_path)]
-    assert main(["bench", "server", str(bundle), *options]) == 0
-    assert "of weights and caches" in capsys.readouterr().out
-    record = json.loads((tmp_path / "server.json").read_text())
-    served = record["servers"]["Quill fp32"]
-    assert served["num_requests"] >= 3
-    assert served["num_tokens"] == 5 * served["num_requests"]
-    assert served["peak_bytes"] > record["weights_and_caches"]  # of so small a model
-
-
-def test_what_is_expected_of_memory_is_weights_and_full_slots(bundle: Path) -> None:
-    manifest = read_manifest(bundle)
-    weights = (bundle / manifest.graphs_in("fp32").weights).stat().st_size
-    users = Namespace(users=4, context=10)
-    # Keys and values of 2 layers with 2 heads of 16 numbers of 4 bytes.
-    expected = weights + 4 * 10 * 2 * 2 * 2 * 16 * 4
-    assert expected_bytes(manifest, "fp32", users) == expected
-
-
 def test_everybody_in_the_crowd_asks_until_the_time_is_over() -> None:
     together = threading.Barrier(3)
     asked: set[int] = set()
@@ -111,18 +85,10 @@ def test_an_error_in_the_crowd_ends_it() -> None:
         closed_loop(ask, [[1]], 2, 60.0)
 
 
-def test_prompts_have_many_lengths_and_fit() -> None:
-    prompts = make_prompts(range(500), 100)
-    lengths = {len(prompt) for prompt in prompts}
-    assert min(lengths) == 16
-    assert max(lengths) <= 100
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
-
-
 def test_a_line_of_the_table_has_speed_quality_and_memory() -> None:
-    result = Result(About("Quill", "int4", "9", 2_000_000), {"decode 1": 12.4}, 3_000_000, 33.0)
+    result = Result(About("Quill", "quill4", "9", 2_000_000), {"decode 1": 12.4}, 3_000_000, 33.0)
     text = markdown([result], {"machine": "this"})
-    assert "| Quill int4 | 12 | 33.000 | 2 | 3 | 9 |" in text
+    assert "| Quill quill4 | 12 | 33.000 | 2 | 3 | 9 |" in text
     assert "- machine: this" in text
 
 

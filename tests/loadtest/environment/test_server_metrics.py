@@ -15,7 +15,7 @@ PAGE = """# HELP quill_queue_depth Requests that wait
 # TYPE quill_queue_depth gauge
 quill_queue_depth 3.0
 quill_running_rows 8.0
-quill_slots 16.0
+quill_max_rows 16.0
 """
 
 

@@ -66,7 +66,7 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
 ) -> None:
     done = loadtest(
         tmp_path,
-        *("--bundle", str(bundle), "--precision", "fp32", "--serve", "--threads 1 --max-slots 4"),
+        *("--bundle", str(bundle), "--precision", "fp32", "--serve", "--threads 1 --max-rows 4"),
         *("--users", "6", "--requests", "40", "--scenario", "mixed", "--max-new-tokens", "6"),
         "--verify",
     )
@@ -95,7 +95,7 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
     done = loadtest(
         out,
         *("--bundle", str(bundle), "--precision", "fp32"),
-        *("--serve", f"--threads 1 --max-slots 8 {protection}"),
+        *("--serve", f"--threads 1 --max-rows 8 {protection}"),
         *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "crowd.key")),
         *("--users", "3", "--requests", "12", "--scenario", "beams", "--max-new-tokens", "6"),
         *("--workers", "1", "--verify"),

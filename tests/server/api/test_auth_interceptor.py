@@ -102,7 +102,7 @@ def test_health_is_open_and_the_rest_is_not(running: Running, keys: Keys) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         reflect(running, None)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert "quill_slots" in read_metrics(running, keys.alice)
+    assert "quill_max_rows" in read_metrics(running, keys.alice)
     for wrong in (None, "wrong"):
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             read_metrics(running, wrong)
@@ -113,7 +113,7 @@ def test_reflection_and_metrics_follow_their_switches(keys: Keys) -> None:
     switches: dict[str, Any] = {"open_reflection": True, "open_metrics": True}
     with running_server(api_keys=keys.path, metrics_port=0, **switches) as running:
         assert "quill.v1.TextGeneration" in reflect(running, None)
-        assert "quill_slots" in read_metrics(running)
+        assert "quill_max_rows" in read_metrics(running)
         assert refusal(running, None).code is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -140,6 +140,101 @@ def test_calls_at_once_are_limited_and_end_with_their_client(running: Running, k
         running.session.let_go()
         running.next_record("CANCELLED")
         assert ask(running, narrow) == "de"
+
+
+def limited(running: Running, keys: Keys, **limits: int) -> Client:
+    secret = add_key(keys.path, "limited", **limits)
+    return Client(running.address, NEVER, access=Access(api_key=secret))
+
+
+def delay_of(client: Client) -> float | None:
+    """Of a call that is refused for now."""
+    with pytest.raises(CallError) as caught:
+        client.generate("a", max_new_tokens=1, timeout_s=TIMEOUT_S)
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return caught.value.retry_after_s
+
+
+def test_tokens_a_minute_are_prompts_and_answers_and_others_go_on(
+    running: Running, keys: Keys
+) -> None:
+    with limited(running, keys, tokens_per_minute=120) as client:  # 20 at once, then 2 a second
+        client.generate("abc", max_new_tokens=5, num_sequences=2, timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError, match="120 tokens a minute") as caught:
+            client.generate("x" * 17, max_new_tokens=1, timeout_s=TIMEOUT_S)
+        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.retry_after_s == pytest.approx((17 - (20 - 13)) / 2, abs=1)
+        chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
+        assert len("".join(chunk.text for chunk in chunks)) == 100, "what has begun is finished"
+        with pytest.raises(CallError) as caught:
+            client.score("abc", timeout_s=TIMEOUT_S)
+        assert caught.value.retry_after_s == pytest.approx((3 - (20 - 13 - 103)) / 2, abs=3)
+        assert running.next_record("RESOURCE_EXHAUSTED").caller == "limited"
+    assert ask(running, keys.alice) == "de"
+
+
+def test_answer_counts_while_it_comes_and_after_its_client_left(
+    running: Running, keys: Keys
+) -> None:
+    running.session.hold()
+    with limited(running, keys, tokens_per_minute=60) as client:  # 10 at once, then 1 a second
+        chunks = client.stream("abcdefgh", max_new_tokens=50, timeout_s=TIMEOUT_S)
+        running.session.let_go(31)
+        num_tokens = 0
+        while num_tokens < 30:
+            num_tokens += len(next(chunks).token_ids)
+        owed = num_tokens + 8 - 10
+        assert delay_of(client) == pytest.approx(1 + owed, abs=3)
+        chunks.close()
+        running.session.let_go()
+        running.next_record("CANCELLED")
+        assert delay_of(client) == pytest.approx(1 + owed, abs=3)
+
+
+def test_request_that_the_queue_refuses_costs_no_tokens(keys: Keys) -> None:
+    with running_server(max_rows=1, max_waiting=1, api_keys=keys.path) as running:
+        running.session.hold()
+        request = pb.GenerateRequest(prompt="abc", max_new_tokens=1)
+        metadata = Access(api_key=keys.alice).metadata
+        with (
+            limited(running, keys, tokens_per_minute=60) as client,
+            grpc.insecure_channel(running.address) as channel,
+        ):
+            stub: Any = pb_grpc.TextGenerationStub(channel)
+            waiting = stub.Generate.future(request, metadata=metadata, timeout=TIMEOUT_S)
+            running.wait_for_waiting(1)
+            for _ in range(3):
+                with pytest.raises(CallError, match="waiting, which is the limit"):
+                    client.generate("abcdefghi", max_new_tokens=1, timeout_s=TIMEOUT_S)
+            running.session.let_go()
+            assert waiting.result().sequences[0].text == "d"
+            answer = client.generate("abcdefghi", max_new_tokens=1, timeout_s=TIMEOUT_S)
+            assert answer.sequences[0].text == "j"
+
+
+def test_longest_prompt_of_a_key_is_held_to_in_every_kind_of_call(
+    running: Running, keys: Keys
+) -> None:
+    rule = "has 6 tokens; at most 5 are allowed with this API key"
+    with limited(running, keys, max_prompt_tokens=5) as client:
+        answer = client.generate("abcde", max_new_tokens=2, timeout_s=TIMEOUT_S)
+        assert answer.sequences[0].text == "fg"
+        client.score("abcde", timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError, match=f"prompt {rule}") as caught:
+            client.generate("abcdef", max_new_tokens=2, timeout_s=TIMEOUT_S)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.field == "prompt"
+        assert running.next_record("INVALID_ARGUMENT").bad_field == "prompt"
+        with pytest.raises(CallError, match=f"prompt_ids {rule}"):
+            list(client.stream([1, 2, 3, 4, 5, 6], max_new_tokens=2, timeout_s=TIMEOUT_S))
+        with pytest.raises(CallError, match=f"text {rule}"):
+            client.score("abcdef", timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError, match=r"messages has \d+ tokens; at most 5 are"):
+            client.generate(
+                [{"role": "user", "content": "abcdef"}], max_new_tokens=2, timeout_s=TIMEOUT_S
+            )
+    with Client(running.address, NEVER, access=Access(api_key=keys.alice)) as client:
+        client.generate("abcdef", max_new_tokens=2, timeout_s=TIMEOUT_S)
 
 
 def test_names_that_strangers_make_up_dont_reach_the_metrics(running: Running, keys: Keys) -> None:

@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,10 @@ GOOD = {"name": "a", "sha256": "0" * 64}
                 {"max_concurrent": 0},
                 {"max_concurrent": True},
                 {"requests_per_minute": "60"},
+                {"tokens_per_minute": 0},
+                {"tokens_per_minute": 1e6},
+                {"max_prompt_tokens": -1},
+                {"max_prompt_tokens": False},
                 {"secret": "x"},
                 {"admin": "no"},
                 {"revoked": 5},
@@ -113,9 +118,10 @@ def test_change_goes_through_a_link_to_the_file(path: Path, tmp_path: Path) -> N
 
 
 def test_key_is_known_by_its_hash_until_it_is_revoked(path: Path) -> None:
-    secret, other = add_key(path, "alice", max_concurrent=3), add_key(path, "bob", admin=True)
+    limits: Any = {"max_concurrent": 3, "tokens_per_minute": 4, "max_prompt_tokens": 5}
+    secret, other = add_key(path, "alice", **limits), add_key(path, "bob", admin=True)
     keyring = Keyring(path)
-    assert keyring.identify(bearer(secret)) == Caller(name="alice", max_concurrent=3)
+    assert keyring.identify(bearer(secret)) == Caller(name="alice", **limits)
     assert keyring.identify([f"bearer {other}"]) == Caller(name="bob", admin=True)
     revoke_key(path, "alice")
     with pytest.raises(RevokedError, match="alice"):
@@ -177,13 +183,16 @@ def test_front_door_makes_lists_and_revokes(path: Path, capsys: pytest.CaptureFi
     secret = capsys.readouterr().out.strip()
     assert Keyring(path).identify(bearer(secret)).requests_per_minute == 60
     assert main(["keys", "add", str(path), "boss", "--admin"]) == 0
+    tokens = ["--tokens-per-minute", "6000", "--max-prompt-tokens", "500"]
+    assert main(["keys", "add", str(path), "carol", *tokens]) == 0
     assert main(["keys", "revoke", str(path), "alice"]) == 0
     capsys.readouterr()
     assert main(["keys", "list", str(path)]) == 0
-    alice, boss = capsys.readouterr().out.splitlines()
+    alice, boss, carol = capsys.readouterr().out.splitlines()
     assert alice.startswith("alice: revoked ")
     assert alice.endswith("60/min, 2 at once")
     assert boss.endswith("any rate, any number at once, admin")
+    assert carol.endswith("any number at once, 6000 tokens/min, prompts up to 500 tokens")
     assert main(["keys", "list", str(path.parent / "nowhere")]) == 1
     assert "`quill keys add` makes one" in capsys.readouterr().err
 
@@ -251,3 +260,74 @@ def test_running_calls_are_counted_for_each_caller() -> None:
         raise KeyError
     with quotas.call(alice), quotas.call(alice):
         pass
+
+
+def use(quotas: Quotas, caller: Caller, num_prompt: int, num_generated: int) -> None:
+    """A request that is answered."""
+    with quotas.tokens(caller, num_prompt) as spending:
+        spending.is_read = True
+        spending.note(num_generated)
+
+
+def delay_of(quotas: Quotas, caller: Caller, num_prompt: int) -> float:
+    """Of a request that is refused."""
+    with pytest.raises(QuotaError) as caught, quotas.tokens(caller, num_prompt):
+        pass
+    return caught.value.retry_after_s
+
+
+def test_tokens_are_counted_at_both_ends_and_paid_back_in_time() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(clock), Caller(name="alice", tokens_per_minute=600)  # 100 at once
+    use(quotas, alice, 40, 20)
+    assert delay_of(quotas, alice, 50) == pytest.approx(1.0), "40 are left, and 10 come a second"
+    use(quotas, alice, 40, 500)
+    assert delay_of(quotas, alice, 1) == pytest.approx(50.1), "what was overdrawn is owed"
+    clock.now_s += delay_of(quotas, alice, 1) + 1e-6
+    use(quotas, alice, 1, 0)
+    use(quotas, Caller(name="bob", tokens_per_minute=600), 100, 0)
+
+
+def test_average_of_tokens_holds_for_prompts_longer_than_the_bucket_is_deep() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(clock), Caller(name="alice", tokens_per_minute=600)
+    for _ in range(4):
+        use(quotas, alice, 1000, 0)
+        clock.now_s += delay_of(quotas, alice, 1000) + 1e-6
+    assert clock.now_s == pytest.approx(4 * 1000 / 10, rel=1e-3)
+
+
+def test_answer_is_paid_as_it_comes_and_a_prompt_that_was_never_read_is_given_back() -> None:
+    quotas, alice = Quotas(Clock()), Caller(name="alice", tokens_per_minute=600)
+    with quotas.tokens(alice, 60) as spending:
+        assert delay_of(quotas, alice, 60) == pytest.approx(2.0), "40 are left"
+        spending.note(30)
+        assert delay_of(quotas, alice, 60) == pytest.approx(5.0)
+    use(quotas, alice, 100, 0)
+    assert delay_of(quotas, alice, 10) == pytest.approx(1.0)
+
+
+def test_refusal_says_how_many_tokens_are_allowed_left_and_wanted() -> None:
+    quotas, alice = Quotas(Clock()), Caller(name="alice", tokens_per_minute=600)
+    use(quotas, alice, 70, 0)
+    with pytest.raises(QuotaError, match=r"600 tokens a minute; 30 are left now and .* has 42"):
+        use(quotas, alice, 42, 0)
+    use(quotas, alice, 30, 99)
+    with pytest.raises(QuotaError, match="; 0 are left"):
+        use(quotas, alice, 42, 0)
+
+
+def test_caller_without_a_limit_of_tokens_may_use_any_number() -> None:
+    quotas = Quotas(Clock())
+    for _ in range(3):
+        use(quotas, Caller(name="alice"), 10**6, 10**6)
+
+
+def test_limit_that_changes_counts_from_the_next_call_on() -> None:
+    clock = Clock()
+    quotas = Quotas(clock)
+    use(quotas, Caller(name="alice", tokens_per_minute=600), 100, 0)
+    fast = Caller(name="alice", tokens_per_minute=6000)
+    assert delay_of(quotas, fast, 50) == pytest.approx(0.5)
+    clock.now_s += 0.5 + 1e-6
+    use(quotas, fast, 50, 0)

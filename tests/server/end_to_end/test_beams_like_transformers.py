@@ -10,6 +10,7 @@ import torch
 
 from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Beams, Request
 from tests.server.sampling.test_beam_search import Results
@@ -104,7 +105,8 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     wishes = Wishes(precisions=("fp32",), verify=False)
     write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
-    engine = open_engine(bundle, EngineSettings(max_rows=9, context=CONTEXT, num_threads=1))
+    limits = Limits(max_rows=9, context=CONTEXT, num_blocks=200)
+    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
     requests = [
         _request(str(number), number, theirs.config.is_encoder_decoder) for number in range(8)
     ]

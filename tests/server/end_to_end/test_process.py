@@ -19,9 +19,8 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
+from quill.server.limits import Limits
 from quill.server.loading.loader import prepare, warm_up
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
 from quill.server.settings import Settings
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
@@ -31,11 +30,11 @@ WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
 )
-SMALL = Settings(max_rows=2, threads=1, cache_bytes=0, precision="fp32")
+SMALL = Settings(max_rows=2, threads=1, cache_bytes=2**24, precision="fp32")
 
 
 def command(bundle: Path) -> list[str]:
-    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-slots", "2"]
+    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-rows", "2"]
     return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
 
 
@@ -95,7 +94,7 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
                 assert (entries[-1]["metrics"] is None) == (metrics == "off")
                 if metrics != "off":
                     with urllib.request.urlopen(entries[-1]["metrics"], timeout=60) as reply:
-                        assert b"quill_slots" in reply.read()
+                        assert b"quill_max_rows" in reply.read()
                 process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -133,7 +132,7 @@ def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
 
 def test_model_that_cannot_run_is_not_served() -> None:
     session = Reciter()
-    engine = Engine(session, Limits(max_rows=1, context=8), PrefixCache(0))
+    engine = Engine(session, Limits(max_rows=1, context=8, num_blocks=4))
     warm_up(engine, "causal")
     assert session.num_steps == 2
     session.failures.append(RuntimeError("injected"))
@@ -176,8 +175,8 @@ def test_bundle_with_a_missing_file_is_refused(bundle: Path) -> None:
 
 
 def test_bundle_of_a_newer_format_is_refused(bundle: Path) -> None:
-    change_manifest(bundle, format_version=2)
-    with pytest.raises(BundleError, match="format version 2"):
+    change_manifest(bundle, format_version=3)
+    with pytest.raises(BundleError, match="format version 3"):
         prepare(bundle, SMALL)
 
 

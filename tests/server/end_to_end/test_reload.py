@@ -22,9 +22,8 @@ from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import ReloadError, StartError
+from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import serving
 from tests.server.running import (
@@ -43,8 +42,9 @@ from tests.server.tiny_bundle import TinyBundle
 def second(max_rows: int = 2) -> ModelInstance:
     """Another bundle, by its name and its slots."""
     served = make_served(max_rows, manifest=make_manifest(name="second"))
-    limits = Limits(max_rows=max_rows, context=served.context)
-    return ModelInstance(served, Engine(Reciter(), limits, PrefixCache(0)))
+    num_blocks = max_rows * (served.context // 16 + 1)
+    limits = Limits(max_rows=max_rows, context=served.context, num_blocks=num_blocks)
+    return ModelInstance(served, Engine(Reciter(), limits))
 
 
 def name_of(running: Running) -> str:
@@ -241,7 +241,7 @@ def test_front_door_reloads_and_asks_for_health(
         assert capsys.readouterr().out == "SERVING\n"
         running.load_again = second
         assert main(["reload", *address]) == 0
-        assert capsys.readouterr().out == "second is on duty: fp32, 2 slots\n"
+        assert capsys.readouterr().out == "second is on duty: fp32, up to 2 rows\n"
     assert main(["health", *address]) == 1
     assert "quill: " in capsys.readouterr().err
 

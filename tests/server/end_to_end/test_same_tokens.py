@@ -8,17 +8,16 @@ import random
 
 import pytest
 
-from quill.export.bundle.manifest import is_lone_tail
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
 from quill.server.events import PositionLogprobs, StartEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.sampling.logprobs import position_logprobs
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.plan import Piece
 from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
@@ -26,27 +25,26 @@ from tests.server.tiny_bundle import CONTEXT, TinyBundle
 pytestmark = pytest.mark.portable
 
 VOCAB_SIZE = 512
+NUM_BLOCKS = CONTEXT // 16  # of one sequence
 
 
 def _alone(session: OrtSession, request: Request) -> Answers:
-    """The prompt almost at once, then token after token, chosen by the reference's rules."""
+    """The prompt at once, then token after token, chosen by the reference's rules."""
     answers: Answers = {}
+    blocks = range(CONTEXT // 16)
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(**vars(request.sampling))
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        start = max(0, last - 1) if is_lone_tail(len(prompt)) else 0
-        if start:
-            session.prefill(0, 0, prompt[:start], [])
-        logits_1V = session.prefill(0, start, prompt[start:], [last - start])
+        logits_1V = session.step([Piece(prompt, 0, blocks, [last])])
         for position in range(request.max_new_tokens):
             u = uniform(seed, position)
             answer.append(choose(logits_1V[0], parameters, prompt, answer, u))
             reports += position_logprobs(logits_1V, answer[-1:], [request.logprobs or 0])
             if answer[-1] in request.eos_ids:
                 break
-            logits_1V = session.decode(answer[-1:], [last + len(answer)])
+            logits_1V = session.step([Piece(answer[-1:], last + len(answer), blocks, [0])])
         answers[request.request_id, sequence] = reports
     return answers
 
@@ -86,27 +84,26 @@ def test_crowd_gets_the_tokens_of_requests_alone(
 ) -> None:
     rng = random.Random(max_rows)
     requests = [each for each in _requests(40, rng) if each.num_sequences <= max_rows]
-    cache = PrefixCache(2**20)
+    num_blocks = NUM_BLOCKS + 2 * max_rows  # so few that some are set back
     engine = Engine(
-        tiny_bundle.session(precision, max_rows),
-        Limits(max_rows=max_rows, context=CONTEXT),
-        cache,
+        tiny_bundle.session(precision, num_blocks),
+        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
         clock=restless_clock(rng),
     )
+    requests = [each for each in requests if engine.fits(each)]
     crowd = together(engine, requests, rng)
-    plain = tiny_bundle.session(precision, 1)
+    plain = tiny_bundle.session(precision, NUM_BLOCKS)
     alone: Answers = {}
     for request in requests:
         alone |= _alone(plain, request)
     assert crowd == alone
-    assert cache.num_bytes > 0
 
 
 def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundle) -> None:
     rng = random.Random(5)
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(100))
-    limits = Limits(max_rows=2, context=CONTEXT)
-    engine = Engine(tiny_bundle.session("fp32", 2), limits, PrefixCache(2**22))
+    limits = Limits(max_rows=2, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
+    engine = Engine(tiny_bundle.session("fp32", 4 * NUM_BLOCKS), limits)
     answers, cached = list[list[PositionLogprobs | None]](), []
     for name, length in (("first", 100), ("again", 100), ("shorter", 70)):
         request = Request(
@@ -121,7 +118,7 @@ def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundl
                 if isinstance(event, TokenEvent):
                     answer.append(event.logprobs)
         answers.append(answer)
-        alone = _alone(tiny_bundle.session("fp32", 1), request)
+        alone = _alone(tiny_bundle.session("fp32", NUM_BLOCKS), request)
         assert answer == alone[name, 0]
     assert cached == [0, 96, 64]
     assert answers[0] == answers[1]
@@ -145,8 +142,8 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
         )
         for number in range(12)
     ]
-    limits = Limits(max_rows=4, context=CONTEXT)
-    engine = Engine(tiny_bundle.session("fp32", 4), limits, PrefixCache(0))
+    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
+    engine = Engine(tiny_bundle.session("fp32", 4 * NUM_BLOCKS), limits)
     served = together(engine, requests, rng)
     for request in requests:
         parameters = SamplingParameters(

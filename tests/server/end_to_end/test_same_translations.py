@@ -13,11 +13,11 @@ from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
 from quill.server.events import PositionLogprobs
+from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.prefix_cache import PrefixCache
 from quill.server.sampling.logprobs import position_logprobs
-from quill.server.scheduler.scheduler import Limits
+from quill.server.scheduler.plan import Piece, Source
 from tests.operators import SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
@@ -25,6 +25,7 @@ from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
 pytestmark = pytest.mark.portable
 
 VOCAB_SIZE = 512
+NUM_BLOCKS = CONTEXT // 16  # of one text, or one source
 BOS = 0
 
 
@@ -36,9 +37,12 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(**vars(request.sampling))
         text, reports = [BOS], list[PositionLogprobs]()
-        session.encode(0, request.source_ids)
+        own, foreign = range(NUM_BLOCKS), range(NUM_BLOCKS, 2 * NUM_BLOCKS)
+        session.encode([Source(request.source_ids, foreign)])
+        length = len(request.source_ids)
         for position in range(request.max_new_tokens):
-            logits_1V = session.decode(text[-1:], [position])
+            piece = Piece(text[-1:], position, own, [0], foreign, length)
+            logits_1V = session.step([piece])
             token = choose(logits_1V[0], parameters, [BOS], text[1:], uniform(seed, position))
             reports += position_logprobs(logits_1V, [token], [request.logprobs or 0])
             text.append(token)
@@ -80,14 +84,15 @@ def test_crowd_gets_the_translations_of_requests_alone(
 ) -> None:
     rng = random.Random(max_rows)
     requests = [each for each in _requests(40, rng) if each.num_sequences <= max_rows]
+    num_blocks = 2 * NUM_BLOCKS + 2 * max_rows  # so few that some are set back
     engine = Engine(
-        tiny_translator.session(precision, max_rows),
-        Limits(max_rows=max_rows, context=CONTEXT),
-        PrefixCache(0),
+        tiny_translator.session(precision, num_blocks),
+        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
         clock=restless_clock(rng),
     )
+    requests = [each for each in requests if engine.fits(each)]
     crowd = together(engine, requests, rng)
-    plain = tiny_translator.session(precision, 1)
+    plain = tiny_translator.session(precision, 2 * NUM_BLOCKS)
     alone: Answers = {}
     for request in requests:
         alone |= _alone(plain, request)
@@ -112,8 +117,8 @@ def test_engine_gives_the_translations_of_the_reference_decoder(
         )
         for number in range(24)
     ]
-    limits = Limits(max_rows=4, context=CONTEXT)
-    engine = Engine(tiny_translator.session("fp32", 4), limits, PrefixCache(0))
+    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=8 * NUM_BLOCKS)
+    engine = Engine(tiny_translator.session("fp32", 8 * NUM_BLOCKS), limits)
     served = together(engine, requests, rng)
     lengths = set()
     # A logprob is a logit less the logarithm of a sum: each may be off by the rounding.

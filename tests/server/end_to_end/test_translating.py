@@ -13,6 +13,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare
@@ -136,7 +137,6 @@ def test_bundle_that_names_no_first_token_is_refused(tiny_translator: TinyBundle
     bundle = open_bundle(tiny_translator.directory, "fp32")
     special = dataclasses.replace(bundle.manifest.special_tokens, bos=None)
     manifest = dataclasses.replace(bundle.manifest, special_tokens=special)
+    limits = Limits(max_rows=1, context=8, num_blocks=2)
     with pytest.raises(StartError, match="begin after"):
-        open_engine(
-            dataclasses.replace(bundle, manifest=manifest), EngineSettings(max_rows=1, context=8)
-        )
+        open_engine(dataclasses.replace(bundle, manifest=manifest), EngineSettings(limits=limits))

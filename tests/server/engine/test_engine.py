@@ -1,16 +1,15 @@
 """What requests are answered, step by step, without a model or a thread."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.request import Request, Sampling
+from quill.server.scheduler.plan import Piece
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
-from tests.server.fake_session import logits_after, oracle
+from tests.server.fake_session import Logits, logits_after, oracle
 
 
 def test_answer_is_the_oracles_and_its_account_is_right() -> None:
@@ -42,7 +41,7 @@ def test_each_of_several_answers_is_the_one_its_own_seed_gives_alone() -> None:
 
 
 def test_prefix_is_taken_from_the_cache_and_changes_nothing() -> None:
-    house = House(cache_bytes=10**6)
+    house = House()
     first, again = make_request("a", num_prompt=40), make_request("a" * 51, num_prompt=40)
     longer = make_request("a", num_prompt=60).prompt_ids
     other = Request(request_id="other", prompt_ids=longer, max_new_tokens=6)
@@ -55,14 +54,48 @@ def test_prefix_is_taken_from_the_cache_and_changes_nothing() -> None:
     assert house.finished["other", 0].usage.cached == 32
 
 
-def test_whole_prompt_in_the_cache_still_leaves_two_tokens_to_read() -> None:
-    house = House(cache_bytes=10**6)
+def test_whole_prompt_in_the_cache_still_leaves_its_last_block_to_read() -> None:
+    house = House()
     for name in ("a", "a" * 51):
-        house.submit(make_request(name, num_prompt=32))
+        house.submit(make_request(name, num_prompt=32, max_new_tokens=1))
         house.run()
-    assert house.started["a" * 51] == 30
-    assert house.session.chunks[-1][1:] == (30, 32)
+    assert house.started["a" * 51] == 16
+    assert house.session.steps[-1] == [(16, 32)]
     assert house.tokens["a", 0] == house.tokens["a" * 51, 0]
+
+
+def test_second_turn_of_a_conversation_finds_the_answer_too() -> None:
+    house = House()
+    first = make_request("a", num_prompt=20, max_new_tokens=30)
+    house.submit(first)
+    house.run()
+    history = (*first.prompt_ids, *house.tokens["a", 0])
+    second = Request(request_id="b", prompt_ids=(*history, 7, 7, 7), max_new_tokens=3)
+    house.submit(second)
+    house.run()
+    assert house.started["b"] == 48, "all but the last block of 50 tokens"
+    assert house.answer(second) == oracle(second, CONTEXT)
+
+
+def test_nothing_is_shared_across_scopes() -> None:
+    house = House()
+    for name, scope in (("a", "one"), ("a" * 51, "two"), ("a" * 101, "one")):
+        house.submit(make_request(name, num_prompt=40, cache_scope=scope))
+        house.run()
+    assert list(house.started.values()) == [0, 0, 32]
+
+
+def test_those_who_come_together_read_their_common_beginning_once() -> None:
+    house = House(max_rows=6)
+    requests = [make_request("a" * (1 + 50 * i), num_prompt=70) for i in range(6)]
+    for request in requests:
+        house.submit(request)
+    house.run()
+    num_read = sum(stop - start for step in house.session.steps for start, stop in step)
+    assert num_read < 64 + 6 * (6 + 8 + 8), "and guesses"
+    for request in requests:
+        assert house.answer(request) == oracle(request, CONTEXT)
+    assert sorted(house.started.values()) == [0, *[64] * 5]
 
 
 def test_logprobs_are_of_the_models_distribution_before_penalties() -> None:
@@ -90,7 +123,7 @@ def test_prompt_is_scored_without_generating() -> None:
         expected_V = log_probabilities(logits_after(request.prompt_ids[:i]))
         assert reports[i].logprob == pytest.approx(expected_V[request.prompt_ids[i]], abs=1e-5)
         assert reports[i].top[0].token_id == expected_V.argmax()
-    assert len(house.session.chunks) > 1
+    assert len(house.session.steps) > 1
     assert house.finished["r", 0].usage.generated == 0
 
 
@@ -103,7 +136,7 @@ def test_scored_prompt_of_one_token_has_nothing_to_report() -> None:
     assert len(house.tokens["r", 0]) == 2
 
 
-def test_sources_that_fit_are_read_in_one_step_and_answered_in_the_next() -> None:
+def test_sources_that_fit_are_encoded_at_once_and_answered_in_the_same_step() -> None:
     house = House(max_rows=4)
     requests = [
         as_translation(make_request(name, num_prompt=num_prompt, num_sequences=num_sequences))
@@ -112,75 +145,47 @@ def test_sources_that_fit_are_read_in_one_step_and_answered_in_the_next() -> Non
     for request in requests:
         house.submit(request)
     house.step()
-    assert house.started == {"a": 0, "bb": 0}, "the third needs two slots, and one is free"
-    assert not house.tokens
-    house.step()
-    assert house.session.num_decoded == [3]
+    assert house.started == {"a": 0, "bb": 0}, "the third needs two rows, and one is free"
+    assert house.session.num_encoded == [2]
+    assert {len(tokens) for tokens in house.tokens.values()} == {1}
     house.run()
     for request in requests:
         assert house.answer(request) == oracle(request, CONTEXT)
     assert house.finished["bb", 0].usage.prompt == 9
 
 
-SAMPLINGS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.7, 1.5]),
-    top_k=st.sampled_from([0, 5]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    repetition_penalty=st.sampled_from([1.0, 1.3]),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
-)
-REQUESTS = st.fixed_dictionaries(
-    {
-        "num_prompt": st.integers(1, 70),
-        "max_new_tokens": st.integers(1, 12),
-        "num_sequences": st.integers(1, 3),
-        "priority": st.integers(-1, 1),
-        "seed": st.integers(0, 2**64 - 1),
-        "eos_ids": st.sampled_from([frozenset[int](), frozenset({1, 2, 3, 4})]),
-        "sampling": SAMPLINGS,
-    }
-)
-ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), REQUESTS),
-    st.tuples(st.just("step"), st.integers(1, 6)),
-    st.tuples(st.just("end"), st.integers(0, 12)),
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.integers(3, 6),
-    st.sampled_from([0, 4_000, 10**6]),
-    st.booleans(),
-    st.lists(ACTIONS, max_size=40),
-)
-def test_any_crowd_gets_the_oracles_answers(
-    max_rows: int, cache_bytes: int, translates: bool, actions: list[tuple[str, Any]]
-) -> None:
-    house = House(max_rows, cache_bytes)
-    requests: list[Request] = []
-    ended: set[str] = set()
-    for kind, value in actions:
-        if kind == "submit":
-            # Names of 10 lengths, so that prompts begin alike and the cache has something to do.
-            name = f"{len(requests):03}" + "x" * (len(requests) % 10)
-            request = make_request(name, **value)
-            requests.append(as_translation(request) if translates else request)
-            house.submit(requests[-1])
-        elif kind == "step":
-            for _ in range(value):
-                house.now_s += 0.01
-                house.step()
-        elif value < len(requests):
-            ended.add(requests[value].request_id)
-            house.engine.end(requests[value].request_id, None, "cancelled")
-    house.run()
+def test_steps_report_what_they_read_and_who_was_set_back() -> None:
+    house = House(max_rows=8, num_blocks=10, step_s=0.001)
+    requests = [make_request("x" * (n + 1), num_prompt=20, max_new_tokens=70) for n in range(5)]
     for request in requests:
-        ends = [
-            request.request_id in house.failed or (request.request_id, i) in house.finished
-            for i in range(request.num_sequences)
-        ]
-        assert all(ends), "every request ends"
-        if request.request_id not in ended:
-            assert house.answer(request) == oracle(request, CONTEXT)
+        house.submit(request)
+    reports = []
+    while not house.engine.is_idle:
+        batch = house.step()
+        assert batch.crowd is not None
+        assert batch.crowd.num_blocks <= 10
+        reports += [batch.step] if batch.step is not None else []
+    assert {report.kind for report in reports} == {"prefill", "decode", "mixed"}
+    assert sum(report.num_set_back for report in reports) > 0
+    usages = [finish.usage for finish in house.finished.values()]
+    assert sum(report.num_guessed for report in reports) == sum(each.guessed for each in usages)
+    assert sum(report.num_accepted for report in reports) == sum(each.accepted for each in usages)
+    assert sum(report.num_prompt_tokens for report in reports) > 5 * 20, "some were read again"
+    assert sum(each.accepted for each in usages) > 0
+    for request in requests:
+        assert house.answer(request) == oracle(request, CONTEXT)
+
+
+def test_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+    told, step = list[str](), house.session.step
+
+    def listen(pieces: Sequence[Piece]) -> Logits:
+        told.append(house.engine.describe())
+        return step(pieces)
+
+    monkeypatch.setattr(house.session, "step", listen)
+    house.submit(make_request("r", num_prompt=7, max_new_tokens=1))
+    house.run()
+    assert told == ["a prefill step of 7 tokens for the requests r"]
+    assert house.engine.describe() == "between two runs of the model"

@@ -31,7 +31,7 @@ def test_deadline_of_a_running_request_keeps_what_was_made() -> None:
     assert house.engine.is_idle
 
 
-def test_cancelled_request_frees_its_slot_before_the_next_step() -> None:
+def test_cancelled_request_frees_its_row_before_the_next_step() -> None:
     house = House(max_rows=1)
     house.submit(make_request("gone", max_new_tokens=50))
     house.step()
@@ -43,7 +43,7 @@ def test_cancelled_request_frees_its_slot_before_the_next_step() -> None:
 
 
 def test_request_cancelled_while_its_prompt_is_read_fails() -> None:
-    house = House()
+    house = House(step_s=0.02)
     house.submit(make_request("running", max_new_tokens=50))
     house.step()
     house.submit(make_request("gone", num_prompt=80))
@@ -124,8 +124,7 @@ def test_row_whose_logits_are_not_finite_fails_alone() -> None:
     requests = [make_request(name, max_new_tokens=10) for name in ("a", "bb", "ccc")]
     for request in requests:
         house.submit(request)
-    while len(house.started) < 3:
-        house.step()
+    house.step()
     house.session.poisoned = {1}
     house.step()
     house.session.poisoned = set()
@@ -156,3 +155,28 @@ def test_encoder_that_fails_fails_its_requests_and_no_others() -> None:
     house.run()
     assert isinstance(house.failed["bb"], StepError)
     assert house.answer(first) == oracle(first, CONTEXT)
+
+
+def test_copy_that_fails_fails_those_it_was_for_and_no_others() -> None:
+    house = House()
+    one, several = make_request("a", max_new_tokens=20), make_request("bb", num_sequences=2)
+    house.submit(one)
+    house.step()
+    house.submit(several)
+    house.step()
+    house.session.copy_failures.append(RuntimeError("injected"))
+    house.run()
+    assert set(house.failed) == {"bb"}
+    assert house.answer(one) == oracle(one, CONTEXT)
+
+
+def test_blocks_whose_logits_were_not_finite_are_not_given_to_others() -> None:
+    house = House()
+    house.session.poisoned = {0}
+    house.submit(make_request("a", num_prompt=40))
+    house.run()
+    house.session.poisoned = set()
+    house.submit(make_request("a" * 51, num_prompt=40))
+    house.run()
+    assert set(house.failed) == {"a"}
+    assert house.started["a" * 51] == 0

@@ -9,9 +9,8 @@ from quill.server.engine.engine import MAX_FAILURES, Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import RequestError, StepError, UnavailableError
 from quill.server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.scheduler import Limits
 from tests.server.fake_session import FakeSession, oracle
 
 CONTEXT = 64
@@ -22,9 +21,9 @@ class Served:
     """A running engine thread; events and changes of health arrive in queues."""
 
     def __init__(self) -> None:
-        self.session = FakeSession(2, CONTEXT)
-        limits = Limits(max_rows=2, context=CONTEXT)
-        self.engine = Engine(self.session, limits, PrefixCache(0))
+        self.session = FakeSession(16)
+        limits = Limits(max_rows=2, context=CONTEXT, num_blocks=16)
+        self.engine = Engine(self.session, limits)
         self.events: queue.Queue[Event] = queue.Queue()
         self.health: queue.Queue[bool] = queue.Queue()
         self.thread = EngineThread(self.engine, self._publish, self.health.put)

@@ -12,6 +12,7 @@ from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
 from quill.server.events import TokenEvent
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Request
 from tests.operators import SERVED
@@ -30,23 +31,19 @@ def _change(directory: Path, **entries: Any) -> None:
 
 
 def _settings(**fields: Any) -> EngineSettings:
-    return EngineSettings(**{"max_rows": 2, "context": 64, "num_threads": 1, **fields})
+    limits = Limits(**{"max_rows": 2, "context": 64, "num_blocks": 16, **fields})
+    return EngineSettings(limits=limits, num_threads=1, spinning=False)
 
 
 @pytest.mark.parametrize("precision", SERVED)
 def test_bundle_becomes_an_engine_that_answers(tiny_bundle: TinyBundle, precision: str) -> None:
     bundle = open_bundle(tiny_bundle.directory, precision)
-    engine = open_engine(bundle, _settings(spinning=False))
+    engine = open_engine(bundle, _settings())
     engine.submit(Request(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4), 0.0)
     tokens = []
     while not engine.is_idle:
         tokens += [each for each in engine.step().events if isinstance(each, TokenEvent)]
     assert len(tokens) == 4
-
-
-def test_lone_int4_row_is_padded_and_fp32_is_not(tiny_bundle: TinyBundle) -> None:
-    assert open_bundle(tiny_bundle.directory, "int4").needs_padding
-    assert not open_bundle(tiny_bundle.directory, "fp32").needs_padding
 
 
 def test_flipped_byte_is_refused_by_name(copied: Path) -> None:
@@ -59,15 +56,15 @@ def test_flipped_byte_is_refused_by_name(copied: Path) -> None:
 
 
 def test_missing_file_is_refused_by_name(copied: Path) -> None:
-    (copied / "decoder.int4.onnx").unlink()
-    with pytest.raises(BundleError, match=r"decoder\.int4\.onnx"):
-        open_bundle(copied, "int4")
+    (copied / "decoder.quill4.onnx").unlink()
+    with pytest.raises(BundleError, match=r"decoder\.quill4\.onnx"):
+        open_bundle(copied, "quill4")
     assert open_bundle(copied, "fp32").graphs.precision == "fp32", "the other graphs are whole"
 
 
 def test_newer_format_is_refused(copied: Path) -> None:
-    _change(copied, format_version=2)
-    with pytest.raises(BundleError, match="format version 2"):
+    _change(copied, format_version=3)
+    with pytest.raises(BundleError, match="format version 3"):
         open_bundle(copied, "fp32")
 
 
@@ -78,7 +75,7 @@ def test_other_runtime_is_refused(copied: Path) -> None:
 
 
 def test_precision_that_is_not_there_is_refused(tiny_bundle: TinyBundle) -> None:
-    with pytest.raises(BundleError, match="has no fp16 graphs; it has fp32, int4"):
+    with pytest.raises(BundleError, match="has no fp16 graphs; it has fp32, quill4"):
         open_bundle(tiny_bundle.directory, "fp16")
 
 
@@ -88,12 +85,12 @@ def test_settings_out_of_range_are_refused(tiny_bundle: TinyBundle, wrong: dict[
         open_engine(open_bundle(tiny_bundle.directory, "fp32"), _settings(**wrong))
 
 
-def test_slots_that_no_memory_is_enough_for_are_refused_with_advice(
+def test_blocks_that_no_memory_is_enough_for_are_refused_with_advice(
     tiny_bundle: TinyBundle,
 ) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
-    with pytest.raises(StartError, match="Lower --max-slots or --context"):
-        open_engine(bundle, _settings(max_rows=10**12))
+    with pytest.raises(StartError, match="Lower --cache"):
+        open_engine(bundle, _settings(num_blocks=10**12))
 
 
 @pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_translator"])

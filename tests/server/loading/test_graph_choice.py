@@ -11,6 +11,7 @@ import pytest
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
+from quill.server.limits import Limits
 from quill.server.loading import graph_choice
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
@@ -25,12 +26,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = cuda_problem()
 without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
 
+LIMITS = Limits(max_rows=1, context=64, num_blocks=4)
+
 
 @pytest.fixture(autouse=True)
-def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of Quill's own operators is another test's."""
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: "not built")
+def slow_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of other precisions is another test's."""
     monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: False)
+    monkeypatch.setattr(graph_choice, "ideal", lambda family: "fp32")
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:
@@ -48,7 +51,7 @@ def test_cuda_is_chosen_where_it_works() -> None:
     for device, precision in (("auto", None), ("cuda", None), ("auto", "fp16"), ("cuda", "fp16")):
         choice = chosen(FOR_BOTH, device, precision, None)
         assert choice.graphs.device == "cuda"
-        assert choice.why.endswith("no prefix cache there")
+        assert choice.why == ("as asked" if device == "cuda" else "CUDA works here")
 
 
 def test_cpu_is_chosen_where_the_bundle_or_the_person_wants_it() -> None:
@@ -116,20 +119,15 @@ def test_server_asked_for_cuda_ends_with_what_is_missing(tiny_for_both: TinyBund
 def test_graphs_for_cuda_are_never_opened_on_the_cpu_in_silence(tiny_for_both: TinyBundle) -> None:
     bundle = open_bundle(tiny_for_both.directory, "fp16")
     with pytest.raises(StartError, match="CUDA provider"):
-        open_engine(bundle, EngineSettings(max_rows=1, context=64))
+        open_engine(bundle, EngineSettings(limits=LIMITS))
 
 
-def test_engine_on_cuda_has_no_prefix_cache_and_no_translations(
-    tiny_for_both: TinyBundle, tiny_translator: TinyBundle
-) -> None:
-    bundle = open_bundle(tiny_for_both.directory, "fp16")
-    with pytest.raises(StartError, match="no prefix cache on CUDA"):
-        open_engine(bundle, EngineSettings(max_rows=1, context=64, cache_bytes=1))
+def test_engine_on_cuda_has_no_translations(tiny_translator: TinyBundle) -> None:
     translator = open_bundle(tiny_translator.directory, "fp32")
     graphs = dataclasses.replace(translator.graphs, device="cuda")
     translator = dataclasses.replace(translator, graphs=graphs)
     with pytest.raises(StartError, match="translation models are served on the CPU only"):
-        open_engine(translator, EngineSettings(max_rows=1, context=64))
+        open_engine(translator, EngineSettings(limits=LIMITS))
 
 
 def test_card_has_memory_or_some_is_assumed() -> None:

@@ -36,7 +36,7 @@ def test_only_a_step_that_takes_too_long_hangs(caplog: pytest.LogCaptureFixture)
         assert "It is the next one" in caplog.text
 
 
-@pytest.mark.parametrize(("num_steps", "kind"), [(0, "prefill of 3"), (1, "decode of 1")])
+@pytest.mark.parametrize(("num_steps", "kind"), [(0, "prefill step of 3"), (1, "decode step of 1")])
 def test_hanging_step_turns_health_and_says_what_it_is(
     num_steps: int, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

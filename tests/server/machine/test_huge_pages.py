@@ -70,24 +70,24 @@ def test_many_small_allocations_end_up_in_large_pages() -> None:
     assert int(done.stdout) >= 16 * 1024  # kB, of 24 MB
 
 
-# A slot of 2 MiB for each of 60 heads, of which the first position is written.
+# 512 blocks of 4 KiB for each of 60 sides of layers, of which the first is written.
 FIRST_TOKEN = """
-from quill.server.runtime.slots import Slots, SlotShape
+from quill.server.runtime.blocks import Blocks, BlockShape
 
 def resident_kb():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
-slots = Slots(2, SlotShape(30, 1, 8192, 64, "float32"))
+blocks = Blocks(512, BlockShape(30, "float32", (1, 64, 16), (1, 16, 64)))
 before = resident_kb()
-for cache in slots.caches():
-    cache[0, :, 0] = 1.0
+for cache in blocks._caches_YNE:
+    cache[0] = 1.0
 print(resident_kb() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_first_token_takes_no_more_than_a_small_page_for_each_head() -> None:
+def test_a_first_block_takes_no_more_than_a_small_page_for_each_side() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FIRST_TOKEN], capture_output=True, text=True, check=True, timeout=60
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.machine import mapped_file
 from quill.server.machine.mapped_file import PIECE_BYTES, detach
@@ -51,7 +52,8 @@ def test_link_to_the_file_will_do(tmp_path: Path) -> None:
 
 def test_engine_has_nothing_of_its_bundle_mapped(tiny_bundle: TinyBundle) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
-    engine = open_engine(bundle, EngineSettings(max_rows=1, context=64, num_threads=1))
+    limits = Limits(max_rows=1, context=64, num_blocks=4)
+    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
     assert not is_mapped(tiny_bundle.directory)
     assert engine.is_idle
 

@@ -141,7 +141,7 @@ def own_group(controller: str) -> Path:
 
 
 def planned(bundle: Path, *before: str) -> tuple[float, int]:
-    """Gigabytes of prefix cache and threads that a real server chooses; `before`: its command."""
+    """Gigabytes of keys and values, and threads, of a real server; `before`: its command."""
     command = [*before, *serve_command(bundle, ("--precision", "fp32"))]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -151,7 +151,7 @@ def planned(bundle: Path, *before: str) -> tuple[float, int]:
         said = ""
         for line in process.stdout:
             said += line
-            if found := re.search(r"prefix cache (\S+) GB, .* (\d+) threads", line):
+            if found := re.search(r"(\S+) GB for keys and values, .* (\d+) threads", line):
                 return float(found[1]), int(found[2])
         raise AssertionError(said)
     finally:
@@ -163,7 +163,7 @@ def test_server_plans_within_its_group(tiny_bundle: TinyBundle, tmp_path: Path) 
     """A real server in a mount namespace, in which the limits are files of ours."""
     if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("mount namespaces can't be made here")
-    assert planned(tiny_bundle.directory)[0] == 0.5
+    assert planned(tiny_bundle.directory)[0] == 2.0
     memory, cpu = own_group("memory"), own_group("cpu")
     limits = {
         memory / "memory.max": 3 * GB // 2,
@@ -177,8 +177,8 @@ def test_server_plans_within_its_group(tiny_bundle: TinyBundle, tmp_path: Path) 
     for path, limit in limits.items():
         write(tmp_path / path.relative_to("/sys/fs/cgroup"), f"{limit}\n")
     mount = f'mount --bind {tmp_path} /sys/fs/cgroup && exec "$@"'
-    # A quarter of 1.4 GB, less what the model and its slots take.
-    assert planned(tiny_bundle.directory, "unshare", "-m", "sh", "-c", mount, "sh") == (0.3, 1)
+    # Half of 1.4 GB, less what the model takes.
+    assert planned(tiny_bundle.directory, "unshare", "-m", "sh", "-c", mount, "sh") == (0.7, 1)
 
 
 def test_server_plans_within_a_real_quota(tiny_bundle: TinyBundle) -> None:

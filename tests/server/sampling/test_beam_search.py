@@ -16,14 +16,13 @@ from quill.model.reference.beam_search import BeamParameters, beam_search, searc
 from quill.server.engine.engine import Engine
 from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
 from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.limits import Limits
 from quill.server.request import Beams, Request, Sampling
-from quill.server.runtime.prefix_cache import PrefixCache
-from quill.server.scheduler.beam_rows import follow
-from quill.server.scheduler.scheduler import Limits
 from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
+NUM_BLOCKS = 64
 Found = list[tuple[HypothesisEvent, FinishEvent]]
 
 
@@ -117,14 +116,13 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(4, 7), st.booleans())
+@given(st.data(), st.integers(4, 7), st.integers(24, 40), st.booleans())
 def test_any_crowd_with_beams_gets_the_oracles_answers(
-    data: st.DataObject, max_rows: int, translates: bool
+    data: st.DataObject, max_rows: int, num_blocks: int, translates: bool
 ) -> None:
     engine = Engine(
-        FakeSession(max_rows, CONTEXT),
-        Limits(max_rows=max_rows, context=CONTEXT),
-        PrefixCache(10**5),
+        FakeSession(num_blocks),
+        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
     )
     results, asked, ended = Results(), list[Request](), set[str]()
     for number in range(data.draw(st.integers(1, 6))):
@@ -158,11 +156,10 @@ def test_beams_in_a_crowd_are_those_of_the_reference_and_of_the_request_alone(
     asked = [_random_request(str(number), family, rng) for number in range(16)]
     engine, plain = (
         Engine(
-            bundle.session(precision, num_rows),
-            Limits(max_rows=num_rows, context=CONTEXT),
-            PrefixCache(0),
+            bundle.session(precision, num_blocks),
+            Limits(max_rows=num_rows, context=CONTEXT, num_blocks=num_blocks),
         )
-        for num_rows in (10, 4)
+        for num_rows, num_blocks in ((10, 40), (4, 40))
     )
     crowd = Results()
     for request in asked:
@@ -220,9 +217,8 @@ def _searching(**changes: Any) -> Request:
 
 
 def _engine(max_rows: int = 4, session: FakeSession | None = None) -> Engine:
-    limits = Limits(max_rows=max_rows, context=CONTEXT)
-    session = session or FakeSession(max_rows, CONTEXT)
-    return Engine(session, limits, PrefixCache(0), clock=lambda: 5.0)
+    limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS)
+    return Engine(session or FakeSession(NUM_BLOCKS), limits, clock=lambda: 5.0)
 
 
 def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
@@ -241,7 +237,7 @@ def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
 
 
 def test_logits_that_are_not_finite_fail_the_search_and_nobody_else() -> None:
-    session = FakeSession(5, CONTEXT)
+    session = FakeSession(NUM_BLOCKS)
     engine, results = _engine(5, session), Results()
     other = Request(request_id="other", prompt_ids=(4, 5), max_new_tokens=9)
     engine.submit(_searching(), 0.0)
@@ -256,17 +252,17 @@ def test_logits_that_are_not_finite_fail_the_search_and_nobody_else() -> None:
     assert [results.tokens["other", 0]] == oracle(other, CONTEXT)
 
 
-def test_texts_that_go_on_stay_and_only_what_differs_is_copied() -> None:
-    texts = [[1, 1, 1, 1], [1, 1, 2, 2], [1, 1, 1, 3], [9, 9, 9, 9]]
-    places, moves = follow(texts, [2, 2, 0, 2])
-    assert places[0] == 2
-    assert places[2] == 0
-    assert sorted(places) == [0, 1, 2, 3], "every beam has a row of its own"
-    assert [(move.source, move.target, move.num_same) for move in moves] == [(2, 1, 2), (2, 3, 0)]
-
-
-def test_beams_that_all_go_on_are_not_copied_whatever_their_new_order() -> None:
-    assert follow([[1], [2], [3]], [2, 0, 1]) == ([2, 0, 1], [])
+def test_beams_share_all_but_the_block_that_they_write_into() -> None:
+    session = FakeSession(NUM_BLOCKS)
+    engine, results = _engine(4, session), Results()
+    prompt = tuple(range(40))
+    engine.submit(_searching(prompt_ids=prompt, max_new_tokens=40), 0.0)
+    most = 0
+    while not engine.is_idle:
+        results.step(engine)
+        most = max(most, engine._scheduler.num_blocks_held)
+    check_found(results.found["r"], fake_search(_searching(prompt_ids=prompt, max_new_tokens=40)))
+    assert most <= 2 + 3 * 3, "two full blocks of the prompt, and each beam's own"
 
 
 @pytest.mark.parametrize("penalty", [10.5, float("nan")])

@@ -9,10 +9,12 @@ from quill.server.request import MAX_PRIORITY, Request
 from quill.server.scheduler.request_queue import PLACES_PER_LEVEL, RequestQueue
 
 
-def _request(name: str, priority: int = 0, owner: str = "", num_sequences: int = 1) -> Request:
+def _request(
+    name: str, priority: int = 0, owner: str = "", num_sequences: int = 1, num_prompt: int = 1
+) -> Request:
     return Request(
         request_id=name,
-        prompt_ids=(1,),
+        prompt_ids=(1,) * num_prompt,
         priority=priority,
         owner=owner,
         num_sequences=num_sequences,
@@ -79,7 +81,7 @@ def test_low_priority_gets_through_an_endless_stream_of_high_priority() -> None:
 def _take(line: RequestQueue) -> Request:
     request = line.first()
     assert request is not None
-    line.remove(request.request_id)
+    line.serve(request)
     return request
 
 
@@ -90,7 +92,7 @@ def test_owners_take_turns_whoever_sent_more() -> None:
     assert _take(line).request_id == "a0"
     for number in range(2):
         line.add(_request(f"b{number}", owner="b"))
-    assert _empty(line) == ["a1", "b0", "a2", "b1", "a3", "a4"]
+    assert _empty(line) == ["b0", "a1", "b1", "a2", "a3", "a4"], "the newcomer first"
 
 
 def test_several_sequences_cost_as_many_turns() -> None:
@@ -140,7 +142,7 @@ def test_owners_who_wait_together_are_served_alike(day: list[int | None]) -> Non
     assert not len(line)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-MAX_PRIORITY, MAX_PRIORITY)), max_size=40)
 )
@@ -179,3 +181,33 @@ def test_urgent_request_goes_before_its_owners_others() -> None:
     for name, priority, owner in (("a1", 0, "a"), ("b1", 0, "b"), ("a2", 0, "a"), ("a3", 5, "a")):
         line.add(_request(name, priority, owner))
     assert _empty(line) == ["a3", "b1", "a1", "a2"]
+
+
+def test_owners_take_turns_by_tokens() -> None:
+    line = RequestQueue()
+    for number in range(3):
+        line.add(_request(f"long{number}", owner="a", num_prompt=4000))
+    for number in range(40):
+        line.add(_request(f"{number}", owner="b", num_prompt=10))
+    assert _empty(line) == ["long0", *map(str, range(40)), "long1", "long2"]
+
+
+def test_newcomer_goes_before_the_owner_that_was_just_served() -> None:
+    line = RequestQueue()
+    for number in range(3):
+        line.add(_request(f"a{number}", owner="a", num_prompt=4000))
+    assert _take(line).request_id == "a0"
+    line.add(_request("b", owner="b"))
+    assert _take(line).request_id == "b"
+
+
+def test_who_was_set_back_goes_first_the_oldest_before_the_younger() -> None:
+    line = RequestQueue()
+    for name in "abc":
+        line.add(_request(name))
+    a, b = _take(line), _take(line)
+    line.put_back(b)
+    line.put_back(a)
+    assert len(line) == 3
+    assert [request.request_id for request in line.in_order(2)] == ["a", "b"]
+    assert _empty(line) == ["a", "b", "c"]

@@ -1,265 +1,212 @@
-"""Who runs in a step; with slots that are lists of tokens instead of caches."""
+"""Who runs in a step, and who waits for a row or for blocks."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quill.server.request import Request
-from quill.server.scheduler.plan import Copy, DecodePlan, Outcome, PrefillPlan
-from quill.server.scheduler.scheduler import Limits, Scheduler
+from quill.server.limits import Limits
+from quill.server.request import Beams, Request
+from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
+from quill.server.scheduler.scheduler import Scheduler
 
-
-class Remembered:
-    """A prefix index that knows one prompt."""
-
-    def __init__(self, ids: Sequence[int] = ()) -> None:
-        self._ids = tuple(ids)
-
-    def match(self, ids: Sequence[int], scope: str = "") -> int:
-        num = 0
-        while num < min(len(ids), len(self._ids)) and ids[num] == self._ids[num]:
-            num += 1
-        return num
+CONTEXT = 128
 
 
 class World:
-    """Runs plans on slots that hold tokens, and checks every rule of the plans on the way."""
+    """Runs plans without a model: row i of a request says i, and then i + 1, and so on."""
 
-    def __init__(self, max_rows: int, prefixes: Remembered | None = None) -> None:
-        limits = Limits(max_rows=max_rows, context=64)
-        self.scheduler = Scheduler(limits, prefixes or Remembered())
-        self.slots: list[list[int]] = [[] for _ in range(max_rows)]
+    def __init__(self, max_rows: int = 4, num_blocks: int = 64, **limits: Any) -> None:
+        fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
+        self.scheduler = Scheduler(Limits(**fields))
+        self.plans: list[Plan] = []
         self.finished: dict[tuple[str, int], str] = {}
-        self.answers: dict[tuple[str, int], list[int]] = {}
-        self.kinds: list[str] = []
-        self.chunks: dict[str, list[int]] = {}
 
-    def step(self, max_chunk: int = 8) -> bool:
-        plan = self.scheduler.plan(max_chunk)
-        if isinstance(plan, PrefillPlan):
-            self._prefill(plan, max_chunk)
-        elif isinstance(plan, DecodePlan):
-            self._decode(plan)
-        return plan is not None
-
-    def run(self, max_chunk: int = 8) -> None:
-        while self.step(max_chunk):
-            assert len(self.kinds) < 100_000
-
-    def remove(self, request_id: str, sequence: int | None = None) -> None:
-        self._copy(self.scheduler.remove(request_id, sequence))
-
-    def _prefill(self, plan: PrefillPlan, max_chunk: int) -> None:
-        assert not (self.kinds[-1:] == ["prefill"] and self.scheduler.num_rows), "decode first"
-        self.kinds.append("prefill")
-        prompt = plan.request.prompt_ids
-        assert plan.slot >= self.scheduler.num_rows
-        if plan.is_first:
-            self.slots[plan.slot] = list(prompt[: plan.cached])
-            self.chunks[plan.request.request_id] = []
-        assert len(self.slots[plan.slot]) == plan.start
-        self.slots[plan.slot] += prompt[plan.start : plan.stop]
-        self.chunks[plan.request.request_id].append(plan.stop - plan.start)
-        assert plan.stop - plan.start >= min(2, len(prompt))
-        assert plan.stop - plan.start <= max(max_chunk, 3)
-        tokens = []
-        if plan.is_last and plan.request.max_new_tokens:
-            tokens = [self._next(plan.slot, row.sequence) for row in plan.rows]
-        self._commit(self.scheduler.commit(plan, tokens))
-
-    def _decode(self, plan: DecodePlan) -> None:
-        self.kinds.append("decode")
-        tokens = []
-        for slot, row in enumerate(plan.rows):
-            text = [*row.request.prompt_ids, *row.token_ids]
-            assert self.slots[slot] == text[:-1], "a slot holds what its row has read"
-            self.slots[slot] = text
-            tokens.append(self._next(slot, row.sequence))
-        self._commit(self.scheduler.commit(plan, tokens))
-
-    def _next(self, slot: int, sequence: int) -> int:
-        """A 'model': a token that depends on all that the slot holds."""
-        return (sum(self.slots[slot]) * 31 + len(self.slots[slot]) + sequence) % 100
-
-    def _commit(self, outcome: Outcome) -> None:
+    def step(self) -> Outcome | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        choices = []
+        for part in plan.parts:
+            tokens = [row.sequence + len(row.token_ids) for row in part.takers]
+            tokens += [tokens[-1] + i + 1 for i in range(len(part.guesses))]
+            choices.append([Choice(token, None, is_finite=True) for token in tokens])
+        outcome = self.scheduler.commit(plan, StepResult(choices, {}, {}, set()))
         for row, reason in outcome.finished:
-            key = (row.request.request_id, row.sequence)
-            assert key not in self.finished, "ended twice"
-            self.finished[key] = reason
-            self.answers[key] = row.token_ids
-        self._copy(outcome.copies)
+            self.finished[row.request.request_id, row.sequence] = reason
+        return outcome
 
-    def _copy(self, copies: list[Copy]) -> None:
-        for copy in copies:
-            self.slots[copy.target] = self.slots[copy.source][: copy.stop]
+    def run(self) -> None:
+        while self.step() is not None:
+            assert len(self.plans) < 10_000
+
+    def starts(self) -> list[str]:
+        return [start.request.request_id for plan in self.plans for start in plan.starts]
 
 
 def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
-    prompt = tuple((len(name) * 7 + i * 3) % 90 for i in range(num_prompt))
+    first = sum(map(ord, name)) * 1000
+    prompt = tuple(range(first, first + num_prompt))
     fields.setdefault("max_new_tokens", 4)
     return Request(request_id=name, **{"prompt_ids": prompt, **fields})
 
 
-def _answer_alone(request: Request) -> list[list[int]]:
-    world = World(max_rows=8)
-    world.scheduler.add(request)
-    world.run(max_chunk=64)
-    name = request.request_id
-    return [world.answers[name, sequence] for sequence in range(request.num_sequences)]
-
-
-def test_one_request_is_read_and_then_decoded_to_its_length() -> None:
-    world = World(max_rows=2)
+def test_prompt_is_read_and_then_each_step_reads_a_token() -> None:
+    world = World()
     world.scheduler.add(_request(num_prompt=20))
-    world.run(max_chunk=8)
-    assert world.chunks["r"] == [8, 8, 4]
-    assert world.kinds == ["prefill"] * 3 + ["decode"] * 3
+    world.run()
+    pieces = [[tuple(part.piece[:2]) for part in plan.parts] for plan in world.plans]
+    prompt = _request(num_prompt=20).prompt_ids
+    assert pieces == [[(prompt, 0)], [((0,), 20)], [((1,), 21)], [((2,), 22)]]
+    assert [plan.kind for plan in world.plans] == ["prefill", "decode", "decode", "decode"]
     assert world.finished == {("r", 0): "length"}
 
 
-def test_running_rows_decode_between_the_chunks_of_a_long_prompt() -> None:
-    world = World(max_rows=2)
+def test_prompts_are_read_beside_running_rows_which_come_first() -> None:
+    world = World()
     world.scheduler.add(_request("running", max_new_tokens=40))
     world.step()
-    world.scheduler.add(_request("long", num_prompt=40))
-    for _ in range(10):
-        world.step()
-    assert world.kinds[1:] == ["decode", "prefill"] * 5
+    for name in ("a", "b"):
+        world.scheduler.add(_request(name, num_prompt=8))
+    world.scheduler.note(world.plans[-1], 0.001)
+    world.step()
+    plan = world.plans[-1]
+    assert plan.kind == "mixed"
+    assert plan.parts[0].row.request.request_id == "running"
+    assert {part.row.request.request_id for part in plan.reading} == {"a", "b"}
 
 
-def test_prompt_of_one_token_is_read_at_once() -> None:
-    world = World(max_rows=1)
-    world.scheduler.add(_request(num_prompt=1))
+def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() -> None:
+    world = World(guess=False)
+    world.scheduler.add(_request(num_prompt=40, num_sequences=3))
+    world.step()
+    world.step()
+    blocks = [list(part.piece.blocks) for part in world.plans[-1].running]
+    assert len({tuple(each[:2]) for each in blocks}) == 1
+    assert len({each[2] for each in blocks}) == 3
+    assert len(world.plans[-1].copies) == 2
     world.run()
-    assert world.chunks["r"] == [1]
+    assert not any(plan.copies for plan in world.plans[2:])
+    assert world.scheduler.num_blocks_held == 0
 
 
-def test_several_answers_share_one_reading_of_the_prompt() -> None:
-    world = World(max_rows=4)
-    request = _request(num_prompt=6, num_sequences=3, max_new_tokens=5)
-    world.scheduler.add(request)
+def test_logits_are_wanted_at_a_prompts_end_only_or_everywhere_if_it_is_scored() -> None:
+    world = World()
+    world.scheduler.add(_request("plain", num_prompt=100, max_new_tokens=1))
     world.run()
-    assert world.kinds == ["prefill", *["decode"] * 4]
-    answers = [world.answers["r", sequence] for sequence in range(3)]
-    assert answers[0] == _answer_alone(_request(num_prompt=6, max_new_tokens=5))[0]
-    assert len({tuple(answer) for answer in answers}) == 3
+    wanted = [list(part.piece.wanted) for plan in world.plans for part in plan.reading]
+    assert wanted[:-1] == [[]] * (len(wanted) - 1)
+    assert len(wanted[-1]) == 1
+    world.plans.clear()
+    world.scheduler.add(_request("plain", num_prompt=100, prompt_logprobs=0, max_new_tokens=0))
+    world.run()
+    parts = [part for plan in world.plans for part in plan.reading]
+    assert parts[0].piece.start == 0, "nothing comes from the cache"
+    assert [len(part.piece.wanted) for part in parts] == [len(part.piece.ids) for part in parts]
+    assert max(len(part.piece.ids) for part in parts) <= 64
+    assert world.finished["plain", 0] == "length"
 
 
-def test_request_that_needs_many_slots_is_not_overtaken() -> None:
+def test_request_that_needs_much_is_overtaken_by_little() -> None:
     world = World(max_rows=2)
-    world.scheduler.add(_request("one", max_new_tokens=10))
+    world.scheduler.add(_request("one", max_new_tokens=100))
     world.step()
-    world.scheduler.add(_request("two", num_sequences=2))
-    world.scheduler.add(_request("late"))
+    world.scheduler.add(_request("two", num_sequences=2, num_prompt=100))
+    for number in range(20):
+        world.scheduler.add(_request(f"late {number}"))
     world.run()
-    assert list(world.finished) == [("one", 0), ("two", 0), ("two", 1), ("late", 0)]
+    starts = world.starts()
+    assert 1 < starts.index("two") < 6, "its own cost is that of three others"
 
 
-@pytest.mark.parametrize(("known", "cached"), [(0, 0), (7, 7), (18, 18), (19, 18), (20, 18)])
-def test_cached_prefix_leaves_two_tokens_to_read(known: int, cached: int) -> None:
-    request = _request(num_prompt=20)
-    world = World(1, Remembered(request.prompt_ids[:known]))
-    world.scheduler.add(request)
-    plan = world.scheduler.plan(64)
-    assert isinstance(plan, PrefillPlan)
-    assert (plan.cached, plan.start, plan.stop) == (cached, cached, 20)
-    assert plan.is_first
-    assert plan.is_last
-
-
-def test_prompt_whose_logprobs_are_wanted_is_read_in_full() -> None:
-    request = _request(num_prompt=63, prompt_logprobs=0, max_new_tokens=0)
-    world = World(1, Remembered(request.prompt_ids))
-    world.scheduler.add(request)
-    plan = world.scheduler.plan(1000)
-    assert isinstance(plan, PrefillPlan)
-    assert (plan.cached, plan.stop) == (0, 63)
-    world._prefill(plan, 1000)
-    assert world.finished == {("r", 0): "length"}
-    assert world.answers == {("r", 0): []}
-
-
-def test_answer_ends_where_the_context_does() -> None:
-    world = World(1)
-    world.scheduler.add(_request(num_prompt=60, max_new_tokens=60))
-    world.run()
-    assert len(world.answers["r", 0]) == 4
-    assert world.finished == {("r", 0): "length"}
-
-
-@pytest.mark.parametrize(("field", "reason"), [("eos_ids", "eos"), ("stop_ids", "stop")])
-def test_token_that_ends_an_answer_is_its_last(field: str, reason: str) -> None:
-    request = _request(max_new_tokens=20)
-    whole = _answer_alone(request)[0]
-    stop = whole[3]
-    world = World(1)
-    ends: dict[str, Any] = {field: frozenset({stop})}
-    world.scheduler.add(_request(max_new_tokens=20, **ends))
-    world.run()
-    assert world.answers["r", 0] == whole[: whole.index(stop) + 1]
-    assert world.finished == {("r", 0): reason}
-
-
-def test_request_removed_while_its_prompt_is_read_frees_its_slot() -> None:
-    world = World(1)
-    world.scheduler.add(_request("gone", num_prompt=40))
+@pytest.mark.parametrize("num_new", [20, 60])
+def test_request_starts_when_there_are_blocks_for_its_prompt(num_new: int) -> None:
+    world = World(num_blocks=8)
+    world.scheduler.add(_request("one", num_prompt=60, max_new_tokens=20))
     world.step()
-    world.scheduler.add(_request("next"))
-    world.remove("gone")
-    world.run()
-    assert world.finished == {("next", 0): "length"}
-
-
-def test_one_answer_removed_leaves_the_others() -> None:
-    world = World(3)
-    request = _request(num_sequences=3, max_new_tokens=6)
-    world.scheduler.add(request)
+    world.scheduler.add(_request("two", num_prompt=60, max_new_tokens=num_new))
     world.step()
-    world.remove("r", 1)
+    assert world.starts() == ["one"]
     world.run()
-    alone = _answer_alone(request)
-    assert world.answers == {("r", 0): alone[0], ("r", 2): alone[2]}
+    assert world.starts() == ["one", "two"]
 
 
-REQUESTS: st.SearchStrategy[dict[str, Any]] = st.builds(
-    dict,
-    num_prompt=st.integers(1, 50),
-    max_new_tokens=st.integers(1, 12),
-    num_sequences=st.integers(1, 3),
-    priority=st.integers(-2, 2),
-    eos_ids=st.sampled_from([frozenset[int](), frozenset(range(0, 100, 9))]),
-)
-ACTIONS = st.one_of(
-    st.tuples(st.just("add"), REQUESTS),
-    st.tuples(st.just("step"), st.integers(0, 20)),
-    st.tuples(st.just("remove"), st.integers(0, 30)),
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(3, 5), st.lists(ACTIONS, max_size=60))
-def test_any_crowd_gets_the_answers_of_requests_alone(
-    max_rows: int, actions: list[tuple[str, Any]]
-) -> None:
-    world = World(max_rows)
-    requests: list[Request] = []
-    removed: set[str] = set()
-    for kind, value in actions:
-        if kind == "add":
-            requests.append(_request("r" * (len(requests) + 1), **value))
-            world.scheduler.add(requests[-1])
-        elif kind == "step":
-            world.step(value)
-        elif value < len(requests):
-            removed.add(requests[value].request_id)
-            world.remove(requests[value].request_id)
+def test_youngest_is_set_back_and_the_oldest_never() -> None:
+    world = World(num_blocks=8, guess=False)
+    for name in ("old", "young"):
+        world.scheduler.add(_request(name, num_prompt=30, max_new_tokens=90))
     world.run()
-    for request in requests:
-        if request.request_id not in removed:
-            alone = _answer_alone(request)
-            crowd = [world.answers[request.request_id, i] for i in range(request.num_sequences)]
-            assert crowd == alone
-    assert world.scheduler.num_rows == world.scheduler.num_waiting == 0
+    assert world.scheduler.num_set_back >= 1
+    assert list(world.finished) == [("old", 0), ("young", 0)]
+    assert world.starts() == ["old", "young"], "each is told once"
+    old = [plan for plan in world.plans for p in plan.parts if p.row.request.request_id == "old"]
+    assert len(old) == 90, "not one step without it"
+
+
+def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
+    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=8)
+    cases = {
+        ("plain", 1, 30, 98): True,
+        ("prompt and answer fill the context", 1, 100, 10**6): True,
+        ("three answers share the prompt", 3, 100, 12): False,
+        ("three short answers share the prompt", 3, 64, 16): True,
+        ("too many rows", 5, 1, 1): False,
+    }
+    for (name, num_sequences, num_prompt, num_new), fits in cases.items():
+        request = _request(
+            "r", num_prompt=num_prompt, max_new_tokens=num_new, num_sequences=num_sequences
+        )
+        assert limits.fits(request) == fits, name
+    source = Request(request_id="s", prompt_ids=(0,), source_ids=(1,) * 120, max_new_tokens=16)
+    assert not limits.fits(source)
+    with pytest.raises(AssertionError):
+        Scheduler(limits).add(source)
+    beams = _request(num_prompt=64, max_new_tokens=33, beams=Beams(num_beams=2))
+    assert not limits.fits(beams)
+
+
+@pytest.mark.parametrize(("stop", "reason"), [(99, "length"), (6, "stop")])
+def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> None:
+    said: dict[bool, list[int]] = {}
+    for guess in (True, False):
+        world = World(guess=guess)
+        prompt = (90, *range(20), 91)  # the answer will be 0, 1, 2 ...
+        fields: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": frozenset({stop})}
+        world.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
+        said[guess] = []
+        while (outcome := world.step()) is not None:
+            said[guess] += [each.token for each in outcome.said]
+            held = [
+                row.num_held - row.num_text
+                for group in world.scheduler._groups
+                for row in group.rows
+            ]
+            assert set(held) <= {-1}
+        assert world.finished["r", 0] == reason
+        num_asked = [len(part.piece.ids) for plan in world.plans for part in plan.running]
+        assert (max(num_asked) > 1) == guess
+        assert (len(world.plans) < len(said[guess])) == guess
+    assert said[True] == said[False] == list(range(min(12, stop + 1)))
+
+
+def test_wrong_guesses_are_forgotten() -> None:
+    world = World()
+    prompt = (90, 0, 1, 2, 55, 56, 57, 91)
+    world.scheduler.add(Request(request_id="r", prompt_ids=prompt, max_new_tokens=30))
+    said = []
+    while (outcome := world.step()) is not None:
+        said += [each.token for each in outcome.said]
+    assert said == list(range(30))
+    guessed = [tuple(part.guesses) for plan in world.plans for part in plan.running]
+    assert any(guessed)
+    assert sum(map(bool, guessed)) < 3
+
+
+def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> None:
+    world = World(max_rows=1)
+    world.scheduler.add(_request("gone", num_prompt=100))
+    world.step()
+    assert world.scheduler.num_blocks_held
+    world.scheduler.remove("gone")
+    assert world.scheduler.num_blocks_held == world.scheduler.num_rows == 0
+    assert world.step() is None

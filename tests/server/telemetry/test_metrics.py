@@ -55,7 +55,7 @@ def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
     assert growth("quill_time_between_tokens_seconds_count") == 4
     assert growth("quill_queue_time_seconds_count") == 2
     assert growth('quill_step_time_seconds_count{kind="decode"}') == 4
-    assert after["quill_slots"] == 4
+    assert after["quill_max_rows"] == 4
     assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
 
 

@@ -1,0 +1,156 @@
+"""The memory that sequences keep their keys and values in: numbered blocks of a few positions.
+
+Knows: arrays, ONNX Runtime's values. Does not know: graphs, requests, which blocks are in use.
+
+One array for each layer and side, whose first dimension is the block's number. Graphs are given all
+of them and find a sequence's blocks through a table, so they are bound once. Memory costs only as
+it is touched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from quill.export.bundle import graph_contract
+from quill.export.bundle.manifest import CacheType, Graphs, Sizes
+from quill.export.precisions import Device
+from quill.server.errors import StartError
+from quill.server.machine.huge_pages import small_pages
+from quill.server.runtime.copy_graph import identity_graph, input_name, output_name
+from quill.server.runtime.onnx_session import SessionSettings, open_graph
+from quill.server.scheduler.plan import BlockCopy
+
+# Y layers and sides: key 0, value 0, key 1, … · N blocks · E numbers of one side of a block
+
+DEVICE_ID = 0  # the first card; CUDA_VISIBLE_DEVICES says which that is
+
+CacheArray = npt.NDArray[Any]  # float32 or float16
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What one block holds."""
+
+    num_layers: int
+    cache_type: CacheType
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sizes, graphs: Graphs) -> "BlockShape":
+        key, value = graph_contract.block_shapes(graphs.device, sizes.num_kv_heads, sizes.head_size)
+        return cls(sizes.num_layers, graphs.cache_type, key, value)
+
+    @property
+    def side_bytes(self) -> int:
+        return prod(self.key) * np.dtype(self.cache_type).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.num_layers * self.side_bytes
+
+
+class View(NamedTuple):
+    """Some memory, in the order in which bindings ask for it."""
+
+    device: str
+    device_id: int
+    number_type: Any
+    shape: tuple[int, ...]
+    address: int
+
+
+class Blocks:
+    """All blocks of a server, in the processor's memory."""
+
+    def __init__(self, num_blocks: int, shape: BlockShape) -> None:
+        self._shape = shape
+        dimensions = (2 * shape.num_layers, num_blocks, prod(shape.key))
+        try:
+            self._caches_YNE: CacheArray = np.zeros(dimensions, shape.cache_type)
+        except MemoryError as error:
+            raise StartError(_too_many(num_blocks, shape)) from error
+        small_pages(self._caches_YNE)
+        self._num = num_blocks
+
+    def views(self) -> list[View]:
+        """What the graphs' caches are bound to, in the graph's order."""
+        shapes = (self._shape.key, self._shape.value)
+        return [
+            view_of(cache_NE.reshape(self._num, *shapes[side % 2]))
+            for side, cache_NE in enumerate(self._caches_YNE)
+        ]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        for source, target in copies:
+            self._caches_YNE[:, target] = self._caches_YNE[:, source]
+
+
+class DeviceBlocks:
+    """All blocks of a server, in a device's memory, which only graphs can reach.
+
+    The device may be the CPU, too: so the tests run all of this without a GPU.
+    """
+
+    def __init__(self, num_blocks: int, shape: BlockShape, device: Device) -> None:
+        self._shape = shape
+        self._device = device
+        self._num = num_blocks
+        num_sides = 2 * shape.num_layers
+        self._copier = open_graph(identity_graph(num_sides), SessionSettings(num_threads=1), device)
+        number = np.dtype(shape.cache_type).type
+        dimensions = [(num_blocks, *side) for side in (shape.key, shape.value)]
+        try:
+            self._values = [
+                onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                    dimensions[side % 2], number, device, DEVICE_ID
+                )
+                for side in range(num_sides)
+            ]
+        except Exception as error:  # MemoryError, or what a device's allocator raises
+            raise StartError(_too_many(num_blocks, shape)) from error
+
+    def views(self) -> list[View]:
+        number = np.dtype(self._shape.cache_type)
+        shapes = (self._shape.key, self._shape.value)
+        return [
+            View(self._device, DEVICE_ID, number, (self._num, *shapes[side % 2]), _address(value))
+            for side, value in enumerate(self._values)
+        ]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Each in one run of a graph that does nothing else."""
+        for source, target in copies:
+            binding = self._copier.io_binding()
+            for index, value in enumerate(self._values):
+                binding.bind_input(input_name(index), *self._bytes_at(value, source))
+                binding.bind_output(output_name(index), *self._bytes_at(value, target))
+            self._copier.run_with_iobinding(binding)
+
+    def _bytes_at(self, value: Any, block: int) -> View:
+        size = self._shape.side_bytes
+        address = _address(value) + block * size
+        return View(self._device, DEVICE_ID, np.dtype(np.uint8), (size,), address)
+
+
+def view_of(array: npt.NDArray[Any]) -> View:
+    assert array.flags.c_contiguous
+    return View("cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def bind(bind_side: Callable[..., None], name: str, view: View) -> None:
+    bind_side(name, *view)
+
+
+def _address(value: Any) -> int:
+    return int(value.data_ptr())
+
+
+def _too_many(num_blocks: int, shape: BlockShape) -> str:
+    needed = num_blocks * shape.num_bytes / 2**30
+    return f"{needed:.1f} GB of memory for keys and values can't be had. Lower --cache"

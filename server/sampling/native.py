@@ -1,0 +1,150 @@
+"""Calls the library that looks through whole vocabularies: export/operators/kernels/sampling.cpp.
+
+Knows: addresses, layouts. Does not know: rules, what a row is for.
+
+Rows are shared out among threads, and the interpreter's lock is free meanwhile.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quill.export.operators.library import library_path, operators_problem
+from quill.server.errors import StartError
+from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
+
+# R rows · D draws · T most tops
+
+# As export/operators/kernels/sampling.h has them.
+DRAW = np.dtype(
+    [
+        ("row", np.int64),
+        *((name, np.float64) for name in ("temperature", "top_p", "min_p", "u")),
+        ("top_k", np.int64),
+        *((f"{name}_penalty", np.float64) for name in ("repetition", "frequency", "presence")),
+        ("num_adjusted", np.int64),
+        *((name, np.uintp) for name in ("ids", "in_text", "counts", "biases")),
+    ]
+)
+_TOPS = np.dtype(
+    [(name, np.int64) for name in ("row", "num_wanted", "num_found")] + [("log_total", np.float64)]
+)
+_IN_DOUBT, _NOT_FINITE, _NO_MEMORY = 1, 2, 3
+_MAX_TOP_K = 2**62  # more than any vocabulary
+
+
+class Chosen(NamedTuple):
+    """A token for each draw. Those of the others mean nothing."""
+
+    tokens: list[int]
+    in_doubt: list[int]  # draws that are too close to call
+    broken: list[int]  # draws whose logits aren't finite
+
+
+class Tops(NamedTuple):
+    """The likeliest tokens of each row, best first, -inf never."""
+
+    ids_RT: Ids
+    logits_RT: Scores
+    num_R: Counts  # how many there are
+    log_totals_R: Scores  # what to subtract from logits to make log-probabilities of them
+    broken: list[int]  # rows whose logits aren't finite: nothing is known of them
+
+
+class _Threads:
+    """How many share the rows of a step, for all engines of this process."""
+
+    num = 0  # as many as there are cores
+
+
+def prepare(num_threads: int = 0) -> None:
+    """Says at start what would stand against choosing tokens. 0: as many as there are cores."""
+    _library()
+    _Threads.num = num_threads
+
+
+def _num_threads() -> int:
+    if not _Threads.num:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        _Threads.num = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return _Threads.num
+
+
+def top_k_field(top_k: int) -> int:
+    return min(top_k, _MAX_TOP_K)
+
+
+def choose(logits_RV: Logits, draws_D: npt.NDArray[np.void]) -> Chosen:
+    """`draws_D` is of DRAW."""
+    assert draws_D.dtype == DRAW
+    tokens_D = np.zeros(len(draws_D), np.int64)
+    outcomes_D = np.zeros(len(draws_D), np.uint8)
+    logits_RV, shape = _described(logits_RV, draws_D["row"])
+    _library().QuillChoose(
+        *(*shape, len(draws_D), draws_D.ctypes.data, _num_threads()),
+        *(tokens_D.ctypes.data, outcomes_D.ctypes.data),
+    )
+    outcomes = _checked(outcomes_D)
+    return Chosen(
+        tokens_D.tolist(),
+        [i for i, outcome in enumerate(outcomes) if outcome == _IN_DOUBT],
+        [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE],
+    )
+
+
+def tops(logits_RV: Logits, rows: Sequence[int], num_tops: Sequence[int]) -> Tops:
+    """As many of each of these rows as are asked for."""
+    most = max(1, *num_tops)
+    tops_R = np.zeros(len(rows), _TOPS)
+    tops_R["row"], tops_R["num_wanted"] = rows, num_tops
+    ids_RT, logits_RT = np.zeros((len(rows), most), np.int64), np.zeros((len(rows), most))
+    outcomes_R = np.zeros(len(rows), np.uint8)
+    logits_RV, shape = _described(logits_RV, tops_R["row"])
+    _library().QuillTops(
+        *(*shape, len(rows), tops_R.ctypes.data, most, _num_threads()),
+        *(ids_RT.ctypes.data, logits_RT.ctypes.data, outcomes_R.ctypes.data),
+    )
+    outcomes = _checked(outcomes_R)
+    broken = [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE]
+    return Tops(ids_RT, logits_RT, tops_R["num_found"], tops_R["log_total"], broken)
+
+
+def _described(logits_RV: Logits, rows: Ids) -> tuple[Logits, tuple[int, int, int]]:
+    """The logits, which must live on, with their address, stride and vocabulary."""
+    if logits_RV.dtype != np.float32 or logits_RV.strides[1] != 4 or logits_RV.strides[0] % 4:
+        logits_RV = np.ascontiguousarray(logits_RV, np.float32)
+    num_rows, vocab_size = logits_RV.shape
+    assert vocab_size > 0
+    assert not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
+    return logits_RV, (logits_RV.ctypes.data, logits_RV.strides[0] // 4, vocab_size)
+
+
+def _checked(outcomes: npt.NDArray[np.uint8]) -> bytes:
+    said = outcomes.tobytes()
+    if _NO_MEMORY in said:
+        raise MemoryError("choosing tokens takes more memory than there is")
+    return said
+
+
+@functools.cache
+def _library() -> Any:
+    problem = operators_problem()
+    if problem is not None:
+        raise StartError(f"tokens can't be chosen: {problem}")
+    loaded = ctypes.CDLL(os.fspath(library_path()))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.QuillChoose.argtypes = (
+        *(pointer, number, number, number, pointer, number),
+        *(pointer, pointer),
+    )
+    loaded.QuillTops.argtypes = (
+        *(pointer, number, number, number, pointer, number, number),
+        *(pointer, pointer, pointer),
+    )
+    loaded.QuillChoose.restype = loaded.QuillTops.restype = None
+    return loaded

@@ -1,0 +1,171 @@
+"""Steps of attention over blocks for tests: graphs of one operator, a pool, a slow reference.
+
+Knows: the operators' inputs. Does not know: kernels. The reference is plain numpy, a query at a
+time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from quill.export.verify.runner import Array, open_session
+
+BLOCK = 16
+MAX_POSITIONS = 640
+CACHE_TYPES = {"float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT}
+CACHES = ("key_cache", "value_cache")
+STEP = ("query_starts", "past_lengths", "block_table")
+SOURCES = ("query_starts", "source_lengths", "source_table")
+TABLES = ("cosines", "sines")
+INPUTS = {
+    "Attention": (("qkv", *CACHES, *STEP), ("attended", *CACHES)),
+    "CrossAttention": (("q", *CACHES, *SOURCES), ("attended",)),
+    "EncoderAttention": (("qkv", "query_starts"), ("attended",)),
+    "Store": (("keys", "values", *CACHES, "query_starts", "block_table"), CACHES),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    num: int = 6
+    num_kv: int = 2
+    size: int = 64
+    dtype: str = "float16"
+    rotary: bool = True
+
+    @property
+    def width(self) -> int:
+        """Of a token's queries, keys and values."""
+        return (self.num + 2 * self.num_kv) * self.size
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tables(size: int) -> tuple[Array, Array]:
+    speeds = 100.0 ** (-np.arange(size // 2) / (size // 2))
+    angles = np.arange(MAX_POSITIONS)[:, None] * speeds
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def save(directory: Path, shape: Shape, operator: str = "Attention", **changes: Any) -> Path:
+    """A graph of one operator."""
+    num_tables = changes.pop("num_tables", 2) if shape.rotary else 0
+    attributes: dict[str, Any] = {"heads": shape.num, "kv_heads": shape.num_kv}
+    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | changes
+    inputs, outputs = INPUTS[operator]
+    given_back = [f"new_{name}" if name in CACHES else name for name in outputs]
+    if "qkv" not in inputs:
+        num_tables = 0
+    constants = dict(zip(TABLES[:num_tables], tables(shape.size), strict=False))
+    node = helper.make_node(
+        operator, [*inputs, *constants], given_back, domain="quill", **attributes
+    )
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [helper.make_tensor_value_info(name, _type(shape, name), None) for name in inputs],
+        [helper.make_tensor_value_info(name, _type(shape, name), None) for name in given_back],
+        [onnx.numpy_helper.from_array(table, name) for name, table in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
+    path = directory / f"{operator}.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def _type(shape: Shape, name: str) -> int:
+    if name.removeprefix("new_") in CACHES:
+        return CACHE_TYPES[shape.dtype]
+    return TensorProto.INT32 if name in (*STEP, *SOURCES) else TensorProto.FLOAT
+
+
+class Piece(NamedTuple):
+    """What a sequence has in a step: its tokens' heads, how long it was before, its blocks."""
+
+    heads: Array
+    length: int
+    blocks: Sequence[int]
+
+
+def starts(counts: Sequence[int]) -> Array:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def padded(blocks: Sequence[Sequence[int]]) -> Array:
+    width = max(len(each) for each in blocks)
+    return np.array([[*each, *[0] * (width - len(each))] for each in blocks], np.int32)
+
+
+class Pool:
+    """Blocks that begin as NaN: only what was written is finite."""
+
+    def __init__(self, path: Path, shape: Shape, num_blocks: int, num_threads: int = 2) -> None:
+        self.session = open_session(path, num_threads)
+        kv = (num_blocks, shape.num_kv)
+        self.keys = np.full((*kv, shape.size, BLOCK), np.nan, shape.dtype)
+        self.values = np.full((*kv, BLOCK, shape.size), np.nan, shape.dtype)
+
+    def feeds(self, pieces: Sequence[Piece]) -> dict[str, Array]:
+        """Of a step of Attention."""
+        return {
+            "qkv": np.concatenate([piece.heads for piece in pieces]),
+            **dict(zip(CACHES, (self.keys, self.values), strict=True)),
+            "query_starts": starts([len(piece.heads) for piece in pieces]),
+            "past_lengths": np.array([piece.length for piece in pieces], np.int32),
+            "block_table": padded([piece.blocks for piece in pieces]),
+        }
+
+    def run(self, feeds: Mapping[str, Array]) -> Array:
+        out, self.keys, self.values = self.session.run(None, dict(feeds))
+        assert isinstance(out, np.ndarray)
+        return out
+
+    def step(self, *pieces: Piece) -> list[Array]:
+        """What each piece's tokens attended to."""
+        out = self.run(self.feeds(pieces))
+        return np.split(out, np.cumsum([len(piece.heads) for piece in pieces])[:-1])
+
+    def kept(self, blocks: Sequence[int], length: int) -> tuple[Array, Array]:
+        """A sequence's keys and values: positions x kv heads x size."""
+        keys = self.keys[list(blocks)].transpose(0, 3, 1, 2)
+        values = self.values[list(blocks)].transpose(0, 2, 1, 3)
+        shape = (-1, *keys.shape[2:])
+        return keys.reshape(shape)[:length], values.reshape(shape)[:length]
+
+
+def turned(heads: Array, positions: Array) -> Array:
+    """Tokens x heads x size, turned to their positions."""
+    cosines, sines = (table[positions][:, None] for table in tables(heads.shape[-1]))
+    first, second = np.split(heads, 2, axis=-1)
+    return np.concatenate(
+        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
+    )
+
+
+def expected(shape: Shape, q: Array, keys: Array, values: Array, causal: bool) -> Array:
+    """Tokens x (heads x size). Causal: the last token sees all positions."""
+    group, out = shape.num // shape.num_kv, []
+    for index, token in enumerate(q.astype(np.float64)):
+        seen = len(keys) - (len(q) - 1 - index if causal else 0)
+        for head in range(shape.num):
+            k, v = (each[:seen, head // group].astype(np.float64) for each in (keys, values))
+            scores = k @ token[head] * shape.size**-0.5
+            weights = np.exp(scores - scores.max())
+            out.append(weights / weights.sum() @ v)
+    return np.array(out).reshape(len(q), -1)
+
+
+def split_heads(shape: Shape, qkv: Array) -> tuple[Array, Array, Array]:
+    heads = qkv.reshape(len(qkv), -1, shape.size)
+    q, k, v = np.split(heads, [shape.num, shape.num + shape.num_kv], axis=1)
+    if shape.rotary:
+        positions = np.arange(len(qkv))
+        q, k = turned(q, positions), turned(k, positions)
+    return q, k, v

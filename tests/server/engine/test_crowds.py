@@ -1,0 +1,172 @@
+"""Any crowd over few blocks gets the answers that each request gets alone, and gives all blocks
+back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quill.model.reference.beam_search import BeamParameters, search
+from quill.server.events import HypothesisEvent
+from quill.server.request import Beams, Request, Sampling
+from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
+from tests.server.fake_session import logits_after, oracle
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "num_prompt": st.integers(1, 30) | st.integers(1, 70),
+    "max_new_tokens": st.integers(1, 20) | st.integers(40, 90),
+    "priority": st.integers(-1, 1),
+    "seed": st.integers(0, 2**64 - 1),
+    "eos_ids": st.sampled_from([frozenset[int](), frozenset({1, 2, 13, 14})]),
+    "owner": st.sampled_from(["", "a", "b"]),
+    "cache_scope": st.sampled_from(["", "a"]),
+    "logprobs": st.sampled_from([None, None, 1]),
+}
+DRAWN = st.fixed_dictionaries(
+    {
+        **FIELDS,
+        "num_sequences": st.integers(1, 3),
+        "sampling": SAMPLINGS,
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+SEARCHES = st.fixed_dictionaries({**FIELDS, "beams": st.builds(Beams, num_beams=st.integers(2, 3))})
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), DRAWN | SEARCHES),
+    st.tuples(st.just("submit"), DRAWN),
+    st.tuples(st.just("step"), st.integers(1, 12)),
+    st.tuples(st.just("end"), st.integers(0, 12)),
+    st.tuples(st.just("end one"), st.integers(0, 12)),
+    st.tuples(st.just("late"), DRAWN),
+)
+
+
+class Crowd(House):
+    """Notes what searches find, too."""
+
+    def __init__(self, max_rows: int, num_blocks: int, step_s: float, **limits: Any) -> None:
+        super().__init__(max_rows, num_blocks, step_s, **limits)
+        self.found: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.requests: list[Request] = []
+        self.ended: set[str] = set()
+
+    def note(self, batch: Any) -> None:
+        super().note(batch)
+        for event in batch.events:
+            if isinstance(event, HypothesisEvent):
+                self.found[event.request_id, event.sequence] = event.token_ids
+
+    def act(self, kind: str, value: Any, translates: bool) -> None:
+        if kind == "submit" or kind == "late":
+            self._ask(value, translates, kind == "late")
+        elif kind == "step":
+            for _ in range(value):
+                self.step()
+        elif value < len(self.requests):
+            request_id = self.requests[value].request_id
+            self.ended.add(request_id)
+            self.engine.end(request_id, 0 if kind == "end one" else None, "cancelled")
+
+    def _ask(self, fields: dict[str, Any], translates: bool, is_late: bool) -> None:
+        # Names of 10 lengths, so that prompts begin alike and blocks are shared.
+        name = f"{len(self.requests):03}" + "x" * (len(self.requests) % 10)
+        request = make_request(name, **fields)
+        if translates and request.prompt_logprobs is None:
+            request = as_translation(request)
+        if is_late:
+            request = Request(**{**vars(request), "deadline_s": self.now_s + 0.3})
+            self.ended.add(name)
+        if self.limits.fits(request):
+            self.requests.append(request)
+            self.submit(request)
+
+    def check(self) -> None:
+        for request in self.requests:
+            name = request.request_id
+            for i in range(request.num_sequences):
+                assert name in self.failed or (name, i) in self.finished, "every request ends"
+            if name not in self.ended:
+                self._check_answer(request)
+        scheduler = self.engine._scheduler
+        assert scheduler.num_rows == scheduler.num_waiting == scheduler.num_blocks_held == 0
+        assert not scheduler._set_back
+        assert not scheduler._overtaken
+
+    def _check_answer(self, request: Request) -> None:
+        name = request.request_id
+        if request.beams is None:
+            assert self.answer(request) == oracle(request, CONTEXT)
+        else:
+            assert [self.found[name, 0]] == searched(request)
+        if request.prompt_logprobs is not None:
+            assert [each.token_id for each in self.prompts[name]] == list(request.prompt_ids)
+        usage = self.finished[name, 0].usage
+        assert 0 <= usage.accepted <= min(usage.guessed, usage.generated)
+
+
+def searched(request: Request) -> list[tuple[int, ...]]:
+    assert request.beams is not None
+    parameters = BeamParameters(
+        num_beams=request.beams.num_beams,
+        max_new_tokens=request.max_new_tokens,
+        stop_ids=request.eos_ids,
+    )
+
+    def next_logits(rows: Any, parents: Any) -> Any:
+        return np.stack([logits_after([*(request.source_ids or ()), *row]) for row in rows])
+
+    longest = min(request.max_new_tokens, CONTEXT - len(request.prompt_ids))
+    found = search(next_logits, request.prompt_ids, parameters, longest)
+    return [each.token_ids for each in found][:1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(3, 6),
+    st.integers(7, 18),
+    st.sampled_from([0.0, 0.001, 0.02]),
+    st.fixed_dictionaries(
+        {
+            "guess": st.booleans(),
+            "share": st.sampled_from([True, True, False]),
+            "block_size": st.sampled_from([16, 16, 4]),
+        }
+    ),
+    st.booleans(),
+    st.lists(ACTIONS, max_size=40),
+)
+def test_any_crowd_gets_the_answers_of_requests_alone(
+    max_rows: int,
+    num_blocks: int,
+    step_s: float,
+    limits: dict[str, Any],
+    translates: bool,
+    actions: list[tuple[str, Any]],
+) -> None:
+    num_blocks *= 16 // limits["block_size"]
+    crowd = Crowd(max_rows, num_blocks, step_s, **limits)
+    for kind, value in actions:
+        crowd.act(kind, value, translates)
+    crowd.run()
+    crowd.check()
+
+
+@pytest.mark.parametrize("num_blocks", [12, 40])
+def test_those_who_are_set_back_go_on_with_the_same_tokens(num_blocks: int) -> None:
+    crowd = Crowd(8, num_blocks, 0.001)
+    for number in range(8):
+        beams = Beams(num_beams=2) if number == 3 else None
+        fields = {"num_prompt": 16, "max_new_tokens": 70, "beams": beams, "seed": number}
+        crowd.act("submit", {**fields, "sampling": Sampling(temperature=0.5)}, False)
+    crowd.run()
+    crowd.check()
+    assert (crowd.engine._scheduler.num_set_back > 0) == (num_blocks == 12)

@@ -1,0 +1,81 @@
+"""What steps may cost, learnt from what they cost."""
+
+import random
+
+import pytest
+
+from quill.server.scheduler.step_budget import (
+    IDLE_S,
+    MIN_STALL_S,
+    PROBE,
+    STALL,
+    Chunk,
+    StepBudget,
+)
+
+
+def _taught(rows_s: float, token_s: float, past_s: float, noise: float = 0.0) -> StepBudget:
+    budget, rng = StepBudget(), random.Random(1)
+    for step in range(300):
+        blur = 1 + noise * (rng.random() - 0.5)
+        if step % 10 == 0:
+            budget.note(rows_s * blur, 8, 0, [])
+            continue
+        chunk = Chunk(rng.randint(8, 64), rng.randint(0, 8000))
+        mean_past = chunk.past + chunk.num_tokens / 2
+        chunk_s = chunk.num_tokens * (token_s + past_s * mean_past)
+        budget.note((rows_s + chunk_s) * blur, 8, 0, [chunk])
+    return budget
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_cost_of_tokens_and_of_what_comes_before_them_is_learnt(noise: float) -> None:
+    budget = _taught(0.03, 0.001, 3e-7, noise)
+    for past in (0, 2000, 8000):
+        assert budget.cost_s(30, past) == pytest.approx(30 * (0.001 + 3e-7 * past), rel=0.3)
+        num = budget.num_affordable(0.03, past)
+        assert budget.cost_s(num, past) == pytest.approx(0.03, rel=0.15)
+
+
+def test_prompts_may_take_as_long_as_rows_and_a_little_where_these_are_quick() -> None:
+    assert _taught(0.05, 0.001, 0).prompts_s(8) == pytest.approx(STALL * 0.05, rel=0.1)
+    assert _taught(0.002, 0.001, 0).prompts_s(8) == MIN_STALL_S
+    assert _taught(0.05, 0.001, 0).prompts_s(0) == IDLE_S
+
+
+def test_one_slow_step_is_noise_and_a_slow_machine_is_not() -> None:
+    budget = _taught(0.03, 0.001, 0)
+    budget.note(5.0, 8, 0, [Chunk(30, 0)])
+    assert budget.cost_s(30, 0) < 3 * 0.03
+    for _ in range(100):
+        budget.note(0.5, 0, 0, [Chunk(30, 0)])
+    assert budget.cost_s(30, 0) == pytest.approx(0.5, rel=0.2)
+
+
+def test_rows_are_alone_now_and_then_so_that_their_time_is_known() -> None:
+    budget = StepBudget()
+    for _ in range(PROBE):
+        assert budget.prompts_s(8) > 0
+        budget.note(0.03, 8, 0, [Chunk(8, 0)])
+    assert budget.prompts_s(8) == 0
+    budget.note(0.02, 8, 0, [])
+    assert budget.prompts_s(8) > 0
+
+
+def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
+    budget = _taught(0.02, 0.001, 0)
+    assert budget.least_rate(1) == pytest.approx(0.05, rel=0.3)
+    assert budget.least_rate(16) == pytest.approx(0.8, rel=0.3)
+    for _ in range(30):
+        budget.note(0.02 + 4 * 0.005, 1, 4, [])
+    assert budget.least_rate(1) == pytest.approx(0.25, rel=0.2), "what guesses really cost"
+
+
+def test_clock_that_stands_still_breaks_nothing() -> None:
+    budget = StepBudget()
+    for _ in range(50):
+        budget.note(0.0, 1, 1, [Chunk(8, 5)])
+        budget.note(0.0, 1, 0, [])
+        budget.note(0.0, 0, 0, [Chunk(8, 5)])
+    assert budget.num_affordable(0.1, 100) > 0
+    assert budget.cost_s(10, 10) >= 0
