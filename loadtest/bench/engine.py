@@ -23,6 +23,7 @@ from quill.loadtest.bench.models import (
 )
 from quill.loadtest.bench.report import table, write
 from quill.loadtest.bench.tasks import (
+    LONG_PREFILLS,
     PEER_ROWS,
     decode_tasks,
     engine_tasks,
@@ -39,9 +40,13 @@ def run_engine(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
     sizes = manifest.sizes
-    ids = random_ids(MAX_IDS, sizes.vocab_size)
     commands = _quill_commands(bundle, manifest, args)
-    _run(args, commands, engine_tasks(ids, min(sizes.context, 1024)), [])
+    if args.long:
+        ids = random_ids(LONG_PREFILLS[-1] + 1, sizes.vocab_size)
+        tasks = prefill_tasks(ids, sizes.context, LONG_PREFILLS)
+    else:
+        tasks = engine_tasks(random_ids(MAX_IDS, sizes.vocab_size), min(sizes.context, 1024))
+    _run(args, commands, tasks, [])
 
 
 def run_peers(args: argparse.Namespace) -> None:

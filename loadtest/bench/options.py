@@ -27,6 +27,11 @@ def _add_engine(kinds: "Subparsers") -> None:
     parser = kinds.add_parser("engine", help="prefill and decode steps, with no network")
     _add_common(parser)
     _add_rounds(parser)
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        help="prompts of up to 8,000 tokens instead, and nothing else",
+    )
     parser.set_defaults(run="quill.loadtest.bench.engine:run_engine", extra="loadtest")
 
 

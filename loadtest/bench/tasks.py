@@ -10,6 +10,7 @@ from quill.loadtest.bench.contest import Task
 
 PAST_TOKENS = 64  # in every row before the decode steps that are timed
 PREFILLS = (128, 512)
+LONG_PREFILLS = (512, 2048, 8000)
 ALL_ROWS = (1, 2, 4, 8, 16, 32)
 PEER_ROWS = (1, 8, 32)
 RAGGED_ROWS = 8
@@ -23,9 +24,11 @@ def random_ids(num: int, vocab_size: int) -> list[int]:
     return [chance.randrange(vocab_size) for _ in range(num)]
 
 
-def prefill_tasks(ids: Sequence[int], context: int) -> list[Task]:
+def prefill_tasks(
+    ids: Sequence[int], context: int, lengths: Iterable[int] = PREFILLS
+) -> list[Task]:
     """Prompts that leave room for an answer."""
-    return [_prefill(ids, num) for num in PREFILLS if num < min(context, len(ids))]
+    return [_prefill(ids, num) for num in lengths if num < min(context, len(ids))]
 
 
 def _prefill(ids: Sequence[int], num: int) -> Task:

@@ -24,7 +24,7 @@ from quill.server.loading.engine_factory import EngineSettings, open_bundle, ope
 from quill.server.request import Request, Sampling
 
 MAX_ROWS = 32
-CONTEXT = 1024
+ROW_TOKENS = 1024  # of each, when all rows run
 GREEDY = Sampling(temperature=0.0)
 CHAT = Sampling(temperature=0.8, top_p=0.95)
 
@@ -37,12 +37,13 @@ class Quill:
         sizes = {file.name: file.size for file in opened.manifest.files}
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
-        self._context = min(CONTEXT, opened.manifest.sizes.context)
+        context = opened.manifest.sizes.context
+        self._max_tokens = min(ROW_TOKENS, context)
         # Each step is a token of each row, and no prompt was read before.
         limits = Limits(
             max_rows=MAX_ROWS,
-            context=self._context,
-            num_blocks=MAX_ROWS * -(-self._context // BLOCK),
+            context=context,
+            num_blocks=(MAX_ROWS * self._max_tokens + context) // BLOCK,
             share=False,
             guess=False,
         )
@@ -66,7 +67,7 @@ class Quill:
     def ragged(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
         """As decode, with prompts of different lengths."""
         # Those that are read first answer for as long as the others are read.
-        names = [self._submit(ids, max_new_tokens=self._context - len(ids)) for ids in prompts]
+        names = [self._submit(ids, max_new_tokens=self._max_tokens - len(ids)) for ids in prompts]
         return self._decode(num_steps, names, len(names))
 
     def _decode(self, num_steps: int, names: Sequence[str], num_rows: int) -> float:
