@@ -30,7 +30,7 @@ def _add_engine(kinds: "Subparsers") -> None:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="prompts of up to 8,000 tokens instead, and nothing else",
+        help="prompts of up to 8,000 tokens instead",
     )
     parser.set_defaults(run="quill.loadtest.bench.engine:run_engine", extra="loadtest")
 
