@@ -102,3 +102,6 @@ class BlockPool:
             known = self._known.pop(block, None)
             if known is not None:
                 del self._index[known[0]]
+                if block in self._idle:
+                    del self._idle[block]
+                    self._free.append(block)

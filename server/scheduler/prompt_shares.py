@@ -49,7 +49,7 @@ class PromptShares:
     def share(self, groups: Sequence[Group], num_running: int) -> dict[Row, int]:
         """How many tokens each row reads, for those that read any."""
         given = _Step(self, groups, num_running).share()
-        present = {group.request.owner for group in groups}
+        present = {group.request.owner for group in groups if group.readers()}
         self._owners = {name: self._owners[name] for name in present}
         return given
 
@@ -155,9 +155,9 @@ class _Step:
     def _give(self, row: Row) -> bool:
         """Its next piece. False: it gets nothing more in this step."""
         num_tokens = self._num_possible(row)
-        if num_tokens <= 0 or row in self._waits:
-            return False
         group = self._groups[row]
+        if num_tokens <= 0 or (row in self._waits and group is not self._oldest):
+            return False
         owner, cost_s = self._all._owners[group.request.owner], self._cost_s(row, num_tokens)
         row.tag += cost_s
         owner.tag += cost_s

@@ -87,7 +87,10 @@ class Scheduler:
             for row in () if group.is_set_back else group.readers():
                 if row in shares:
                     self._read(group, row, shares[row], plan)
-        return plan if plan.parts or plan.copies else None
+        if plan.parts or plan.copies:
+            return plan
+        self._budget.give_up_probe()  # those who should have been alone find no block
+        return None
 
     def _start(self) -> None:
         """All that find a place. One that doesn't may be overtaken, by its own cost at most."""
@@ -131,7 +134,6 @@ class Scheduler:
 
     def _begin(self, request: Request) -> Group:
         self._queue.serve(request)
-        self._overtaken.pop(request.request_id, None)
         group = self._set_back.pop(request.request_id, None)
         group = group_of(request, self._limits.context) if group is None else group
         group.is_set_back = False
@@ -159,7 +161,8 @@ class Scheduler:
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
         least_rate = self._budget.least_rate(num_running)
-        most = min(row.max_tokens - len(row.token_ids) - 1, max(1, MAX_ALL_GUESSES // num_running))
+        num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
+        most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
         if least_rate > 0:  # guesses of all rows take no longer than the rows
             most = min(most, max(1, int(1 / least_rate)))
         guesses = row.guesses.next(most, least_rate)
@@ -307,11 +310,14 @@ class Scheduler:
         search = group.search
         assert search is not None
         parents = search.advance(ranked[group.request.request_id])
+        num_wanted = group.request.num_sequences if search.is_over else len(group.rows)
+        if len(search.answers if search.is_over else parents) < num_wanted:
+            outcome.broken.add(group.request.request_id)  # too few tokens have finite logits
+            return
         if search.is_over:
             outcome.found.append(search)
             self.remove(group.request.request_id)
             return
-        assert len(parents) == len(group.rows), "SamplingReader._check_vocabulary refuses these"
         self._follow(group.rows, parents)
         for row, beam in zip(group.rows, search.running, strict=True):
             row.token_ids = list(beam.token_ids)

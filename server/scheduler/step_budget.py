@@ -44,6 +44,9 @@ class StepBudget:
         """Whether running rows should be alone in the next step."""
         return self._since_plain >= PROBE
 
+    def give_up_probe(self) -> None:
+        self._since_plain = 0
+
     def prompts_s(self, num_running: int) -> float:
         """The time that the next step has for prompts."""
         if not num_running:
