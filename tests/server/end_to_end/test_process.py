@@ -15,12 +15,14 @@ import pytest
 
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
+from quill.export.precisions import Family
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.loading.loader import prepare, warm_up
+from quill.server.loading.sizing import MIN_CONTEXT
 from quill.server.settings import Settings
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
@@ -138,6 +140,14 @@ def test_model_that_cannot_run_is_not_served() -> None:
     session.failures.append(RuntimeError("injected"))
     with pytest.raises(StartError, match="can't run"):
         warm_up(engine, "causal")
+
+
+@pytest.mark.parametrize("family", ["causal", "seq2seq"])
+def test_model_is_tried_in_the_smallest_context_too(family: Family) -> None:
+    session = Reciter()
+    limits = Limits(max_rows=1, context=MIN_CONTEXT, num_blocks=4)
+    warm_up(Engine(session, limits), family)
+    assert session.num_steps
 
 
 def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None:

@@ -1,10 +1,14 @@
 """How requests end that aren't answered in full: late, cancelled, stopped, or failed by a step."""
 
+import numpy as np
+import pytest
+
 from quill.server.engine.engine import MAX_FAILURES
 from quill.server.errors import CancelledError, DeadlineError, StepError, UnavailableError
-from quill.server.request import Sampling
+from quill.server.request import Beams, Sampling
+from tests.server import fake_session
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
-from tests.server.fake_session import oracle
+from tests.server.fake_session import VOCAB_SIZE, oracle
 
 
 def test_deadline_in_the_queue_is_an_error() -> None:
@@ -180,3 +184,37 @@ def test_blocks_whose_logits_were_not_finite_are_not_given_to_others() -> None:
     house.run()
     assert set(house.failed) == {"a"}
     assert house.started["a" * 51] == 0
+
+
+def test_search_whose_last_logits_were_not_finite_leaves_its_blocks_to_others() -> None:
+    house = House(num_blocks=12, block_size=4, context=40)
+    house.session.poisoned = {0}
+    house.submit(make_request("a", num_prompt=17, beams=Beams(num_beams=2), max_new_tokens=1))
+    house.run()
+    house.session.poisoned = set()
+    requests = [make_request(name, num_prompt=30, max_new_tokens=8) for name in ("bb", "ccc")]
+    for request in requests:
+        house.submit(request)
+    house.run()
+    assert set(house.failed) == {"a"}
+    for request in requests:
+        assert house.answer(request) == oracle(request, 40)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 5])
+def test_search_with_more_beams_than_possible_tokens_fails_alone(
+    max_new_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_V = np.full(VOCAB_SIZE, -np.inf, np.float32)
+    few_V[:3] = 0.0
+    monkeypatch.setattr(fake_session, "logits_after", lambda ids: few_V)
+    house = House(max_rows=8)
+    beside = make_request("a", max_new_tokens=10)
+    house.submit(beside)
+    beams = Beams(num_beams=4)
+    house.submit(make_request("bb", beams=beams, num_sequences=4, max_new_tokens=max_new_tokens))
+    house.run()
+    assert isinstance(house.failed["bb"], StepError)
+    assert set(house.failed) == {"bb"}
+    assert house.answer(beside) == oracle(beside, CONTEXT)
+    assert house.engine._scheduler.num_blocks_held == 0

@@ -114,3 +114,14 @@ def test_block_that_is_released_twice_is_our_bug() -> None:
     pool.release([block])
     with pytest.raises(AssertionError):
         pool.release([block])
+
+
+def test_block_that_is_forgotten_after_its_release_can_be_taken_and_not_found() -> None:
+    pool = BlockPool(2)
+    key = pool.key("", None, (1, 2))
+    block = pool.keep(key, pool.take())
+    pool.release([block])
+    pool.forget([block])
+    assert not pool.is_idle(block)
+    assert pool.find(key) is None
+    assert sorted(pool.take() for _ in range(2)) == [0, 1]

@@ -7,7 +7,8 @@ import pytest
 from quill.server.limits import Limits
 from quill.server.request import Beams, Request
 from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
-from quill.server.scheduler.scheduler import Scheduler
+from quill.server.scheduler.request_queue import cost
+from quill.server.scheduler.scheduler import LOOK_AHEAD, Scheduler
 
 CONTEXT = 128
 
@@ -210,3 +211,51 @@ def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> Non
     world.scheduler.remove("gone")
     assert world.scheduler.num_blocks_held == world.scheduler.num_rows == 0
     assert world.step() is None
+
+
+def test_set_back_text_that_is_wholly_known_runs_on_though_nobody_else_runs() -> None:
+    world = World(num_blocks=10, block_size=4, context=40)
+    world.scheduler.add(_request("old", num_prompt=6, max_new_tokens=18))
+    world.step()
+    twin = _request("first", num_prompt=6, max_new_tokens=30)
+    world.scheduler.add(twin)
+    for _ in range(5):
+        world.step()
+    # It is set back; the first twin writes the same blocks, and then nobody is left but it.
+    world.scheduler.add(_request("second", prompt_ids=twin.prompt_ids, max_new_tokens=30))
+    world.run()
+    assert world.scheduler.num_set_back >= 1
+    assert set(world.finished) == {("old", 0), ("first", 0), ("second", 0)}
+
+
+@pytest.mark.parametrize("num_prompt", range(1, 9))
+def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
+    # The long prompt may set the row back that takes its blocks, but not while it has to pause.
+    world = World(num_blocks=32, block_size=4, guess=False, max_read=4)
+    world.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
+    world.step()
+    world.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
+    for _ in range(200):
+        if world.step() is not None:
+            world.scheduler.note(world.plans[-1], 0.02)
+    assert set(world.finished) == {("long", 0), ("row", 0)}
+
+
+def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
+    world = World(num_blocks=36, block_size=4, guess=False, share=False)
+    scheduler, overtaken = world.scheduler, 0
+    big = _request("big", num_prompt=60, max_new_tokens=28, owner="big")
+    for number in range(600):
+        for place in range(scheduler.num_waiting, 3):
+            name = f"little {number} {place}"
+            scheduler.add(_request(name, num_prompt=4, max_new_tokens=100))
+        if number == 10:
+            scheduler.add(big)
+        waiting = scheduler._queue.in_order(LOOK_AHEAD)
+        world.step()
+        started = {group.request.request_id for group in scheduler._groups}
+        if waiting[0] is big and "big" not in started:
+            overtaken += sum(cost(each) for each in waiting if each.request_id in started)
+        assert overtaken <= cost(big)
+    assert scheduler.num_set_back >= 1
+    assert ("big", 0) in world.finished

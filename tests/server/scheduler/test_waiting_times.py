@@ -222,3 +222,18 @@ def test_row_that_repeats_its_prompt_is_faster_and_others_are_not_slower(is_know
         assert len(place.tokens_s["r"]) == 400
         took_s[guess] = place.tokens_s["r"][-1] - place.tokens_s["r"][0]
     assert took_s[False] > (1.7 if is_known else 0.99) * took_s[True]
+
+
+def test_owner_with_one_long_answer_saves_up_no_claim_to_read() -> None:
+    place = Place()
+    place.ask("answer", 20, num_tokens=4000, owner="first")
+    for number in range(4):
+        place.ask(f"second {number}", 1000, num_tokens=1, owner="second")
+    for number in range(4):
+        place.first_token_s(f"second {number}")
+    for number in range(4):
+        place.ask(f"first {number}", 4000, owner="first")
+    place.pass_time(0.5)
+    place.ask("short", 12, owner="second")
+    assert place.first_token_s("short") < 0.6
+    assert not [name for name in place.tokens_s if name.startswith("first")]
