@@ -96,8 +96,11 @@ def _load(
 
 def warm_up(engine: Engine, family: Family) -> None:
     """The first run of a graph takes far longer than those after it: nobody should wait for it."""
-    ids = {"prompt_ids": (0,)} if family == "causal" else {"prompt_ids": (0,), "source_ids": (0,)}
-    engine.submit(Request(request_id="warm-up", **ids, max_new_tokens=2), 0.0)
+    source_ids = None if family == "causal" else (0,)
+    request = Request(
+        request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2
+    )
+    engine.submit(request, 0.0)
     while not engine.is_idle:
         for event in engine.step().events:
             if isinstance(event, FailEvent):

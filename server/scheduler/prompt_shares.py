@@ -99,7 +99,8 @@ class _Step:
     def __init__(self, shares: PromptShares, groups: Sequence[Group], num_running: int) -> None:
         self._all = shares
         self._budget, self._size = shares._budget, shares._size
-        self._left_s = self._budget.prompts_s(num_running)
+        self._num_running = num_running
+        self._left_s = 0.0
         self._left = shares._limits.max_read
         self._num_free = shares._pool.num_free
         self._oldest = groups[0] if groups else None
@@ -111,12 +112,14 @@ class _Step:
         self._waits: set[Row] = set()  # for others' blocks
 
     def share(self) -> dict[Row, int]:
-        if not self._groups or not self._left_s:
-            return {}
         for row, group in self._groups.items():
             if group.request.source_ids is None:
                 self._all._adopt(group, row)
                 self._claim(row)
+        num_short = sum(self._wanted(row) <= QUANTUM for row in self._groups)
+        self._left_s = self._budget.prompts_s(self._num_running, num_short)
+        if not self._left_s:
+            return {}
         lines: dict[str, list[tuple[float, int, Row]]] = {}
         for place, (row, group) in enumerate(self._groups.items()):
             lines.setdefault(group.request.owner, []).append((self._finish(row), place, row))

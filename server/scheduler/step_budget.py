@@ -3,7 +3,8 @@
 Knows: how long steps took. Does not know: clocks, who is served.
 
 While rows run, the prompts' part of a step may take about as long as theirs, so that a long prompt
-at most doubles the gap between a row's tokens; MIN_STALL_S where rows' steps are shorter than that.
+at most doubles the gap between a row's tokens; MIN_STALL_S where rows' steps are shorter than that,
+and QUEUE_STALL_S while several short prompts wait, or a few rows would keep a crowd out.
 With nobody running it may take IDLE_S: so soon a newcomer is looked at. A prompt's token costs the
 more the more comes before it: a line, fitted to what steps took. What rows need is seen in steps
 without prompts and guesses; if there are none for long, one is made.
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 STALL = 0.8  # of the time that rows take
 MIN_STALL_S = 0.010
+QUEUE_STALL_S = 0.1  # still faster than people read
 IDLE_S = 0.25
 MIN_CHUNK = 4
 PROBE = 24  # steps in a row with prompts or guesses
@@ -47,11 +49,12 @@ class StepBudget:
     def give_up_probe(self) -> None:
         self._since_plain = 0
 
-    def prompts_s(self, num_running: int) -> float:
-        """The time that the next step has for prompts."""
+    def prompts_s(self, num_running: int, num_short: int) -> float:
+        """The time that the next step has for prompts, of which so many could end with it."""
         if not num_running:
             return IDLE_S
-        return 0.0 if self.is_probing else max(STALL * self._rows_s, MIN_STALL_S)
+        least_s = QUEUE_STALL_S if num_short > 1 else MIN_STALL_S
+        return 0.0 if self.is_probing else max(STALL * self._rows_s, least_s)
 
     def cost_s(self, num_tokens: int, past: int) -> float:
         return num_tokens * (self._token_s + self._past_s * (past + num_tokens / 2))

@@ -8,6 +8,7 @@ from quill.server.scheduler.step_budget import (
     IDLE_S,
     MIN_STALL_S,
     PROBE,
+    QUEUE_STALL_S,
     STALL,
     Chunk,
     StepBudget,
@@ -38,9 +39,10 @@ def test_cost_of_tokens_and_of_what_comes_before_them_is_learnt(noise: float) ->
 
 
 def test_prompts_may_take_as_long_as_rows_and_a_little_where_these_are_quick() -> None:
-    assert _taught(0.05, 0.001, 0).prompts_s(8) == pytest.approx(STALL * 0.05, rel=0.1)
-    assert _taught(0.002, 0.001, 0).prompts_s(8) == MIN_STALL_S
-    assert _taught(0.05, 0.001, 0).prompts_s(0) == IDLE_S
+    assert _taught(0.05, 0.001, 0).prompts_s(8, 1) == pytest.approx(STALL * 0.05, rel=0.1)
+    assert _taught(0.002, 0.001, 0).prompts_s(8, 1) == MIN_STALL_S
+    assert _taught(0.002, 0.001, 0).prompts_s(8, 2) == QUEUE_STALL_S, "a crowd isn't kept out"
+    assert _taught(0.05, 0.001, 0).prompts_s(0, 1) == IDLE_S
 
 
 def test_one_slow_step_is_noise_and_a_slow_machine_is_not() -> None:
@@ -55,11 +57,11 @@ def test_one_slow_step_is_noise_and_a_slow_machine_is_not() -> None:
 def test_rows_are_alone_now_and_then_so_that_their_time_is_known() -> None:
     budget = StepBudget()
     for _ in range(PROBE):
-        assert budget.prompts_s(8) > 0
+        assert budget.prompts_s(8, 1) > 0
         budget.note(0.03, 8, 0, [Chunk(8, 0)])
-    assert budget.prompts_s(8) == 0
+    assert budget.prompts_s(8, 1) == 0
     budget.note(0.02, 8, 0, [])
-    assert budget.prompts_s(8) > 0
+    assert budget.prompts_s(8, 1) > 0
 
 
 def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
