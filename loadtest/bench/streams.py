@@ -10,6 +10,7 @@ stream's row serves somebody else.
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -39,7 +40,7 @@ WARM_STEPS = 4
 SHORT_PROMPT = 20
 NUM_LONG = (1, 3)  # prompts that are read while a short one comes
 NUM_CANCELS = 8
-NUM_NEW = 1500  # of each stream: more than anybody waits for
+NUM_NEW = 4000  # of each stream: more than anybody waits for
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 CHAT: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
@@ -51,7 +52,7 @@ class Findings:
     bare: list[float] = field(default_factory=list)  # tokens a second
     greedy: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
-    stall: list[float] = field(default_factory=list)  # p95 gap while a prompt is read / before
+    stall: list[float] = field(default_factory=list)  # p95 gap while a prompt is read / without
     short: dict[int, list[float]] = field(  # seconds to its first token, by how many long ones
         default_factory=lambda: {num: [] for num in NUM_LONG}
     )
@@ -137,14 +138,20 @@ async def _round(found: Findings, address: str, ids: Sequence[int], num_streams:
 
 
 async def _stall(crowd: StreamClients, ids: Sequence[int]) -> float:
-    """The 95th percentile of gaps that end while a long prompt is read, against before."""
-    begin_s = time.perf_counter()
+    """The 95th percentile of gaps that end while a long prompt is read, against before and after:
+    meanwhile the streams themselves have grown longer."""
+    times_s = [time.perf_counter()]
     await crowd.wait_for_steps(NUM_STEPS)
-    asked_s = time.perf_counter()
+    times_s.append(time.perf_counter())
     await crowd.first_token(ids)
-    read_s = time.perf_counter()
-    during, before = crowd.gaps(asked_s, read_s), crowd.gaps(begin_s, asked_s)
-    return float(np.percentile(during, 95) / np.percentile(before, 95))
+    times_s.append(time.perf_counter())
+    await crowd.wait_for_steps(NUM_STEPS)
+    times_s.append(time.perf_counter())
+    before, during, after = (
+        float(np.percentile(crowd.gaps(begin_s, end_s), 95))
+        for begin_s, end_s in itertools.pairwise(times_s)
+    )
+    return 2 * during / (before + after)
 
 
 async def _short(channel: grpc.aio.Channel, prompts: Sequence[Sequence[int]]) -> float:

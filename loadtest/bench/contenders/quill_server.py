@@ -3,6 +3,7 @@
 Knows: its options, the wire. Does not know: who else is measured.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +12,29 @@ from pathlib import Path
 
 import grpc
 
+from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.contenders.serving import Load, Serving, Streamed
 from quill.loadtest.environment.own_server import own_server
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 
 
-def options(load: Load, precision: str | None) -> list[str]:
-    """Without anything shared a cache of prompts would only cost."""
+def options(load: Load, precision: str | None, token_bytes: int) -> list[str]:
+    """Memory for what the users hold at once, and a quarter more, so that some of it is kept."""
+    num_tokens = load.num_shared + load.num_users * (load.context - load.num_shared)
+    megabytes = math.ceil(1.25 * max(num_tokens, 2 * load.context) * token_bytes / 2**20)
     given = ["--max-rows", str(load.num_users), "--context", str(load.context)]
+    given += ["--cache", str(megabytes)]
     given += ["--threads", str(load.num_threads)]
     given += [] if load.num_shared else ["--no-prefix-cache"]
     return given + (["--precision", precision] if precision else [])
+
+
+def _token_bytes(bundle: Path, precision: str | None) -> int:
+    """Of the precision, or of the best that a server would take."""
+    manifest = read_manifest(bundle)
+    graphs = [manifest.graphs_in(precision)] if precision else manifest.graphs
+    return min(manifest.cache_bytes_per_token(each.cache_type) for each in graphs)
 
 
 def request(ids: Sequence[int], load: Load) -> pb.GenerateRequest:
@@ -42,7 +54,9 @@ def request(ids: Sequence[int], load: Load) -> pb.GenerateRequest:
 @contextmanager
 def quill_server(bundle: Path, precision: str | None, load: Load, log: Path) -> Iterator[Serving]:
     with (
-        own_server(log, bundle, *options(load, precision)) as server,
+        own_server(
+            log, bundle, *options(load, precision, _token_bytes(bundle, precision))
+        ) as server,
         standing_server(server.address, load) as standing,
     ):
         yield replace(standing, name="Quill", pid=server.pid)

@@ -135,9 +135,9 @@ def test_load_is_what_the_options_say() -> None:
 
 
 def test_quill_keeps_prompts_only_where_they_are_shared() -> None:
-    assert "--no-prefix-cache" not in quill_server.options(LOAD, None)
+    assert "--no-prefix-cache" not in quill_server.options(LOAD, None, 100)
     alone = Load(**vars(LOAD) | {"num_shared": 0})
-    words = quill_server.options(alone, "fp32")
+    words = quill_server.options(alone, "fp32", 100)
     assert "--no-prefix-cache" in words
-    for options in (words, quill_server.options(LOAD, None)):
+    for options in (words, quill_server.options(LOAD, None, 100)):
         build_parser().parse_args(["serve", *options])
