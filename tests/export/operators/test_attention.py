@@ -25,7 +25,7 @@ from tests.export.operators.attention_steps import (
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
-pytestmark = [needs_operators, pytest.mark.portable]
+pytestmark = needs_operators
 
 SHAPE = Shape()
 SHAPES = [
@@ -51,6 +51,7 @@ def alone(path: Path, shape: Shape, qkv: Array, num_threads: int = 2) -> Array:
     return pool.step(Piece(qkv, 0, range(num_blocks(len(qkv)))))[0]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_attends_as_numpy_does_and_keeps_keys_and_values(shape: Shape, tmp_path: Path) -> None:
     lengths, pool = (150, 1, 300, 17), Pool(save(tmp_path, shape), shape, 40)
@@ -67,6 +68,7 @@ def test_it_attends_as_numpy_does_and_keeps_keys_and_values(shape: Shape, tmp_pa
         np.testing.assert_array_equal(values, v.astype(shape.dtype))
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 128, 129])
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=str)
 def test_a_prompt_gets_the_same_bits_however_it_is_cut(
@@ -107,6 +109,7 @@ class Crowd:
         return max(len(prompt) - last, 0)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], SHAPES[8]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
@@ -157,6 +160,7 @@ def test_all_kernels_compute_the_same_bits(shape: Shape, tmp_path: Path) -> None
             np.testing.assert_array_equal(outputs, plain)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_what_is_behind_a_sequence_is_never_looked_at(dtype: str, tmp_path: Path) -> None:
     """A pool begins as NaN: only what was written is finite."""

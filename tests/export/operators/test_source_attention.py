@@ -19,7 +19,7 @@ from tests.export.operators.attention_steps import (
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
-pytestmark = [needs_operators, pytest.mark.portable]
+pytestmark = needs_operators
 
 LENGTHS = (150, 1, 16, 300, 129)
 BLOCKS = [range(10), [30], [31], range(10, 29), range(32, 41)]
@@ -41,6 +41,7 @@ def encode(path: Path, sources: list[Array], num_threads: int = 2) -> list[Array
     return np.split(run(path, feeds, num_threads)[0], np.cumsum(counts)[:-1])
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_encoder_looks_at_all_of_its_own_source(shape: Shape, tmp_path: Path) -> None:
     path = save(tmp_path, shape, "EncoderAttention")
@@ -97,6 +98,7 @@ def look(directory: Path, shape: Shape, pool: Pool, who: list[int], q: list[Arra
     return np.split(run(path, feeds)[0], np.cumsum([len(each) for each in q])[:-1])
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_decoder_looks_at_its_source_alone_and_in_a_crowd(shape: Shape, tmp_path: Path) -> None:
     """Beams look at the same source, with one token or several."""
@@ -115,6 +117,7 @@ def test_a_decoder_looks_at_its_source_alone_and_in_a_crowd(shape: Shape, tmp_pa
         np.testing.assert_array_equal(look(tmp_path, shape, pool, [index], [heads])[0], out)
 
 
+@pytest.mark.portable
 def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
     for operator in ("EncoderAttention", "Store"):
         shape = SHAPES[1]
