@@ -109,7 +109,6 @@ class Crowd:
         return max(len(prompt) - last, 0)
 
 
-@pytest.mark.portable
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], SHAPES[8]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
