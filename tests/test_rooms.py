@@ -32,7 +32,7 @@ WITHIN = {
         "machine": "",
         "text": "",
         "auth": "",
-        "sampling": "",
+        "sampling": "machine",
         "scheduler": "sampling",
         "runtime": "machine scheduler sampling",
         "engine": "runtime scheduler sampling",

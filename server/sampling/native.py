@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from quill.export.operators.library import library_path, operators_problem
 from quill.server.errors import StartError
+from quill.server.machine.resources import num_cores
 from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
 
 # R rows · D draws · T most tops
@@ -59,7 +60,7 @@ class Tops(NamedTuple):
 class _Threads:
     """How many share the rows of a step, for all engines of this process."""
 
-    num = 0  # as many as there are cores
+    num = 0  # nobody has said
 
 
 def prepare(num_threads: int = 0) -> None:
@@ -70,8 +71,7 @@ def prepare(num_threads: int = 0) -> None:
 
 def _num_threads() -> int:
     if not _Threads.num:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        _Threads.num = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        _Threads.num = num_cores()
     return _Threads.num
 
 
