@@ -186,8 +186,8 @@ def test_answer_counts_while_it_comes_and_after_its_client_left(
         owed = num_tokens + 8 - 10
         assert delay_of(client) == pytest.approx(1 + owed, abs=3)
         chunks.close()
-        running.session.let_go()
         running.next_record("CANCELLED")
+        running.session.let_go()
         assert delay_of(client) == pytest.approx(1 + owed, abs=3)
 
 
