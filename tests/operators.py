@@ -10,3 +10,5 @@ needs_operators = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 OWN: tuple[Precision, ...] = () if PROBLEM else ("quill4", "quill8")
 # What a bundle of a test is served in: the plainest, and integers.
 SERVED: tuple[Precision, ...] = ("fp32", *OWN)
+# Rows of a crowd. One of them is enough under emulation, where each takes half a minute.
+CROWDS = [1, 3, pytest.param(8, marks=pytest.mark.portable)]

@@ -16,6 +16,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_engine(kinds)
+    _add_guesses(kinds)
     _add_server(kinds)
     _add_streams(kinds)
     _add_peers(kinds)
@@ -33,6 +34,13 @@ def _add_engine(kinds: "Subparsers") -> None:
         help="prompts of up to 8,000 tokens instead",
     )
     parser.set_defaults(run="quill.loadtest.bench.engine:run_engine", extra="loadtest")
+
+
+def _add_guesses(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser("guesses", help="what guessing from the text so far gains one row")
+    _add_common(parser)
+    _add_rounds(parser, 3)
+    parser.set_defaults(run="quill.loadtest.bench.guesses:run", extra="loadtest")
 
 
 def _add_peers(kinds: "Subparsers") -> None:

@@ -36,7 +36,7 @@ def _prefill(ids: Sequence[int], num: int) -> Task:
 
 
 def decode_tasks(ids: Sequence[int], rows: Iterable[int]) -> list[Task]:
-    return [_decode("decode", ids, num_rows) for num_rows in rows]
+    return [_decode(ids, num_rows) for num_rows in rows]
 
 
 def engine_tasks(ids: Sequence[int], context: int) -> list[Task]:
@@ -45,14 +45,16 @@ def engine_tasks(ids: Sequence[int], context: int) -> list[Task]:
         *prefill_tasks(ids, context),
         *decode_tasks(ids, ALL_ROWS),
         _ragged(ids, RAGGED_ROWS, context),
-        _decode("sampled", ids, ALL_ROWS[-1]),
+        _decode(ids, ALL_ROWS[-1], sampling="drawn"),
+        _decode(ids, ALL_ROWS[-1], sampling="cut"),
     ]
 
 
-def _decode(do: str, ids: Sequence[int], num_rows: int) -> Task:
+def _decode(ids: Sequence[int], num_rows: int, **wishes: str) -> Task:
     num_steps = _num_steps(num_rows)
-    order = {"do": do, "ids": list(ids[:PAST_TOKENS]), "num_rows": num_rows}
-    return Task(f"{do} {num_rows}", order | {"num_steps": num_steps}, num_rows * num_steps)
+    order = {"do": "decode", "ids": list(ids[:PAST_TOKENS]), "num_rows": num_rows} | wishes
+    name = wishes.get("sampling", "decode")
+    return Task(f"{name} {num_rows}", order | {"num_steps": num_steps}, num_rows * num_steps)
 
 
 def _ragged(ids: Sequence[int], num_rows: int, context: int) -> Task:

@@ -1,6 +1,6 @@
 """Quill's own engine as a contender, with no network around it.
 
-    python -m quill.loadtest.bench.contenders.quill BUNDLE PRECISION THREADS
+    python -m quill.loadtest.bench.contenders.quill BUNDLE PRECISION THREADS [guess]
 
 Knows: the server's engine, from submitting a request to its events. Does not know: gRPC, peers.
 It measures what a server does in a step: planning, running, choosing, reporting.
@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import onnxruntime
 from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
-from quill.server.events import Batch, Event, FailEvent, PromptEvent
+from quill.server.events import Batch, Event, FailEvent, FinishEvent, PromptEvent, TokenEvent
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.request import Request, Sampling
@@ -26,13 +27,27 @@ from quill.server.request import Request, Sampling
 MAX_ROWS = 32
 ROW_TOKENS = 1024  # of each, when all rows run
 GREEDY = Sampling(temperature=0.0)
-CHAT = Sampling(temperature=0.8, top_p=0.95)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "drawn": Sampling(temperature=1.0),
+    "cut": Sampling(temperature=1.0, top_k=40, top_p=0.95),
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer, and how long it took after its first token."""
+
+    seconds: float
+    token_ids: list[int]
+    num_guessed: int
+    num_accepted: int
 
 
 class Quill:
     """An engine that serves nobody but the clock."""
 
-    def __init__(self, bundle: Path, precision: str, num_threads: int) -> None:
+    def __init__(self, bundle: Path, precision: str, num_threads: int, guess: bool = False) -> None:
         opened = open_bundle(bundle, precision)
         sizes = {file.name: file.size for file in opened.manifest.files}
         weight_bytes = sizes[opened.graphs.weights]
@@ -45,9 +60,10 @@ class Quill:
             context=context,
             num_blocks=(MAX_ROWS * self._max_tokens + context) // BLOCK,
             share=False,
-            guess=False,
+            guess=guess,
         )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
+        self._eos_ids = frozenset(opened.manifest.stop_ids)
         self._names = map(str, itertools.count())
 
     def prefill(self, ids: Sequence[int]) -> float:
@@ -56,13 +72,25 @@ class Quill:
         self._finish()
         return time.perf_counter() - start
 
-    def decode(self, ids: Sequence[int], num_rows: int, num_steps: int) -> float:
-        return self._decode(num_steps, [self._submit(ids, num_sequences=num_rows)], num_rows)
-
-    def sampled(self, ids: Sequence[int], num_rows: int, num_steps: int) -> float:
-        """As decode, but drawn the way chats usually are."""
-        name = self._submit(ids, num_sequences=num_rows, sampling=CHAT)
+    def decode(
+        self, ids: Sequence[int], num_rows: int, num_steps: int, sampling: str = "greedy"
+    ) -> float:
+        name = self._submit(ids, num_sequences=num_rows, sampling=SAMPLINGS[sampling])
         return self._decode(num_steps, [name], num_rows)
+
+    def write(self, ids: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Written:
+        """An answer to the end, or so many tokens of it."""
+        wishes = {"max_new_tokens": num_tokens, "seed": seed, "eos_ids": self._eos_ids}
+        self._submit(ids, sampling=Sampling(temperature=temperature), **wishes)
+        events: list[Event] = []
+        while not any(isinstance(event, TokenEvent) for event in events):
+            events += self._step().events
+        start = time.perf_counter()
+        events += self._finish()
+        seconds = time.perf_counter() - start
+        tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
+        [usage] = [event.usage for event in events if isinstance(event, FinishEvent)]
+        return Written(seconds, tokens, usage.guessed, usage.accepted)
 
     def ragged(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
         """As decode, with prompts of different lengths."""
@@ -115,4 +143,4 @@ class Quill:
 
 
 if __name__ == "__main__":
-    serve(Quill(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    serve(Quill(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "guess" in sys.argv[4:]))

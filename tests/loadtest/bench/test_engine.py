@@ -29,7 +29,8 @@ def test_quill_reads_decodes_and_draws_against_the_clock(contender: Quill) -> No
     seconds = [
         contender.prefill(PROMPT),
         contender.decode(PROMPT, 4, 3),
-        contender.sampled(PROMPT, 4, 3),
+        contender.decode(PROMPT, 4, 3, sampling="drawn"),
+        contender.decode(PROMPT, 4, 3, sampling="cut"),
         contender.ragged([PROMPT[:9], PROMPT, PROMPT[:20]], 3),
     ]
     assert all(0 < each < 60 for each in seconds)
@@ -53,7 +54,7 @@ def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
     record = json.loads((tmp_path / "results.json").read_text())
     [result] = record["results"]
     rows = (1, 2, 4, 8, 16, 32)
-    tasks = [*(f"decode {num}" for num in rows), "ragged 8", "sampled 32"]
+    tasks = [*(f"decode {num}" for num in rows), "ragged 8", "drawn 32", "cut 32"]
     assert list(result["speeds"]) == tasks  # its context is too short for the prefills
     assert all(speed > 0 for speed in result["speeds"].values())
     assert "commit" in record["facts"]

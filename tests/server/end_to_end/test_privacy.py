@@ -14,10 +14,20 @@ from tests.server.tiny_bundle import TinyBundle
 HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 VARIABLE = "ORT_DISABLE_TELEMETRY"
 # The runtime is silent by itself where one of these says that nobody sits there.
-AUTOMATIC = (
-    "CI TF_BUILD GITHUB_ACTIONS GITLAB_CI CIRCLECI TRAVIS JENKINS_URL CODEBUILD_BUILD_ID BUILDKITE "
-    "TEAMCITY_VERSION APPVEYOR BITBUCKET_BUILD_NUMBER"
-).split()
+AUTOMATIC = [
+    "CI",
+    "TF_BUILD",
+    "GITHUB_ACTIONS",
+    "GITLAB_CI",
+    "CIRCLECI",
+    "TRAVIS",
+    "JENKINS_URL",
+    "CODEBUILD_BUILD_ID",
+    "BUILDKITE",
+    "TEAMCITY_VERSION",
+    "APPVEYOR",
+    "BITBUCKET_BUILD_NUMBER",
+]
 # Each name that a process wants to know goes into a file, and isn't looked up.
 SPY = r"""
 #include <fcntl.h>

@@ -18,11 +18,9 @@ from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.sampling.logprobs import position_logprobs
 from quill.server.scheduler.plan import Piece
-from tests.operators import SERVED
+from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
-
-pytestmark = pytest.mark.portable
 
 VOCAB_SIZE = 512
 NUM_BLOCKS = CONTEXT // 16  # of one sequence
@@ -78,7 +76,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize("max_rows", CROWDS)
 def test_crowd_gets_the_tokens_of_requests_alone(
     tiny_bundle: TinyBundle, precision: str, max_rows: int
 ) -> None:
@@ -99,6 +97,7 @@ def test_crowd_gets_the_tokens_of_requests_alone(
     assert crowd == alone
 
 
+@pytest.mark.portable
 def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundle) -> None:
     rng = random.Random(5)
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(100))
@@ -124,6 +123,7 @@ def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundl
     assert answers[0] == answers[1]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_engine_gives_the_tokens_of_the_reference_decoder(
     tiny_bundle: TinyBundle, temperature: float

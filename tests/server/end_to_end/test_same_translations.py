@@ -18,11 +18,9 @@ from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.sampling.logprobs import position_logprobs
 from quill.server.scheduler.plan import Piece, Source
-from tests.operators import SERVED
+from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
-
-pytestmark = pytest.mark.portable
 
 VOCAB_SIZE = 512
 NUM_BLOCKS = CONTEXT // 16  # of one text, or one source
@@ -78,7 +76,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize("max_rows", CROWDS)
 def test_crowd_gets_the_translations_of_requests_alone(
     tiny_translator: TinyBundle, precision: str, max_rows: int
 ) -> None:
@@ -99,6 +97,7 @@ def test_crowd_gets_the_translations_of_requests_alone(
     assert crowd == alone
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_engine_gives_the_translations_of_the_reference_decoder(
     tiny_translator: TinyBundle, temperature: float
