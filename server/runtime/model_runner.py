@@ -19,6 +19,7 @@ from quill.export.bundle.manifest import Sizes
 from quill.server.runtime.blocks import Blocks, DeviceBlocks, bind, view_of
 from quill.server.sampling.arrays import Logits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+from quill.server.scheduler.session import Computed
 
 # S sequences · T tokens of all of them · B blocks of the longest · L logits · V vocabulary
 
@@ -43,7 +44,7 @@ class OrtSession:
         self._decoding = self._bound(decoder, sizes.num_layers)
         self._encoding = None if encoder is None else self._bound(encoder, sizes.num_layers)
 
-    def step(self, pieces: Sequence[Piece]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Computed:
         lengths = [len(piece.ids) for piece in pieces]
         starts = _starts(lengths)
         inputs: _Inputs = {
@@ -65,7 +66,7 @@ class OrtSession:
         logits_LV = self._room(len(inputs[graph_contract.LOGIT_INDICES]))
         bind(self._decoding.bind_output, graph_contract.LOGITS, view_of(logits_LV))
         _run(self._decoder, self._decoding, inputs)
-        return logits_LV
+        return Computed(logits_LV, np.empty((0, 1), np.float32))
 
     def encode(self, sources: Sequence[Source]) -> None:
         assert self._encoder is not None, "a causal model has no encoder"
