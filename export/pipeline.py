@@ -207,6 +207,7 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         head_size=config.head_size,
         d_ff=config.d_ff,
         num_parameters=num_parameters,
+        num_segments=config.num_segments,
     )
 
 
@@ -220,9 +221,14 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         onnxruntime=onnxruntime.__version__,
         sizes=describe_sizes(checkpoint),
         special_tokens=SpecialTokens(
-            bos=special.bos, eos=special.eos, pad=special.pad, unk=special.unk
+            bos=special.bos,
+            eos=special.eos,
+            pad=special.pad,
+            unk=special.unk,
+            mask=special.mask,
         ),
         prepend_bos=checkpoint.prepend_bos,
+        append_eos=checkpoint.append_eos,
         stop_ids=checkpoint.stop_ids,
         chat_template=checkpoint.chat_template,
         generation=checkpoint.generation,
@@ -231,4 +237,6 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         tokenizer=None if checkpoint.tokenizer is None else TOKENIZER_FILE,
         graphs=(),
         files=(),
+        pooling=checkpoint.pooling,
+        normalise=checkpoint.normalise,
     )

@@ -62,6 +62,7 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     native.prepare(settings.num_threads)
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
     encoder = None
+    assert graphs.decoder is not None, "an encoder was refused"
     with huge_pages():
         decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
         if graphs.encoder is not None:
@@ -73,7 +74,7 @@ def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
         if graphs.device == "cpu"
         else DeviceBlocks(limits.num_blocks, shape, graphs.device)
     )
-    session = OrtSession(decoder, blocks, manifest.sizes, encoder)
+    session = OrtSession(decoder, blocks, manifest.sizes, encoder, hidden=graphs.hidden)
     _try_last_position(bundle, session, limits)
     return Engine(session, limits)
 
@@ -100,6 +101,8 @@ def _try_last_position(bundle: Bundle, session: OrtSession, limits: Limits) -> N
 
 
 def _check(bundle: Bundle, limits: Limits) -> None:
+    if bundle.manifest.family == "encoder":
+        raise StartError(f"{bundle.directory} holds an encoder, which isn't served yet")
     if bundle.manifest.family == "seq2seq" and bundle.manifest.special_tokens.bos is None:
         raise StartError(
             f"{bundle.directory} holds a translation model and doesn't say which token its answers "

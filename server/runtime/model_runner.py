@@ -36,12 +36,19 @@ class OrtSession:
         blocks: Blocks | DeviceBlocks,
         sizes: Sizes,
         encoder: onnxruntime.InferenceSession | None = None,
+        *,
+        hidden: bool = False,
     ) -> None:
         self._decoder = decoder
         self._encoder = encoder
         self._blocks = blocks
         self._logits_LV = np.empty((1, sizes.vocab_size), np.float32)
         self._decoding = self._bound(decoder, sizes.num_layers)
+        # Of no token, which costs nothing: bound once, for the graph wants it bound.
+        self._no_tokens, self._no_hidden_MD = _longs(()), np.empty((0, sizes.d_model), np.float32)
+        if hidden:
+            bind(self._decoding.bind_input, graph_contract.HIDDEN_INDICES, view_of(self._no_tokens))
+            bind(self._decoding.bind_output, graph_contract.HIDDEN, view_of(self._no_hidden_MD))
         self._encoding = None if encoder is None else self._bound(encoder, sizes.num_layers)
 
     def step(self, pieces: Sequence[Piece]) -> Computed:

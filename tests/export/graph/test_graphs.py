@@ -114,6 +114,7 @@ def test_inputs_and_outputs_have_the_documented_names_and_shapes(
 def test_keys_lie_transposed_inside_a_block() -> None:
     config = dataclasses.replace(LLAMA, head_size=32)
     graph = Networks(make_checkpoint(config)).prepare("fp32").decoder("cpu")
+    assert graph is not None
     keys, its_values = graph.arguments[6][:2]
     assert (keys.shape[1:], its_values.shape[1:]) == ((2, 32, 16), (2, 16, 32))
 
