@@ -17,8 +17,7 @@ class Limits:
     share: bool = True  # blocks of texts that begin alike
     guess: bool = True
     max_read: int = 1024  # tokens of prompts and sources in a step
-    # An encoder reads each text at once and keeps nothing: its blocks are places in a step.
-    reads_whole: bool = False
+    reads_whole: bool = False  # each text at once, as encoders do
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
         """What its rows hold together after so many tokens each: they share the prompt only."""
@@ -35,3 +34,17 @@ class Limits:
         max_tokens = min(request.max_new_tokens, self.context - request.num_before)
         fits_blocks = self.num_blocks_of(request, max(0, max_tokens)) <= self.num_blocks
         return request.num_rows <= self.max_rows and fits_blocks
+
+
+def encoder_limits(*, max_rows: int, context: int, max_read: int = 1024) -> Limits:
+    """An encoder keeps nothing: a block is a place in a step, and holds one text."""
+    return Limits(
+        max_rows=max_rows,
+        context=context,
+        num_blocks=max_read,
+        block_size=context,
+        share=False,
+        guess=False,
+        max_read=max_read,
+        reads_whole=True,
+    )
