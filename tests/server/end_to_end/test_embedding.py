@@ -1,4 +1,4 @@
-"""Embed and FillMask over the wire, on real graphs: the vectors of PyTorch, alone and in a crowd."""
+"""Embed and FillMask over the wire, on real graphs: PyTorch's vectors, alone and in a crowd."""
 
 import contextlib
 import random
@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from quill.model.network.attention import EncoderAttending
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client
@@ -20,8 +20,6 @@ from quill.server.settings import Settings
 from tests.server.running import Running, make_served
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
-
-Vectors = npt.NDArray[np.float32]
 
 
 class RunningBundle(Running):
@@ -66,17 +64,13 @@ def vectors(response: pb.EmbedResponse) -> list[list[float]]:
     return [list(each.values) for each in response.embeddings]
 
 
-def of_torch(bundle: TinyBundle, ids: list[int]) -> Vectors:
+def of_torch(bundle: TinyBundle, ids: list[int]) -> torch.Tensor:
     """All hidden states of a text."""
-    ids_1T = torch.tensor([ids])
+    model, ids_1T = bundle.model, torch.tensor([ids])
     with torch.no_grad():
-        if bundle.manifest.family == "encoder":
-            mask_1T = torch.ones_like(ids_1T, dtype=torch.bool)
-            hidden_1TD = bundle.model.memory(ids_1T, mask_1T)
-        else:
-            hidden_1TD = bundle.model.hidden(ids_1T)
-    hidden_TD: Vectors = hidden_1TD[0].numpy()
-    return hidden_TD
+        if bundle.manifest.family == "causal":
+            return model.hidden(ids_1T, model.uncached())[0]
+        return model.memory(ids_1T, EncoderAttending(model.config, model.rotary, None))[0]
 
 
 @pytest.mark.parametrize("family", ["encoder", "causal"])
@@ -86,7 +80,7 @@ def test_vectors_are_pytorchs(
     client: Client = request.getfixturevalue(family)
     bundle = tiny_encoder if family == "encoder" else tiny_bundle
     inputs = texts(random.Random(3), 12)
-    expected = [of_torch(bundle, ids) for ids in inputs]
+    expected = [of_torch(bundle, ids).numpy() for ids in inputs]
     pooled = {
         "mean": [hidden_TD.mean(axis=0) for hidden_TD in expected],
         "first": [hidden_TD[0] for hidden_TD in expected],
@@ -153,9 +147,7 @@ def test_masks_are_filled_as_pytorch_would(encoder: Client, tiny_encoder: TinyBu
     assert [each.position for each in response.masks] == [2, len(ids) - 2], "[CLS] is plain text"
     assert response.masks == encoder.fill_mask(ids, top_k=4).masks
     with torch.no_grad():
-        ids_1T = torch.tensor([ids])
-        hidden_1TD = tiny_encoder.model.memory(ids_1T, torch.ones_like(ids_1T, dtype=torch.bool))
-        chances_TV = tiny_encoder.model.project(hidden_1TD)[0].softmax(dim=-1)
+        chances_TV = tiny_encoder.model.project(of_torch(tiny_encoder, ids)).softmax(dim=-1)
     for mask in response.masks:
         top = chances_TV[mask.position].topk(4)
         assert [each.token_id for each in mask.fillings] == top.indices.tolist()
