@@ -92,11 +92,13 @@ class Reading:
 
     texts: tuple[tuple[int, ...], ...]
     pooling: Pooling = "mean"
+    ranges: tuple[range, ...] = ()  # of each text: the tokens that become its vector; none: all
     masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no vector
 
     def __post_init__(self) -> None:
         assert self.texts, "ReadingReader refuses these"
         assert all(self.texts)
+        assert len(self.ranges) in (0, len(self.texts))
         assert not self.masks or len(self.texts) == 1
 
 

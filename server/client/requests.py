@@ -14,8 +14,8 @@ from quill.server.client.call_error import CallError
 
 # A text, token ids, or a conversation of {"role": …, "content": …}.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-# What to embed: one text, or several, each as text or token ids.
-Texts = str | Sequence[str | Sequence[int]]
+# What to embed: one text, or several, each as text or token ids, or with a range of these.
+Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 
 
 class Options(TypedDict, total=False):
@@ -70,7 +70,7 @@ def embed_request(inputs: Texts, options: EmbedOptions) -> pb.EmbedRequest:
     if "pooling" in options:
         fields["pooling"] = f"POOLING_{options['pooling'].upper()}"
     try:
-        return pb.EmbedRequest(inputs=[pb.EmbedInput(**_text(text)) for text in texts], **fields)
+        return pb.EmbedRequest(inputs=map(_embed_input, texts), **fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise _unwritable(error) from error
 
@@ -80,6 +80,10 @@ def fill_request(text: str | Sequence[int], top_k: int | None) -> pb.FillMaskReq
         return pb.FillMaskRequest(**_text(text), top_k=top_k)
     except (ValueError, TypeError, OverflowError) as error:
         raise _unwritable(error) from error
+
+
+def _embed_input(text: str | Sequence[int] | pb.EmbedInput) -> pb.EmbedInput:
+    return text if isinstance(text, pb.EmbedInput) else pb.EmbedInput(**_text(text))
 
 
 def _text(text: str | Sequence[int]) -> dict[str, Any]:

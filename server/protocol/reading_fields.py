@@ -4,6 +4,8 @@ Knows: protobuf, the limits of generation.proto, which models can do either.
 Does not know: gRPC, the engine.
 """
 
+from collections.abc import Sequence
+
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnimplementedError, UnsupportedError
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
@@ -43,9 +45,10 @@ class ReadingReader:
             self._read_input(each, f"inputs[{number}].", arrival)
             for number, each in enumerate(message.inputs)
         )
+        reading = Reading(texts=texts, pooling=pooling, ranges=_ranges(message.inputs, texts))
         is_given = message.HasField("normalise")
         return ParsedRequest(
-            request=_request(Reading(texts=texts, pooling=pooling), message.priority, arrival),
+            request=_request(reading, message.priority, arrival),
             normalise=message.normalise if is_given else served.manifest.normalise,
             dimensions=dimensions,
         )
@@ -131,6 +134,20 @@ class ReadingReader:
             raise InvalidFieldError(field, f"has {len(ids)} tokens; it must have from 1 to {most}")
         check_allowed(field, len(ids), arrival.max_prompt_tokens)
         return tuple(ids)
+
+
+def _ranges(inputs: Sequence[pb.EmbedInput], texts: Sequence[tuple[int, ...]]) -> tuple[range, ...]:
+    ranges = []
+    for number, (each, text) in enumerate(zip(inputs, texts, strict=True)):
+        given, all_ = each.range, range(len(text))
+        if each.HasField("range") and not 0 <= given.start < given.stop <= len(text):
+            raise InvalidFieldError(
+                f"inputs[{number}].range",
+                f"is from {given.start} to {given.stop}; the input has {len(text)} tokens, of "
+                "which it must hold at least one",
+            )
+        ranges.append(all_[given.start : given.stop] if each.HasField("range") else all_)
+    return tuple(ranges)
 
 
 def _request(

@@ -16,22 +16,18 @@ from quill.server.sampling.arrays import Hidden
 
 
 class Pooled:
-    """One text. `num_seen` of its tokens have come; they come in order, but some may come again."""
+    """One text, or some of its tokens. `num_seen` have come; they come in order, but some may come
+    again."""
 
-    def __init__(self, pooling: Pooling, length: int) -> None:
-        self._pooling = pooling
-        self._length = length
+    def __init__(self, pooling: Pooling, of: range) -> None:
+        self._of = {"mean": of, "first": of[:1], "last": of[-1:]}[pooling]
         self._sum_D: npt.NDArray[np.float64] | None = None
         self.num_seen = 0
 
     def wanted(self, start: int, stop: int) -> range:
         """Whose hidden states it needs, of the tokens that a step reads."""
-        start = max(start, self.num_seen)
-        if self._pooling == "first":
-            stop = min(stop, 1)
-        elif self._pooling == "last":
-            start = max(start, self._length - 1)
-        return range(start, max(start, stop))
+        start = max(start, self.num_seen, self._of.start)
+        return range(start, max(start, min(stop, self._of.stop)))
 
     def add(self, hidden_MD: Hidden, stop: int) -> None:
         """What was wanted of the tokens up to `stop`."""
@@ -47,6 +43,4 @@ class Pooled:
     def vector_D(self) -> Hidden:
         """Once all of the text was read."""
         assert self._sum_D is not None
-        assert self.num_seen == self._length
-        num = self._length if self._pooling == "mean" else 1
-        return (self._sum_D / num).astype(np.float32)
+        return (self._sum_D / len(self._of)).astype(np.float32)

@@ -146,7 +146,8 @@ class Group:
         reading, text = self.request.reading, self.next_text()
         assert reading is not None
         assert text is not None
-        pooled = None if reading.masks else Pooled(reading.pooling, len(text))
+        of = reading.ranges[self.num_begun] if reading.ranges else range(len(text))
+        pooled = None if reading.masks else Pooled(reading.pooling, of)
         self.rows.append(Row(self.request, self.num_begun, 0, 0, None, pooled=pooled))
         self.num_begun += 1
 

@@ -78,6 +78,21 @@ def test_crowd_gives_the_same_vectors_as_each_alone(is_whole: bool) -> None:
         assert house.answer(request) == oracle(request, CONTEXT)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_range_is_the_vector_of_its_tokens_within_the_text(pooling: Pooling) -> None:
+    house = House(max_read=10, **{**ENCODER, "reads_whole": False})
+    text = tuple(range(30))
+    ranges = (range(3, 25), range(29, 30), range(0, 1))
+    reading = Reading(texts=(text,) * 3, pooling=pooling, ranges=ranges)
+    house.submit(Request(request_id="r", reading=reading, max_new_tokens=0))
+    house.run()
+    for number, of in enumerate(ranges):
+        places = {"mean": of, "first": of[:1], "last": of[-1:]}[pooling]
+        rows = [hidden_after(text[: place + 1]).astype(np.float64) for place in places]
+        expected_D = (np.add.accumulate(rows)[-1] / len(rows)).astype(np.float32)
+        assert house.vectors["r"][number] == expected_D.tolist()
+
+
 def test_texts_are_packed_up_to_the_steps_limit_and_never_cut_for_an_encoder() -> None:
     house = House(num_blocks=64, max_read=100, **ENCODER)
     request = make_reading("r", [30] * 7 + [96])
