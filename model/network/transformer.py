@@ -126,6 +126,10 @@ class Transformer(nn.Module):
         y: Tensor = self.encoder_norm(x)
         return y
 
+    def states(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """An encoder's hidden states of whole texts. Without a mask all tokens are real."""
+        return self.memory(ids_BT, EncoderAttending(self.config, self.rotary, mask_BT))
+
     def crossings(self) -> list[CrossAttention]:
         """Where each layer of the decoder looks at the source."""
         layers = [layer for layer in self.decoder if isinstance(layer, DecoderLayer)]
