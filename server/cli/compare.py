@@ -98,7 +98,8 @@ def cosines(vectors: Sequence[Sequence[float]]) -> Similarities:
 def draw(alike_NN: Similarities, sentences: Sequence[str], title: str) -> Figure:
     num = len(sentences)
     labels = [each if len(each) <= MAX_LABEL else f"{each[: MAX_LABEL - 1]}…" for each in sentences]
-    figure = Figure(figsize=(5.5 + 0.6 * num, 1.5 + 0.6 * num), layout="constrained")
+    width = 2.5 + 0.08 * max(map(len, labels)) + 0.6 * num
+    figure = Figure(figsize=(width, 1.5 + 0.6 * num), layout="constrained")
     axes = figure.subplots()
     least = float(alike_NN.min())
     image = axes.imshow(alike_NN, cmap="viridis", vmin=least, vmax=1.0)

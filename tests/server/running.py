@@ -80,6 +80,12 @@ def _sizes() -> Sizes:
     )
 
 
+def make_embedder(**changes: Any) -> ServedModel:
+    """A causal model whose graphs give hidden states, too."""
+    served = make_served(**changes)
+    return dataclasses.replace(served, graphs=dataclasses.replace(served.graphs, hidden=True))
+
+
 def make_text() -> Text:
     return Text(byte_tokenizer()._json)
 
