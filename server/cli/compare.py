@@ -76,7 +76,8 @@ def _sentences(args: argparse.Namespace) -> list[str]:
 def find_word(client: Client, word: str, sentence: str) -> pb.EmbedInput:
     """The sentence, and the tokens of it that are the word."""
     ids = client.tokenize(sentence)
-    pieces = [client.detokenize([token]) for token in ids]
+    piece_of = {token: client.detokenize([token]) for token in set(ids)}
+    pieces = [piece_of[token] for token in ids]
     for start in range(len(pieces)):
         for stop in range(start + 1, len(pieces) + 1):
             if pieces[start].startswith(CONTINUES):
