@@ -75,11 +75,11 @@ class Verification:
 
     worst_difference: float  # of any logit, in standard deviations of its position's logits
     greedy_agreement: float  # the share of positions with PyTorch's most likely token
-    perplexity: float
+    perplexity: float  # of an encoder: of hidden tokens (export/verify/encoder_proof.py)
     reference_perplexity: float  # PyTorch's, in float32, on the same tokens
     text: str  # where those tokens came from
     num_tokens: int
-    step_ms: float  # one decode step of one row, on the machine that exported
+    step_ms: float  # one decode step of one row, or one text, on the machine that exported
 
 
 @dataclass(frozen=True, kw_only=True)
