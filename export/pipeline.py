@@ -33,6 +33,7 @@ from quill.export.errors import BundleError, VerificationError
 from quill.export.graph.prepare import Networks, check_exportable
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
+from quill.export.verify.encoder_proof import EncoderProof
 from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
 from quill.model.checkpoint.atomic import atomic_directory
@@ -168,10 +169,11 @@ def _add_graphs(
     return manifest
 
 
-def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof:
+def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof | EncoderProof:
     found = held_out(checkpoint, text)
-    with stage("asking PyTorch what it computes", Proof.num_questions(found)) as tick:
-        return Proof(checkpoint, found, tick)
+    kind = EncoderProof if checkpoint.config.family == "encoder" else Proof
+    with stage("asking PyTorch what it computes", kind.num_questions(found)) as tick:
+        return kind(checkpoint, found, tick)
 
 
 def check_good(graphs: Graphs) -> None:
@@ -207,6 +209,7 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         head_size=config.head_size,
         d_ff=config.d_ff,
         num_parameters=num_parameters,
+        num_segments=config.num_segments,
     )
 
 
@@ -220,9 +223,14 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         onnxruntime=onnxruntime.__version__,
         sizes=describe_sizes(checkpoint),
         special_tokens=SpecialTokens(
-            bos=special.bos, eos=special.eos, pad=special.pad, unk=special.unk
+            bos=special.bos,
+            eos=special.eos,
+            pad=special.pad,
+            unk=special.unk,
+            mask=special.mask,
         ),
         prepend_bos=checkpoint.prepend_bos,
+        append_eos=checkpoint.append_eos,
         stop_ids=checkpoint.stop_ids,
         chat_template=checkpoint.chat_template,
         generation=checkpoint.generation,
@@ -231,4 +239,6 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         tokenizer=None if checkpoint.tokenizer is None else TOKENIZER_FILE,
         graphs=(),
         files=(),
+        pooling=checkpoint.pooling,
+        normalise=checkpoint.normalise,
     )

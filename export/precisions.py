@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Family = Literal["causal", "seq2seq"]
+Family = Literal["causal", "seq2seq", "encoder"]
 Precision = Literal["fp32", "quill4", "quill8", "fp16"]
 Device = Literal["cpu", "cuda"]
 
@@ -68,6 +68,7 @@ PRECISIONS: Mapping[Precision, Facts] = {
 _FASTEST: Mapping[Family, tuple[Precision, ...]] = {
     "causal": ("quill4", "quill8", "fp32"),
     "seq2seq": ("quill8", "quill4", "fp32"),
+    "encoder": ("quill8", "quill4", "fp32"),
 }
 
 
@@ -84,6 +85,8 @@ def family_problem(precision: Precision, family: Family) -> str | None:
     """Why a family has no such graphs, in words."""
     if PRECISIONS[precision].device == "cpu" or family == "causal":
         return None
+    if family == "encoder":
+        return f"an encoder has no {precision} graphs: its attention is Quill's own, for the CPU"
     return (
         f"a translator has no {precision} graphs: the runtime's attention over blocks on CUDA "
         "writes into the blocks that it reads, so it can't look at a source's"

@@ -67,8 +67,8 @@ def _add_eval(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "eval",
         help="score a checkpoint on held-out text",
-        description="Perplexity and bits per byte for a causal model; BLEU and chrF for a seq2seq "
-        "model, next to copying the source.",
+        description="Perplexity and bits per byte for a causal model; the share of hidden tokens "
+        "that an encoder finds; BLEU and chrF for a seq2seq model, next to copying the source.",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run's directory")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -22,11 +22,19 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_FIRST: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+
 class Family(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FAMILY_UNSPECIFIED: _ClassVar[Family]
     FAMILY_CAUSAL: _ClassVar[Family]
     FAMILY_SEQ2SEQ: _ClassVar[Family]
+    FAMILY_ENCODER: _ClassVar[Family]
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping
 EARLY_STOPPING_AT_ONCE: EarlyStopping
 EARLY_STOPPING_NEVER: EarlyStopping
@@ -36,9 +44,14 @@ FINISH_REASON_EOS: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 FINISH_REASON_DEADLINE: FinishReason
+POOLING_UNSPECIFIED: Pooling
+POOLING_MEAN: Pooling
+POOLING_FIRST: Pooling
+POOLING_LAST: Pooling
 FAMILY_UNSPECIFIED: Family
 FAMILY_CAUSAL: Family
 FAMILY_SEQ2SEQ: Family
+FAMILY_ENCODER: Family
 
 class GenerateRequest(_message.Message):
     __slots__ = ("prompt", "prompt_ids", "messages", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "num_sequences", "logprobs", "prompt_logprobs", "echo", "priority", "num_beams", "length_penalty", "early_stopping")
@@ -275,12 +288,110 @@ class ScoreResponse(_message.Message):
     request_id: str
     def __init__(self, log_likelihood: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class EmbedRequest(_message.Message):
+    __slots__ = ("inputs", "pooling", "normalise", "dimensions", "priority")
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALISE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    pooling: Pooling
+    normalise: bool
+    dimensions: int
+    priority: int
+    def __init__(self, inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalise: _Optional[bool] = ..., dimensions: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class EmbedInput(_message.Message):
+    __slots__ = ("text", "token_ids", "range")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    range: TokenRange
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., range: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
+
+class TokenRange(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("embeddings", "usage", "timings", "request_id", "model")
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    usage: Usage
+    timings: Timings
+    request_id: str
+    model: str
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("values", "num_tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    num_tokens: int
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class FillMaskRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "top_k", "priority")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    top_k: int
+    priority: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., top_k: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class FillMaskResponse(_message.Message):
+    __slots__ = ("masks", "usage", "timings", "request_id", "model")
+    MASKS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    masks: _containers.RepeatedCompositeFieldContainer[Mask]
+    usage: Usage
+    timings: Timings
+    request_id: str
+    model: str
+    def __init__(self, masks: _Optional[_Iterable[_Union[Mask, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Mask(_message.Message):
+    __slots__ = ("position", "fillings")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    FILLINGS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    fillings: _containers.RepeatedCompositeFieldContainer[Filling]
+    def __init__(self, position: _Optional[int] = ..., fillings: _Optional[_Iterable[_Union[Filling, _Mapping]]] = ...) -> None: ...
+
+class Filling(_message.Message):
+    __slots__ = ("token_id", "probability", "text")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    probability: float
+    text: str
+    def __init__(self, token_id: _Optional[int] = ..., probability: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
+
 class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_rows", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams")
+    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_rows", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams", "embedding_size", "default_pooling", "default_normalise", "mask_token_id", "mask_token")
     class DefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +420,11 @@ class Model(_message.Message):
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_POOLING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_NORMALISE_FIELD_NUMBER: _ClassVar[int]
+    MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    MASK_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: Family
     precision: str
@@ -330,7 +446,12 @@ class Model(_message.Message):
     max_waiting: int
     max_message_bytes: int
     max_num_beams: int
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ...) -> None: ...
+    embedding_size: int
+    default_pooling: Pooling
+    default_normalise: bool
+    mask_token_id: int
+    mask_token: str
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., default_normalise: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., mask_token: _Optional[str] = ...) -> None: ...
 
 class ReloadRequest(_message.Message):
     __slots__ = ()

@@ -60,6 +60,16 @@ class TextGenerationStub:
                 request_serializer=quill_dot_protos_dot_generation__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=quill_dot_protos_dot_generation__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quill.v1.TextGeneration/Embed',
+                request_serializer=quill_dot_protos_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.FillMask = channel.unary_unary(
+                '/quill.v1.TextGeneration/FillMask',
+                request_serializer=quill_dot_protos_dot_generation__pb2.FillMaskRequest.SerializeToString,
+                response_deserializer=quill_dot_protos_dot_generation__pb2.FillMaskResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/quill.v1.TextGeneration/GetModel',
                 request_serializer=quill_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -113,6 +123,22 @@ class TextGenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """A vector for each of some texts. Encoders and causal models; a translation model answers
+        UNIMPLEMENTED, and a bundle without hidden states FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FillMask(self, request, context):
+        """What could stand where a text has the mask token. Encoders only; others answer UNIMPLEMENTED,
+        and an encoder that has no mask token FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Everything a client needs to know about the model that is served.
         """
@@ -147,6 +173,16 @@ def add_TextGenerationServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=quill_dot_protos_dot_generation__pb2.ScoreRequest.FromString,
                     response_serializer=quill_dot_protos_dot_generation__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.EmbedResponse.SerializeToString,
+            ),
+            'FillMask': grpc.unary_unary_rpc_method_handler(
+                    servicer.FillMask,
+                    request_deserializer=quill_dot_protos_dot_generation__pb2.FillMaskRequest.FromString,
+                    response_serializer=quill_dot_protos_dot_generation__pb2.FillMaskResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -290,6 +326,60 @@ class TextGeneration:
             '/quill.v1.TextGeneration/Score',
             quill_dot_protos_dot_generation__pb2.ScoreRequest.SerializeToString,
             quill_dot_protos_dot_generation__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quill.v1.TextGeneration/Embed',
+            quill_dot_protos_dot_generation__pb2.EmbedRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FillMask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quill.v1.TextGeneration/FillMask',
+            quill_dot_protos_dot_generation__pb2.FillMaskRequest.SerializeToString,
+            quill_dot_protos_dot_generation__pb2.FillMaskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,14 @@ class TextGenerationStub:
     """Token ids to text."""
     Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
     """How likely the model finds a given text. Causal models only; others answer UNIMPLEMENTED."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
+    """A vector for each of some texts. Encoders and causal models; a translation model answers
+    UNIMPLEMENTED, and a bundle without hidden states FAILED_PRECONDITION.
+    """
+    FillMask: _grpc.UnaryUnaryMultiCallable[_generation_pb2.FillMaskRequest, _generation_pb2.FillMaskResponse]
+    """What could stand where a text has the mask token. Encoders only; others answer UNIMPLEMENTED,
+    and an encoder that has no mask token FAILED_PRECONDITION.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]
     """Everything a client needs to know about the model that is served."""
 
@@ -87,6 +95,14 @@ class TextGenerationAsyncStub(TextGenerationStub):
     """Token ids to text."""
     Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
     """How likely the model finds a given text. Causal models only; others answer UNIMPLEMENTED."""
+    Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
+    """A vector for each of some texts. Encoders and causal models; a translation model answers
+    UNIMPLEMENTED, and a bundle without hidden states FAILED_PRECONDITION.
+    """
+    FillMask: _aio.UnaryUnaryMultiCallable[_generation_pb2.FillMaskRequest, _generation_pb2.FillMaskResponse]  # type: ignore[assignment]
+    """What could stand where a text has the mask token. Encoders only; others answer UNIMPLEMENTED,
+    and an encoder that has no mask token FAILED_PRECONDITION.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]  # type: ignore[assignment]
     """Everything a client needs to know about the model that is served."""
 
@@ -141,6 +157,26 @@ class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ScoreResponse, _abc.Awaitable[_generation_pb2.ScoreResponse]]:
         """How likely the model finds a given text. Causal models only; others answer UNIMPLEMENTED."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _generation_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
+        """A vector for each of some texts. Encoders and causal models; a translation model answers
+        UNIMPLEMENTED, and a bundle without hidden states FAILED_PRECONDITION.
+        """
+
+    @_abc_1.abstractmethod
+    def FillMask(
+        self,
+        request: _generation_pb2.FillMaskRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.FillMaskResponse, _abc.Awaitable[_generation_pb2.FillMaskResponse]]:
+        """What could stand where a text has the mask token. Encoders only; others answer UNIMPLEMENTED,
+        and an encoder that has no mask token FAILED_PRECONDITION.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(

@@ -5,6 +5,7 @@ Each subcommand names the function that does the work as `module:function`.
 """
 
 from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.embed_options import add_embed, add_fill
 from quill.server.cli.generate_options import add_chat, add_generate
 from quill.server.cli.operator_options import add_keys, add_operating
 from quill.server.cli.serve_options import add_serve
@@ -15,5 +16,7 @@ def register(subparsers: Subparsers) -> None:
     add_serve(subparsers)
     add_generate(subparsers)
     add_chat(subparsers)
+    add_embed(subparsers)
+    add_fill(subparsers)
     add_keys(subparsers)
     add_operating(subparsers)

@@ -4,12 +4,16 @@ Knows: token ids, reasons, numbers. Does not know: protobuf, text, threads.
 
 For each accepted request, in this order: a StartEvent when it leaves the queue, PromptEvents if
 its prompt's logprobs were asked for, TokenEvents, or one HypothesisEvent for each sequence of a
-beam search; then each sequence ends with one FinishEvent.
+beam search; then each sequence ends with one FinishEvent. Texts that are only read have
+VectorEvents in any order, or one PromptEvent for all masks, and one FinishEvent together.
 A FailEvent may come at any point instead and ends all its sequences. Nothing follows the end.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from quill.server.errors import RequestError
 
@@ -67,6 +71,15 @@ class PromptEvent:
     logprobs: tuple[PositionLogprobs, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class VectorEvent:
+    """One of a request's texts was read."""
+
+    request_id: str
+    text: int  # which of them
+    vector_D: npt.NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One sequence has one token more. The token that ends a sequence comes too."""
@@ -108,7 +121,9 @@ class FailEvent:
     error: RequestError
 
 
-Event = StartEvent | PromptEvent | TokenEvent | HypothesisEvent | FinishEvent | FailEvent
+Event = (
+    StartEvent | PromptEvent | VectorEvent | TokenEvent | HypothesisEvent | FinishEvent | FailEvent
+)
 StepKind = Literal["prefill", "decode", "mixed"]
 
 

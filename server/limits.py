@@ -17,10 +17,11 @@ class Limits:
     share: bool = True  # blocks of texts that begin alike
     guess: bool = True
     max_read: int = 1024  # tokens of prompts and sources in a step
+    reads_whole: bool = False  # each text at once, as encoders do
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
         """What its rows hold together after so many tokens each: they share the prompt only."""
-        num_prompt, size = len(request.prompt_ids), self.block_size
+        num_prompt, size = request.num_before, self.block_size
         num_shared = num_prompt // size
         num_own = -(-(num_prompt + num_tokens) // size) - num_shared
         return num_shared + request.num_rows * num_own + self.num_source_blocks(request)
@@ -30,6 +31,20 @@ class Limits:
 
     def fits(self, request: Request) -> bool:
         """Whether there are rows and blocks enough for it, if it is alone."""
-        max_tokens = min(request.max_new_tokens, self.context - len(request.prompt_ids))
+        max_tokens = min(request.max_new_tokens, self.context - request.num_before)
         fits_blocks = self.num_blocks_of(request, max(0, max_tokens)) <= self.num_blocks
         return request.num_rows <= self.max_rows and fits_blocks
+
+
+def encoder_limits(*, max_rows: int, context: int, max_read: int = 1024) -> Limits:
+    """An encoder keeps nothing: a block is a place in a step, and holds one text."""
+    return Limits(
+        max_rows=max_rows,
+        context=context,
+        num_blocks=max_read,
+        block_size=context,
+        share=False,
+        guess=False,
+        max_read=max_read,
+        reads_whole=True,
+    )

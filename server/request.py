@@ -83,12 +83,32 @@ class Beams:
             raise InvalidFieldError("length_penalty", f"is {self.length_penalty}; {rule}")
 
 
+Pooling = Literal["mean", "first", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Texts that are read and not continued: for a vector of each, or for what masks stand for."""
+
+    texts: tuple[tuple[int, ...], ...]
+    pooling: Pooling = "mean"
+    ranges: tuple[range, ...] = ()  # of each text: the tokens that become its vector; none: all
+    masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no vector
+
+    def __post_init__(self) -> None:
+        assert self.texts, "ReadingReader refuses these"
+        assert all(self.texts)
+        assert len(self.ranges) in (0, len(self.texts))
+        assert not self.masks or len(self.texts) == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, and all that was asked of its answers."""
+    """One prompt, and all that was asked of its answers; or texts that are only read."""
 
     request_id: str
-    prompt_ids: tuple[int, ...]  # what the answer continues; for seq2seq the one token before it
+    prompt_ids: tuple[int, ...] = ()  # what the answer continues; for seq2seq the token before it
+    reading: Reading | None = None  # instead of a prompt
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: Sampling = field(default_factory=Sampling)
     beams: Beams | None = None  # None: answers are drawn, each by itself
@@ -105,7 +125,8 @@ class Request:
     cache_scope: str = ""  # beginnings of prompts are shared within it, and never across
 
     def __post_init__(self) -> None:
-        assert self.prompt_ids, "PromptReader refuses these"
+        assert bool(self.prompt_ids) != (self.reading is not None), "PromptReader refuses these"
+        assert self.reading is None or not self.max_new_tokens
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
@@ -124,7 +145,16 @@ class Request:
     @property
     def num_prompt(self) -> int:
         """Tokens that the client gave."""
+        if self.reading is not None:
+            return sum(map(len, self.reading.texts))
         return len(self.prompt_ids if self.source_ids is None else self.source_ids)
+
+    @property
+    def num_before(self) -> int:
+        """Positions before the first token of an answer; of several texts, those of the longest."""
+        if self.reading is not None:
+            return max(map(len, self.reading.texts))
+        return len(self.prompt_ids)
 
     @property
     def num_rows(self) -> int:

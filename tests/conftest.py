@@ -22,3 +22,10 @@ def tiny_translator(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
     from tests.server.tiny_bundle import make_tiny_translator
 
     return make_tiny_translator(tmp_path_factory.mktemp("translator") / "translator")
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> "TinyBundle":
+    from tests.server.tiny_bundle import make_tiny_encoder
+
+    return make_tiny_encoder(tmp_path_factory.mktemp("encoder") / "encoder")

@@ -80,7 +80,10 @@ WITHIN = {
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.
-PEERS = {"loadtest/bench/contenders/transformers.py", "loadtest/bench/contenders/prepare.py"}
+PEERS = {
+    f"loadtest/bench/contenders/{name}.py"
+    for name in ("transformers", "transformers_encoder", "prepare")
+}
 
 
 def source_files(room: str) -> list[Path]:

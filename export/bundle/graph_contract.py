@@ -13,6 +13,9 @@ of the longest, L logits; a pool of N blocks with P positions each, K key/value 
               logit_indices (L) int64: which of the T tokens want logits; L may be 0
               key_cache_i, value_cache_i: the pool, for each layer i
               -> logits (L, vocab_size) float32 · new_key_cache_i, new_value_cache_i
+              of a causal model for the CPU also, if the manifest says `hidden`,
+              hidden_indices (M) int64: which of the T tokens want hidden states; M may be 0
+              -> hidden (M, D) float32: the last ones, after the final norm
               Bind what is new to the memory of what was: the update is in place.
     decoder   of a seq2seq model, also
               source_lengths (S) int32 · source_table (S, B') int32: the source's blocks, which lie
@@ -20,6 +23,11 @@ of the longest, L logits; a pool of N blocks with P positions each, K key/value 
     encoder   source_ids (T) int64 · positions (T) int64 · query_starts (S + 1) int32
               block_table (S, B) int32 · key_cache_i, value_cache_i, of the decoder's layers
               -> new_key_cache_i, new_value_cache_i: many sources in one run, without padding
+    encoder   of family encoder, which has no decoder and no caches
+              input_ids (T) int64 · positions (T) int64 · query_starts (S + 1) int32
+              logit_indices (L) int64: which are masked; L may be 0
+              segments (T) int64, only if num_segments > 0
+              -> hidden (T, D) float32 · logits (L, vocab_size) float32
 
 S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
 
@@ -40,6 +48,9 @@ PAST_LENGTHS = "past_lengths"
 BLOCK_TABLE = "block_table"
 LOGIT_INDICES = "logit_indices"
 LOGITS = "logits"
+HIDDEN_INDICES = "hidden_indices"
+HIDDEN = "hidden"
+SEGMENTS = "segments"
 SOURCE_IDS = "source_ids"
 SOURCE_LENGTHS = "source_lengths"
 SOURCE_TABLE = "source_table"

@@ -22,6 +22,7 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 CacheType = Literal["float32", "float16"]
+Pooling = Literal["mean", "first", "last"]
 
 # Of ASCII, of eight bits, and what else ends a line: they would change how logs and terminals look.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -37,13 +38,14 @@ class Sizes:
     vocab_size: int
     context: int  # the longest sequence in tokens; for seq2seq on each side
     d_model: int
-    num_layers: int  # of the decoder
+    num_layers: int  # of the decoder; 0 for an encoder
     num_encoder_layers: int  # 0 for causal
     num_heads: int
     num_kv_heads: int
     head_size: int
     d_ff: int
     num_parameters: int
+    num_segments: int = 0  # what a token's segment may be; 0: there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class SpecialTokens:
     eos: int | None
     pad: int | None
     unk: int | None
+    mask: int | None = None  # stands for a token that the model shall find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +75,11 @@ class Verification:
 
     worst_difference: float  # of any logit, in standard deviations of its position's logits
     greedy_agreement: float  # the share of positions with PyTorch's most likely token
-    perplexity: float
+    perplexity: float  # of an encoder: of hidden tokens (export/verify/encoder_proof.py)
     reference_perplexity: float  # PyTorch's, in float32, on the same tokens
     text: str  # where those tokens came from
     num_tokens: int
-    step_ms: float  # one decode step of one row, on the machine that exported
+    step_ms: float  # one decode step of one row, or one text, on the machine that exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +88,14 @@ class Graphs:
 
     precision: Precision
     device: Device  # what it is meant for
-    decoder: str
+    decoder: str | None  # None for an encoder
     encoder: str | None  # None for causal
     weights: str  # external data, shared by both graphs
     cache_type: CacheType
     quantisation: str | None  # how the weights became small; None if they didn't
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
+    hidden: bool = False  # whether a causal decoder gives hidden states, too
 
     @property
     def is_good(self) -> bool:
@@ -129,6 +133,7 @@ class Manifest:
     sizes: Sizes
     special_tokens: SpecialTokens
     prepend_bos: bool  # whether a text begins with bos
+    append_eos: bool = False  # whether a text to embed ends with eos
     stop_ids: tuple[int, ...]  # every token that ends an answer
     chat_template: str | None
     generation: dict[str, int | float]  # the author's sampling defaults
@@ -138,6 +143,8 @@ class Manifest:
     graphs: tuple[Graphs, ...]
     files: tuple[File, ...]  # all but manifest.json itself
     left_out: tuple[str, ...] = ()  # precisions that were tried here and weren't good enough
+    pooling: Pooling | None = None  # how Embed makes one vector of a text's; None: by their mean
+    normalise: bool = False  # whether Embed's vectors have the length 1 unless told otherwise
 
     def graphs_in(self, precision: str) -> Graphs:
         for graphs in self.graphs:
@@ -220,13 +227,24 @@ def _check_names(path: Path, manifest: Manifest) -> None:
         for name in manifest.files_for(graphs):
             if name not in names:
                 raise BundleError(f"{path} uses {name} and doesn't list it among its files")
-        if (graphs.encoder is None) != (manifest.family == "causal"):
-            raise BundleError(f"{path}: causal has no encoder, seq2seq has one; {graphs.precision}")
+        _check_roles(path, manifest.family, graphs)
+
+
+def _check_roles(path: Path, family: Family, graphs: Graphs) -> None:
+    if (graphs.encoder is None) != (family == "causal"):
+        raise BundleError(f"{path}: causal has no encoder, the others have one; {graphs.precision}")
+    if (graphs.decoder is None) != (family == "encoder"):
+        raise BundleError(
+            f"{path}: an encoder has no decoder, the others have one; {graphs.precision}"
+        )
 
 
 def _check_numbers(path: Path, manifest: Manifest) -> None:
+    may_be_none = {"num_encoder_layers", "num_segments"}
+    if manifest.family == "encoder":
+        may_be_none = {"num_layers", "num_segments"}
     for name, size in dataclasses.asdict(manifest.sizes).items():
-        if size < (0 if name == "num_encoder_layers" else 1):
+        if size < (0 if name in may_be_none else 1):
             raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")
     special = dataclasses.asdict(manifest.special_tokens).values()
     for token in [*manifest.stop_ids, *(token for token in special if token is not None)]:

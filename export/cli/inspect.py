@@ -55,6 +55,8 @@ def speed_table(directory: Path, manifest: Manifest) -> Table:
     table.add_column("prefill", justify="right")
     best = measure_yardstick(manifest.sizes)
     problem = operators_problem()
+    if manifest.family == "encoder":
+        problem = "an encoder has no decode steps to time: see `quill bench embed`"
     if problem is not None:
         table.caption = problem
     for graphs in manifest.graphs:
@@ -72,7 +74,7 @@ def _share(found: float, best: float) -> str:
 def network(manifest: Manifest) -> list[tuple[str, str]]:
     """What is the same in all precisions."""
     sizes = manifest.sizes
-    layers = str(sizes.num_layers)
+    layers = str(sizes.num_layers or sizes.num_encoder_layers)
     if manifest.family == "seq2seq":
         layers = f"{sizes.num_encoder_layers} encoder, {sizes.num_layers} decoder"
     stops = ", ".join(map(str, manifest.stop_ids)) or "none"
@@ -108,11 +110,11 @@ def described(directory: Path, manifest: Manifest, graphs: Graphs) -> list[tuple
     per_token = manifest.cache_bytes_per_token(graphs.cache_type)
     sides = 2 if manifest.family == "seq2seq" else 1
     full = sides * per_token * manifest.sizes.context
-    rows = [
-        ("meant for", graphs.device),
-        ("memory of a full context", f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"),
-        ("quantisation", graphs.quantisation or "none"),
-    ]
+    rows: list[tuple[str, str]] = [("meant for", graphs.device)]
+    if full:  # an encoder keeps nothing
+        per_context = f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"
+        rows.append(("memory of a full context", per_context))
+    rows.append(("quantisation", graphs.quantisation or "none"))
     rows += list(_proof(graphs))
     for role, name in (("decoder", graphs.decoder), ("encoder", graphs.encoder)):
         if name is not None:
@@ -143,6 +145,8 @@ def _invariance(found: Invariance | None) -> str:
     if not found.holds:
         return "broken: a row's logits depend on what else is in the batch"
     rows = ", ".join(map(str, found.rows))
+    if not found.num_cut_tokens:
+        return f"bit-identical for {rows} texts in one step"
     return (
         f"bit-identical for {rows} rows, and for a prompt of {found.num_cut_tokens} tokens cut "
         "anywhere, in mixed steps"

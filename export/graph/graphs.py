@@ -1,4 +1,4 @@
-"""The network as the graphs that a server runs: a decoder, and for seq2seq an encoder.
+"""The network as the graphs that a server runs: a decoder, an encoder, or for seq2seq both.
 
 Knows: the graphs' inputs and outputs (export/bundle/graph_contract.py), which dimensions are free.
 Does not know: how attention is emitted, files, what the weights are made of.
@@ -25,10 +25,11 @@ from quill.export.graph.attention import (
     store,
 )
 from quill.export.precisions import Device
+from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 
-# S sequences · T new tokens of all · B blocks of the longest · L logits · D model size
-# V vocabulary
+# S sequences · T new tokens of all · B blocks of the longest · L logits · M hidden states
+# D model size · V vocabulary
 
 Project = Callable[[Tensor], Tensor]
 
@@ -68,15 +69,53 @@ class DecoderModule(nn.Module):
         source = None
         if source_lengths_S is not None and source_table_SB is not None:
             source = Source(source_lengths_S, source_table_SB)
-        model, pool = self.model, _pool(caches)
-        packed = Packed(positions_T, starts_S)
-        x_TD = model.hidden(
-            ids_T,
-            self.attending(model.config, model.rotary, packed, past_S, table_SB, pool, source),
-        )
+        pool, packed = _pool(caches), Packed(positions_T, starts_S)
+        x_TD = self.hidden(ids_T, packed, past_S, table_SB, pool, source)
+        return [self.logits(x_TD, logit_indices_L), *pool.flat()]
+
+    def hidden(
+        self,
+        ids_T: Tensor,
+        packed: Packed,
+        past_S: Tensor,
+        table_SB: Tensor,
+        pool: Pool,
+        source: Source | None = None,
+    ) -> Tensor:
+        config, rotary = self.model.config, self.model.rotary
+        attending = self.attending(config, rotary, packed, past_S, table_SB, pool, source)
+        return self.model.hidden(ids_T, attending)
+
+    def logits(self, x_TD: Tensor, indices_L: Tensor) -> Tensor:
         # Before the projection: logits nobody asked for are the largest waste there is.
-        x_LD = F.embedding(logit_indices_L, x_TD)
-        return [self.project(x_LD).to(torch.float32), *pool.flat()]
+        return self.project(F.embedding(indices_L, x_TD)).to(torch.float32)
+
+
+class ShowingModule(DecoderModule):
+    """A causal model's step that also shows hidden states. `norm`: what is still to be done to
+    them, because the projection does it to what it takes."""
+
+    def __init__(
+        self, model: Transformer, project: Project, device: Device, norm: nn.Module
+    ) -> None:
+        super().__init__(model, project, device)
+        self.norm = norm
+
+    def forward(  # type: ignore[override]  # a causal model has no source
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        starts_S: Tensor,
+        past_S: Tensor,
+        table_SB: Tensor,
+        logit_indices_L: Tensor,
+        caches: list[Tensor],
+        hidden_indices_M: Tensor,
+    ) -> list[Tensor]:
+        pool, packed = _pool(caches), Packed(positions_T, starts_S)
+        x_TD = self.hidden(ids_T, packed, past_S, table_SB, pool)
+        hidden_MD: Tensor = self.norm(F.embedding(hidden_indices_M, x_TD))
+        return [self.logits(x_TD, logit_indices_L), hidden_MD.to(torch.float32), *pool.flat()]
 
 
 class EncoderModule(nn.Module):
@@ -102,6 +141,28 @@ class EncoderModule(nn.Module):
         return pool.flat()
 
 
+class TextEncoderModule(nn.Module):
+    """An encoder alone: texts in, every token's hidden state and some tokens' logits out."""
+
+    def __init__(self, model: Transformer, project: Project) -> None:
+        super().__init__()
+        self.model = model
+        self.project = project
+
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        starts_S: Tensor,
+        logit_indices_L: Tensor,
+        segments_T: Tensor | None = None,
+    ) -> list[Tensor]:
+        model = self.model
+        attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
+        hidden_TD = model.memory(ids_T, attending, segments_T)
+        return [hidden_TD, self.project(F.embedding(logit_indices_L, hidden_TD))]
+
+
 # Which dimensions of an input are free. What isn't here are caches, whose number of blocks is.
 _FREE: Mapping[str, tuple[str, ...]] = {
     graph_contract.INPUT_IDS: ("tokens",),
@@ -111,6 +172,8 @@ _FREE: Mapping[str, tuple[str, ...]] = {
     graph_contract.PAST_LENGTHS: ("sequences",),
     graph_contract.BLOCK_TABLE: ("sequences", "most_blocks"),
     graph_contract.LOGIT_INDICES: ("num_logits",),
+    graph_contract.HIDDEN_INDICES: ("num_hidden",),
+    graph_contract.SEGMENTS: ("tokens",),
     graph_contract.SOURCE_LENGTHS: ("sequences",),
     graph_contract.SOURCE_TABLE: ("sequences", "most_source_blocks"),
 }
@@ -122,6 +185,7 @@ _SIZES = {
     "tokens": 5,
     "most_blocks": 6,
     "most_source_blocks": 7,
+    "num_hidden": 8,
 }
 _NUM_BLOCKS = 9
 _LONG = (
@@ -129,6 +193,8 @@ _LONG = (
     graph_contract.SOURCE_IDS,
     graph_contract.POSITIONS,
     graph_contract.LOGIT_INDICES,
+    graph_contract.HIDDEN_INDICES,
+    graph_contract.SEGMENTS,
 )
 _DECODER_INPUTS = (
     graph_contract.INPUT_IDS,
@@ -144,23 +210,58 @@ _ENCODER_INPUTS = (
     graph_contract.QUERY_STARTS,
     graph_contract.BLOCK_TABLE,
 )
+_TEXT_ENCODER_INPUTS = (
+    graph_contract.INPUT_IDS,
+    graph_contract.POSITIONS,
+    graph_contract.QUERY_STARTS,
+    graph_contract.LOGIT_INDICES,
+)
 _SOURCE_INPUTS = (graph_contract.SOURCE_LENGTHS, graph_contract.SOURCE_TABLE)
 
 
 def decoder_graph(
-    model: Transformer, project: Project, cache_type: torch.dtype, device: Device
+    model: Transformer,
+    project: Project,
+    cache_type: torch.dtype,
+    device: Device,
+    norm: nn.Module,
 ) -> Graph:
-    """The decoder of either family. `project` turns hidden states into logits."""
+    """The decoder of a causal or a seq2seq model. `project` turns hidden states into logits, and
+    `norm` makes of them what is shown."""
+    caches = _caches(model, cache_type, device)
+    outputs = [graph_contract.LOGITS]
+    if gives_hidden(model.config, device):
+        showing = ShowingModule(model, project, device, norm).eval()
+        outputs.append(graph_contract.HIDDEN)
+        return _graph(showing, _DECODER_INPUTS, caches, (graph_contract.HIDDEN_INDICES,), outputs)
     module = DecoderModule(model, project, device).eval()
     after = _SOURCE_INPUTS if model.config.family == "seq2seq" else ()
-    caches = _caches(model, cache_type, device)
-    return _graph(module, _DECODER_INPUTS, caches, after, [graph_contract.LOGITS])
+    return _graph(module, _DECODER_INPUTS, caches, after, outputs)
+
+
+def gives_hidden(config: ModelConfig, device: Device) -> bool:
+    """Whether a decoder's graph shows hidden states."""
+    return config.family == "causal" and device == "cpu"
 
 
 def encoder_graph(model: Transformer, cache_type: torch.dtype) -> Graph:
     """The encoder of a seq2seq model."""
     caches = _caches(model, cache_type, "cpu")
     return _graph(EncoderModule(model).eval(), _ENCODER_INPUTS, caches)
+
+
+def text_encoder_graph(model: Transformer, project: Project) -> Graph:
+    """The whole of an encoder model."""
+    names = list(_TEXT_ENCODER_INPUTS)
+    if model.config.num_segments:
+        names.append(graph_contract.SEGMENTS)
+    return Graph(
+        module=TextEncoderModule(model, project).eval(),
+        arguments=tuple(map(_example, names)),
+        dynamic_shapes=tuple(map(_free, names)),
+        input_names=names,
+        output_names=[graph_contract.HIDDEN, graph_contract.LOGITS],
+    )
 
 
 def _graph(

@@ -4,14 +4,20 @@ Knows: which modules hold weights, how to swap them for packed ones.
 Does not know: which integers stand for a weight (export/quantise/quantisation.py), files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from quill.export.errors import UnsupportedModelError
 from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZE
-from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
+from quill.export.graph.graphs import (
+    Graph,
+    Project,
+    decoder_graph,
+    encoder_graph,
+    text_encoder_graph,
+)
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
 from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
@@ -31,14 +37,21 @@ class Prepared:
     project: Project
     cache_type: torch.dtype
     quantisation: Quantisation | None = None
+    norm: nn.Module = field(default_factory=nn.Identity)  # of hidden states, if the projection's
 
-    def decoder(self, device: Device) -> Graph:
-        return decoder_graph(self.model, self.project, self.cache_type, device)
+    def decoder(self, device: Device) -> Graph | None:
+        if self.model.config.family == "encoder":
+            return None
+        return decoder_graph(self.model, self.project, self.cache_type, device, self.norm)
 
     def encoder(self) -> Graph | None:
-        if self.model.config.family == "causal":
-            return None
-        return encoder_graph(self.model, self.cache_type)
+        match self.model.config.family:
+            case "causal":
+                return None
+            case "seq2seq":
+                return encoder_graph(self.model, self.cache_type)
+            case "encoder":
+                return text_encoder_graph(self.model, self.project)
 
 
 def check_exportable(config: ModelConfig) -> None:
@@ -86,8 +99,9 @@ class Networks:
     def _own(self, quantisation: Quantisation) -> Prepared:
         """With integers for weights, and Quill's own operators."""
         model = self._checkpoint.build()
+        norm = model.decoder_norm if can_fuse(model.config) else nn.Identity()
         project = use_operators(model, quantisation)
-        return Prepared(model, project, torch.float16, quantisation)
+        return Prepared(model, project, torch.float16, quantisation, norm)
 
 
 def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
@@ -113,4 +127,4 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
             model.decoder[index] = FusedLayer(layer)
         project.take_norm(model.decoder_norm)
         model.decoder_norm = nn.Identity()
-    return project
+    return nn.Sequential(model.head, project)

@@ -15,6 +15,7 @@ import torch
 
 from quill.export.bundle.manifest import Graphs
 from quill.export.graph.cuda_kernels import check_cuda_kernels
+from quill.export.graph.graphs import gives_hidden
 from quill.export.graph.prepare import Prepared
 from quill.export.graph.trace import trace
 from quill.export.graph.weights_file import WeightsFile, weights_file
@@ -23,23 +24,25 @@ from quill.export.precisions import PRECISIONS, Precision
 
 def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> Graphs:
     """Traces the network and writes what came of it. Nothing is proven yet."""
-    device, encoder = PRECISIONS[precision].device, prepared.encoder()
+    device = PRECISIONS[precision].device
+    decoder, encoder = prepared.decoder(device), prepared.encoder()
     quantisation = prepared.quantisation
     graphs = Graphs(
         precision=precision,
         device=device,
-        decoder=f"decoder.{precision}.onnx",
+        decoder=None if decoder is None else f"decoder.{precision}.onnx",
         encoder=None if encoder is None else f"encoder.{precision}.onnx",
         weights=f"weights.{precision}.bin",
         cache_type="float16" if prepared.cache_type == torch.float16 else "float32",
         quantisation=None if quantisation is None else quantisation.description,
         verification=None,
         invariance=None,
+        hidden=decoder is not None and gives_hidden(prepared.model.config, device),
     )
     with weights_file(directory / graphs.weights) as weights:
-        _write_model(directory / graphs.decoder, trace(prepared.decoder(device)), weights, graphs)
-        if encoder is not None and graphs.encoder is not None:
-            _write_model(directory / graphs.encoder, trace(encoder), weights, graphs)
+        for name, graph in ((graphs.decoder, decoder), (graphs.encoder, encoder)):
+            if name is not None and graph is not None:
+                _write_model(directory / name, trace(graph), weights, graphs)
     for name in (graphs.decoder, graphs.encoder):
         if name is not None:
             onnx.checker.check_model(directory / name, full_check=True)
@@ -53,13 +56,14 @@ def runnable(directory: Path, graphs: Graphs, prepared: Prepared) -> Iterator[Gr
     if graphs.device == "cpu":
         yield graphs
         return
+    decoder, name = prepared.decoder("cpu"), "decoder.stand_in.onnx"
+    assert decoder is not None, "only decoders are for a card"
     stand_in = replace(
-        graphs, device="cpu", decoder="decoder.stand_in.onnx", weights="weights.stand_in.bin"
+        graphs, device="cpu", decoder=name, weights="weights.stand_in.bin", hidden=True
     )
     try:
         with weights_file(directory / stand_in.weights) as weights:
-            model = trace(prepared.decoder("cpu"))
-            _write_model(directory / stand_in.decoder, model, weights, stand_in)
+            _write_model(directory / name, trace(decoder), weights, stand_in)
         yield stand_in
     finally:
         remove_graphs(directory, stand_in)

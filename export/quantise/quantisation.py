@@ -19,7 +19,7 @@ from quill.model.network.config import ModelConfig
 
 EMBEDDING = "embedding.weight"
 # Rows of a table that are added, not multiplied: there is no operator to gain speed with.
-NOT_QUANTISED = "position_embedding.weight"
+NOT_QUANTISED = ("position_embedding.weight", "segment_embedding.weight")
 # The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
 HOW = {4: "k-quant", 8: "rounded to 8 bits"}
@@ -57,7 +57,7 @@ def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
     check_quantisable(checkpoint.config)
     weights, num_found = {}, 0
     for name, weight_NI in checkpoint.weights.items():
-        if weight_NI.ndim == 2 and name != NOT_QUANTISED:
+        if weight_NI.ndim == 2 and name not in NOT_QUANTISED:
             wide = bits == 8 or name in EIGHT_BITS
             source = checkpoint.quantised.get(name)
             # Rows are looked up at 8 bits only.

@@ -88,12 +88,16 @@ def _cuts_agree(runner: Runner, ids: list[int], prompts: list[Passage]) -> bool:
     """Is a prompt in pieces, among others' pieces, the same as at once: logits, keys, values?"""
     chance = random.Random(0)
     runner.rewind(0)
-    whole = runner.prefill(0, ids, range(len(ids)))
+    whole, hidden = runner.prefill(0, ids, range(len(ids))), runner.hidden_LD
     expected = runner.keys_and_values(0)
     for _ in range(NUM_CUTS):
         runner.rewind(0)
-        found = [_in_company(runner, piece, prompts, chance) for piece in _cut(ids, chance)]
+        found, shown = [], []
+        for piece in _cut(ids, chance):
+            found.append(_in_company(runner, piece, prompts, chance))
+            shown.append(runner.hidden_LD)
         same = all(map(np.array_equal, runner.keys_and_values(0), expected))
+        same = same and np.array_equal(np.concatenate(shown), hidden)
         if not same or not np.array_equal(np.concatenate(found), whole):
             return False
     return True

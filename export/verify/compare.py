@@ -8,7 +8,7 @@ the same for every model. Keys and values are compared too: turning all position
 leaves every logit as it was, and would still break a cache that somebody else filled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -61,8 +61,13 @@ def probes(
 
 def check_graphs(runner: Runner, answers: list[Answer], precision: Precision) -> float:
     """Refuses graphs that stray from PyTorch. Answers the worst difference of any logit."""
+    return check_comparisons(compare(runner, answers), precision)
+
+
+def check_comparisons(comparisons: Iterable[Comparison], precision: Precision) -> float:
+    """The same of anything that was compared."""
     tolerance, worst = PRECISIONS[precision].tolerance, 0.0
-    for comparison in compare(runner, answers):
+    for comparison in comparisons:
         differences = comparison.differences()
         _check(comparison.situation, differences, tolerance, precision)
         if not comparison.situation.startswith("cache"):
@@ -87,6 +92,8 @@ def compare(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
         for slot, answer in enumerate(answers):
             yield from _caches("cache of the source", runner.parked(slot), answer.cross_caches)
     yield _prefilled(runner, answers[0])
+    if len(runner.hidden_LD):
+        yield Comparison("hidden states in prefill", runner.hidden_LD, answers[0].hidden_TD)
     yield _chunked(runner, answers[0])
     yield _decoded(runner, answers[0])
     yield from _caches("cache", runner.keys_and_values(0), answers[0].caches)

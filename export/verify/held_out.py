@@ -31,6 +31,7 @@ from quill.model.network.transformer import Transformer
 NUM_PASSAGES = 16
 NUM_PAIRS = 128
 PASSAGE_TOKENS = 256
+_OWN_TEXT = "text that the model itself draws"
 SEED = 20170612  # the day "Attention Is All You Need" appeared
 
 
@@ -64,9 +65,9 @@ def held_out(checkpoint: Checkpoint, text: Path | None) -> HeldOut:
     try:
         return _of_training(checkpoint, tokenizer)
     except (CorpusError, CheckpointError, ExportError) as error:  # export must work all the same
+        drawn = "tokens by chance" if checkpoint.config.family == "encoder" else _OWN_TEXT
         print(
-            f"Comparing on text that the model itself draws, because {error}. --text FILE gives "
-            "other text",
+            f"Comparing on {drawn}, because {error}. --text FILE gives other text",
             file=sys.stderr,
         )
         return _written_by_the_model(checkpoint)
@@ -91,9 +92,11 @@ def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
 def _text(checkpoint: Checkpoint, name: str, documents: list[list[int]]) -> HeldOut:
     bos = checkpoint.special_tokens.bos if checkpoint.prepend_bos else None
     first = () if bos is None else (bos,)
-    length = min(checkpoint.config.context, PASSAGE_TOKENS) - len(first)
+    eos = checkpoint.special_tokens.eos if checkpoint.append_eos else None
+    last = () if eos is None else (eos,)
+    length = min(checkpoint.config.context, PASSAGE_TOKENS) - len(first) - len(last)
     windows = [
-        (*first, *ids[start : start + length])
+        (*first, *ids[start : start + length], *last)
         for ids in documents
         for start in range(0, len(ids) - length + 1, length)
     ]
@@ -133,6 +136,9 @@ def _written_by_the_model(checkpoint: Checkpoint) -> HeldOut:
     config = model.config
     generator = torch.Generator().manual_seed(SEED)
     length = min(config.context, PASSAGE_TOKENS // 2)
+    if config.family == "encoder":  # which doesn't write
+        ids_BT = torch.randint(config.vocab_size, (NUM_PASSAGES, length), generator=generator)
+        return HeldOut("tokens by chance", [Passage(tuple(ids)) for ids in ids_BT.tolist()])
     first_B1 = torch.randint(config.vocab_size, (NUM_PASSAGES, 1), generator=generator)
     cross, sources = None, [()] * NUM_PASSAGES
     if config.family == "seq2seq":

@@ -75,7 +75,7 @@ class Proof:
         passages = self._passages(graphs.precision)
         found = replay(runner, passages, tick)
         expected = joined(self._surprises[: len(passages)])
-        _check_rise(graphs.precision, found, expected, quantisation)
+        check_rise(graphs.precision, found, expected, quantisation)
         verification = Verification(
             worst_difference=worst,
             greedy_agreement=float(np.mean(found.favourites == expected.favourites)),
@@ -106,7 +106,7 @@ class Proof:
         return max(longest, min(MAX_PROMPT, self._checkpoint.config.context))
 
 
-def _check_rise(
+def check_rise(
     precision: Precision, found: Surprise, expected: Surprise, quantisation: Quantisation | None
 ) -> None:
     allowed = PRECISIONS[precision].max_rise

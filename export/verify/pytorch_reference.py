@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 class Surprise:
     """How well tokens were foreseen: the negative log-likelihood of each, and the favourites."""
 
-    nll: Array  # one for each token but the first
+    nll: Array  # one for each token that was foretold
     favourites: Array  # the most likely token at the same positions
 
     @property
@@ -36,13 +36,17 @@ class Surprise:
 
 def surprise(logits_TV: Array, ids: Sequence[int]) -> Surprise:
     """`logits_TV` are those after each token; the last one's have nothing to foretell."""
-    foretold_TV = logits_TV[: len(ids) - 1]
-    favourites_T = foretold_TV.argmax(axis=1)
-    places_T = np.arange(len(ids) - 1)
-    top_T = foretold_TV[places_T, favourites_T].astype(np.float64)
-    said_T = foretold_TV[places_T, list(ids[1:])].astype(np.float64)
+    return foretold(logits_TV[: len(ids) - 1], ids[1:])
+
+
+def foretold(logits_TV: Array, ids: Sequence[int]) -> Surprise:
+    """Of each token by the logits in its place."""
+    favourites_T = logits_TV.argmax(axis=1)
+    places_T = np.arange(len(ids))
+    top_T = logits_TV[places_T, favourites_T].astype(np.float64)
+    said_T = logits_TV[places_T, list(ids)].astype(np.float64)
     # In single precision, summed in double: 2.6 times as fast, and off by 2e-8 (measured).
-    shares_TV = np.exp(foretold_TV - foretold_TV[places_T, favourites_T, None])
+    shares_TV = np.exp(logits_TV - logits_TV[places_T, favourites_T, None])
     log_sum_T = top_T + np.log(shares_TV.sum(axis=1, dtype=np.float64))
     return Surprise(nll=log_sum_T - said_T, favourites=favourites_T)
 
@@ -60,6 +64,7 @@ class Answer:
 
     passage: Passage
     logits_TV: Array
+    hidden_TD: Array
     caches: list[Array]  # key 0, value 0, key 1, … as (kv_heads, length, head_size)
     cross_caches: list[Array]  # the same for the source; empty for causal
 
@@ -74,12 +79,14 @@ class Oracle:
     def answer(self, passage: Passage) -> Answer:
         cross = self._encode(passage)
         attending = self._model.cached(cross)
-        logits_1TV = self._model.project(self._model.hidden(_row(passage.ids), attending))
+        hidden_1TD = self._model.hidden(_row(passage.ids), attending)
+        logits_1TV = self._model.project(hidden_1TD)
         layers = [attending.key_value(i) for i in range(self._model.config.num_layers)]
         parked = [] if cross is None else cross.layers
         return Answer(
             passage=passage,
             logits_TV=logits_1TV[0].numpy(),
+            hidden_TD=hidden_1TD[0].numpy(),
             caches=[side[0].numpy() for pair in layers for side in pair],
             cross_caches=[side[0].numpy() for pair in parked for side in pair],
         )

@@ -55,12 +55,15 @@ class Runner:
         tables = np.arange(num_sides * num_slots * blocks_of_slot, dtype=np.int32)
         self._tables = tables.reshape(num_sides, num_slots, blocks_of_slot)
         self._caches = _pool(graphs, sizes, tables.size)
+        assert graphs.decoder is not None, "an encoder has a runner of its own"
         self._decoder = open_session(directory / graphs.decoder)
         self._decoding = self._bound(self._decoder)
         self._encoder, self._encoding = None, None
         if graphs.encoder is not None:
             self._encoder = open_session(directory / graphs.encoder)
             self._encoding = self._bound(self._encoder)
+        self._shows_hidden = graphs.hidden
+        self.hidden_LD: Array = np.empty((0, sizes.d_model), np.float32)
         self._lengths = np.zeros(num_slots, np.int32)
         self._source_lengths = np.zeros(num_slots, np.int32)
 
@@ -102,7 +105,9 @@ class Runner:
         return self.step([Piece(first_slot + i, [token], [0]) for i, token in enumerate(ids)])
 
     def step(self, pieces: Sequence[Piece]) -> Array:
-        """Appends tokens to any slots; answers the logits that are wanted, in the same order."""
+        """Appends tokens to any slots; answers the logits that are wanted, in the same order. If
+        the graph shows hidden states, those of the same tokens are in `hidden_LD` until the next.
+        """
         slots, lengths = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
         starts, past = _starts(lengths), self._lengths[slots]
         wanted = [start + np.array(p.wanted) for start, p in zip(starts, pieces, strict=False)]
@@ -122,6 +127,10 @@ class Runner:
         num_logits = len(inputs[graph_contract.LOGIT_INDICES])
         logits_LV = np.empty((num_logits, self._sizes.vocab_size), np.float32)
         _bind(self._decoding.bind_output, graph_contract.LOGITS, logits_LV)
+        if self._shows_hidden:
+            inputs[graph_contract.HIDDEN_INDICES] = inputs[graph_contract.LOGIT_INDICES]
+            self.hidden_LD = np.empty((num_logits, self._sizes.d_model), np.float32)
+            _bind(self._decoding.bind_output, graph_contract.HIDDEN, self.hidden_LD)
         _run(self._decoder, self._decoding, inputs)
         self._lengths[slots] += np.array(lengths, np.int32)
         return logits_LV

@@ -21,6 +21,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_streams(kinds)
     _add_peers(kinds)
     _add_translate(kinds)
+    _add_embed(kinds)
     _add_fidelity(kinds)
 
 
@@ -83,6 +84,33 @@ def _add_translate(kinds: "Subparsers") -> None:
     parser.add_argument("--limit", type=_positive, default=200, metavar="N", help="default 200")
     _add_rounds(parser)
     parser.set_defaults(run="quill.loadtest.bench.translate:run", extra="loadtest")
+
+
+def _add_embed(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "embed",
+        help="an encoder's vectors, beside the same graph with padding and transformers",
+        description="Embeds texts of mixed length, packed as Quill does, and in padded batches in "
+        "the order of their arrival.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="an encoder's")
+    parser.add_argument(
+        "--texts", type=Path, metavar="FILE", help="a text a line (default: drawn by chance)"
+    )
+    parser.add_argument(
+        "--transformers",
+        type=Path,
+        metavar="DIR",
+        help="the Hugging Face directory that the bundle came from: one text after another",
+    )
+    parser.add_argument(
+        "--batch", type=_positive, default=32, metavar="N", help="of the padded; default 32"
+    )
+    parser.add_argument("--precision", default="fp32", metavar="NAMES", help="default fp32")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: one a core")
+    parser.add_argument("--limit", type=_positive, default=1000, metavar="N", help="default 1000")
+    _add_rounds(parser, 3)
+    parser.set_defaults(run="quill.loadtest.bench.embed:run", extra="loadtest")
 
 
 def _add_fidelity(kinds: "Subparsers") -> None:

@@ -29,10 +29,16 @@ class Summary:
     percentiles_ms: dict[str, tuple[float, ...]]  # by measure, one for each of PERCENTILES
     slo_share: float | None = None
     goodput: float | None = None  # requests a second
+    num_prompt_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def read_per_s(self) -> float:
+        """Tokens of prompts and of texts to embed."""
+        return self.num_prompt_tokens / self.wall_s if self.wall_s else 0.0
 
     @property
     def requests_per_s(self) -> float:
@@ -57,6 +63,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         percentiles_ms={name: _percentiles(values) for name, values in measures(records).items()},
         slo_share=slo.share(records) if slo else None,
         goodput=served_well / wall_s if slo and wall_s else None,
+        num_prompt_tokens=prompt_tokens,
     )
 
 
@@ -134,7 +141,8 @@ def lines(summary: Summary) -> list[str]:
     """For a terminal."""
     told = [
         f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
-        f"{summary.requests_per_s:.2f} requests/s, {summary.tokens_per_s:.1f} tokens/s",
+        f"{summary.requests_per_s:.2f} requests/s, {summary.tokens_per_s:.1f} tokens/s, "
+        f"{summary.read_per_s:.1f} read",
         f"ended: {_list(summary.statuses)}; finish reasons: {_list(summary.finish_reasons)}",
         f"errors: {_list(summary.errors)}; "
         f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache",

@@ -3,6 +3,7 @@
 Knows: records, how to ask. Does not know: how the load was made.
 The same seed must give the same tokens in any company. Whoever left early or was cut off must have
 got the beginning of what it gets alone; whoever was refused for breaking a rule is refused again.
+Vectors must be the same bits.
 """
 
 from collections import Counter
@@ -11,7 +12,14 @@ from dataclasses import dataclass, field
 
 from quill.loadtest.errors import DifferentAnswerError
 from quill.loadtest.workload.ask import Ask
-from quill.loadtest.workload.call import StreamResult, call, finish_name, from_json
+from quill.loadtest.workload.call import (
+    StreamResult,
+    call,
+    digest,
+    embed_from_json,
+    finish_name,
+    from_json,
+)
 from quill.loadtest.workload.records import RequestRecord
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
@@ -75,6 +83,10 @@ def judge(record: RequestRecord, replay: Replay, verdict: Verdict) -> None:
     if record.status == "EMPTY":
         verdict.differences.append(f"request {record.index} ended with OK and without an answer")
         return
+    embed = embed_from_json(record.request)
+    if embed is not None:
+        _judge_vectors(record, embed, replay, verdict)
+        return
     request = from_json(record.request)
     reason = _cannot_compare(record, request)
     if reason:
@@ -89,6 +101,26 @@ def judge(record: RequestRecord, replay: Replay, verdict: Verdict) -> None:
         verdict.differences.append(f"request {record.index} (seed {record.seed}): {difference}")
     else:
         verdict.num_equal += 1
+
+
+def _judge_vectors(
+    record: RequestRecord, request: pb.EmbedRequest, replay: Replay, verdict: Verdict
+) -> None:
+    """Each text in a call of its own."""
+    if record.status != "OK":
+        verdict.not_compared[f"no vectors came ({record.status})"] += 1
+        return
+    vectors: list[bytes] = []
+    for text in request.inputs:
+        alone = pb.EmbedRequest()
+        alone.CopyFrom(request)
+        del alone.inputs[:]
+        alone.inputs.append(text)
+        vectors += replay(Ask(pb.GenerateRequest(), embed=alone)).vectors
+    if digest(vectors) == record.vectors:
+        verdict.num_equal += 1
+    else:
+        verdict.differences.append(f"request {record.index}: its texts have other vectors alone")
 
 
 def compare(record: RequestRecord, alone: StreamResult, is_whole: bool) -> str:

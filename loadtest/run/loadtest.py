@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("locust") is None:  # looked for, not imported
         raise ModuleNotFoundError("locust", name="locust")
     with _target(options, read_access(args)) as target:
+        check_scenario(options.scenario, target.model)
         print(_describe_model(target), flush=True)
         notes = [EARLIER] if options.seed and options.address else []
         if not options.seed:  # what an earlier run asked may be in the server's prefix cache

@@ -39,6 +39,7 @@ class Ask:
     """A request, and its client: who cancels, dawdles, hurries or reconnects says so here."""
 
     request: pb.GenerateRequest
+    embed: pb.EmbedRequest | None = None  # asked instead
     timeout_s: float = 300.0
     cancel_after: int | None = None  # tokens
     pause_s: float = 0.0  # after each chunk
@@ -75,6 +76,13 @@ def prompt(chance: random.Random, number: int, facts: Facts) -> pb.GenerateReque
     return pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=ids(chance, number, facts)))
 
 
+def text(chance: random.Random, number: int, facts: Facts) -> pb.EmbedInput:
+    """The same, to be embedded."""
+    if facts.has_tokenizer:
+        return pb.EmbedInput(text=words(chance, max(1, number * 3 // 4)))
+    return pb.EmbedInput(token_ids=pb.TokenIds(ids=ids(chance, number, facts)))
+
+
 def chat(chance: random.Random, number: int, facts: Facts, system: str = "") -> pb.GenerateRequest:
     """A message, after what the model was told beforehand; a plain prompt if it can't chat."""
     if not facts.has_template:
@@ -108,7 +116,7 @@ def with_seed(draw: RequestDraw, request: pb.GenerateRequest) -> pb.GenerateRequ
 
 def shortened(ask: Ask, max_new_tokens: int | None) -> Ask:
     """The same, with at most so many tokens to generate. What must be refused stays as it is."""
-    if max_new_tokens is None or "INVALID_ARGUMENT" in ask.expected:
+    if max_new_tokens is None or ask.embed is not None or "INVALID_ARGUMENT" in ask.expected:
         return ask
     request = pb.GenerateRequest()
     request.CopyFrom(ask.request)

@@ -3,9 +3,12 @@
 Knows: gRPC streams, the clock. Does not know: Locust, gevent: under them its waits let others run.
 """
 
+import hashlib
+import json
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -30,6 +33,7 @@ class StreamResult:
     """
 
     token_ids: list[int] = field(default_factory=list)
+    vectors: list[bytes] = field(default_factory=list)  # float32
     arrivals_s: list[float] = field(default_factory=list)
     num_bytes: int = 0  # of all messages
     last: pb.GenerateChunk | None = None
@@ -46,6 +50,15 @@ class StreamResult:
         if chunk.finish_reason and chunk.sequence == 0:
             self.last = chunk
 
+    def take_vectors(self, response: pb.EmbedResponse) -> None:
+        """Its end is told as a stream's would be."""
+        self.vectors = [array("f", each.values).tobytes() for each in response.embeddings]
+        self.num_bytes = response.ByteSize()
+        finish = pb.FINISH_REASON_LENGTH
+        self.last = pb.GenerateChunk(
+            finish_reason=finish, usage=response.usage, timings=response.timings
+        )
+
 
 def call(
     stub: pb_grpc.TextGenerationStub,
@@ -58,6 +71,9 @@ def call(
     """One request from its start to its end, however it ends. `intended_s`: of the clock."""
     sent_s = clock()
     heard = StreamResult()
+    if ask.embed is not None:
+        _embed(stub, ask, heard, metadata)
+        return TimedCall(heard, intended_s, sent_s, clock())
     stream = stub.GenerateStream(ask.request, timeout=ask.timeout_s, metadata=metadata)
     try:
         _listen(stream, ask, heard, clock, sleep)
@@ -66,6 +82,20 @@ def call(
     finally:
         stream.cancel()  # if we were stopped in the middle, the server needn't go on
     return TimedCall(heard, intended_s, sent_s, clock())
+
+
+def _embed(
+    stub: pb_grpc.TextGenerationStub, ask: Ask, heard: StreamResult, metadata: Metadata
+) -> None:
+    assert ask.embed is not None
+    try:
+        response = stub.Embed(ask.embed, timeout=ask.timeout_s, metadata=metadata)
+        heard.take_vectors(response)
+    except grpc.RpcError as error:
+        heard.status, heard.message = error.code().name, (error.details() or "")[:200]
+        return
+    if len(heard.vectors) != len(ask.embed.inputs) or not all(heard.vectors):
+        heard.status, heard.message = "EMPTY", "OK, and there isn't a vector for each text"
 
 
 def _listen(
@@ -121,7 +151,8 @@ class TimedCall:
             message=heard.message,
             token_ids=tuple(heard.token_ids),
             arrivals_ms=arrivals_ms,
-            request=to_json(ask.request),
+            request=to_json(ask.embed or ask.request),
+            vectors=digest(heard.vectors),
         )
 
     def _ms(self, time_s: float) -> float:
@@ -132,10 +163,19 @@ def finish_name(chunk: pb.GenerateChunk) -> str:
     return pb.FinishReason.Name(chunk.finish_reason).removeprefix(_PREFIX)
 
 
-def to_json(request: pb.GenerateRequest) -> str:
+def digest(vectors: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(vectors)).hexdigest() if vectors else ""
+
+
+def to_json(request: pb.GenerateRequest | pb.EmbedRequest) -> str:
     """One line, and exact: what is read back is the same request."""
     return json_format.MessageToJson(request, indent=None, ensure_ascii=False)
 
 
 def from_json(text: str) -> pb.GenerateRequest:
     return json_format.Parse(text, pb.GenerateRequest())
+
+
+def embed_from_json(text: str) -> pb.EmbedRequest | None:
+    """None: it asked for something else."""
+    return json_format.Parse(text, pb.EmbedRequest()) if "inputs" in json.loads(text) else None

@@ -39,7 +39,8 @@ class RequestRecord:
     message: str = ""  # of an error
     token_ids: tuple[int, ...] = ()
     arrivals_ms: tuple[float, ...] = field(default=())  # one for each token
-    request: str = ""  # GenerateRequest as JSON
+    request: str = ""  # GenerateRequest or EmbedRequest as JSON
+    vectors: str = ""  # SHA-256 of all that came, as float32
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from quill.loadtest.workload.ask import (
     ids,
     prompt,
     shortened,
+    text,
     with_sampling,
     with_seed,
     words,
@@ -126,6 +127,20 @@ def beams(draw: RequestDraw, facts: Facts) -> Ask:
     return Ask(request)
 
 
+def embed(draw: RequestDraw, facts: Facts) -> Ask:
+    """Texts to be turned into vectors, one or several, most of them short and some long."""
+    number = draw.random.choice((1, 1, 4, 16))
+    longest = [draw.random.choice((8, 24, 256)) for _ in range(number)]
+    request = pb.EmbedRequest(
+        inputs=[text(draw.random, draw.tokens(1, most, facts), facts) for most in longest]
+    )
+    if draw.random.random() < 0.5:
+        request.pooling = draw.random.choice((pb.POOLING_MEAN, pb.POOLING_FIRST, pb.POOLING_LAST))
+    if draw.random.random() < 0.5:
+        request.normalise = draw.random.random() < 0.5
+    return Ask(pb.GenerateRequest(), embed=request)
+
+
 def _one_of(kinds: tuple[Scenario, ...], draw: RequestDraw, facts: Facts) -> Ask:
     kind = draw.random.choice(kinds)
     return replace(kind(draw, facts), kind=name_of(kind))
@@ -139,14 +154,21 @@ SCENARIOS: dict[str, Scenario] = {
     name_of(function): function
     for function in (
         *(short_chat, long_prompt, long_answer, shared_prompt, mixed),
-        *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams),
+        *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams, embed),
     )
 }
 
 
-def check_scenario(name: str) -> None:
+def check_scenario(name: str, model: pb.Model | None = None) -> None:
+    """Whether there is one, and whether the model, if it is known by now, can do it."""
     if name not in SCENARIOS:
         raise OptionError(f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+    if model is None:
+        return
+    if name == "embed" and not model.embedding_size:
+        raise OptionError(f"{model.name} doesn't embed texts. Choose another --scenario")
+    if name != "embed" and model.family == pb.FAMILY_ENCODER:
+        raise OptionError(f"{model.name} is an encoder, which writes nothing: --scenario embed")
 
 
 def make_ask(

@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,8 @@ WEIGHTS_FILE = "model.safetensors"
 QUANTISED_FILE = "quantised.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 
+Pooling = Literal["mean", "first", "last"]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -44,11 +46,14 @@ class Checkpoint:
     tokenizer: Tokenizer | None = None  # None: the model speaks token ids only
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
+    append_eos: bool = False  # whether an encoder's text ends with eos, as in its training
     stop_ids: tuple[int, ...] = ()  # every token that ends an answer
     chat_template: str | None = None
     generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
     provenance: dict[str, Any] = field(default_factory=dict)
     quantised: dict[str, QuantisedWeight] = field(default_factory=dict)
+    pooling: Pooling | None = None  # how its author makes one vector of a text's; None: unsaid
+    normalise: bool = False  # whether such a vector gets the length 1
     path: Path | None = field(default=None, compare=False)  # where it was read from
 
     def build(self) -> Transformer:
@@ -100,10 +105,13 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "model": checkpoint.config.to_dict(),
         "special_tokens": asdict(checkpoint.special_tokens),
         "prepend_bos": checkpoint.prepend_bos,
+        "append_eos": checkpoint.append_eos,
         "stop_ids": list(checkpoint.stop_ids),
         "chat_template": checkpoint.chat_template,
         "generation": checkpoint.generation,
         "provenance": checkpoint.provenance,
+        "pooling": checkpoint.pooling,
+        "normalise": checkpoint.normalise,
     }
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -130,13 +138,27 @@ def load_checkpoint(path: Path) -> Checkpoint:
         tokenizer=tokenizer,
         special_tokens=special_tokens,
         prepend_bos=values.flag("prepend_bos", False),
+        append_eos=values.flag("append_eos", False),
         stop_ids=tuple(values.integers("stop_ids")),
         chat_template=values.text("chat_template", "") or None,
         generation=values.numbers("generation"),
         provenance=values.mapping("provenance"),
         quantised=quantised,
+        pooling=_pooling(values),
+        normalise=values.flag("normalise", False),
         path=path,
     )
+
+
+def _pooling(values: TypedValues) -> Pooling | None:
+    name = values.text("pooling", "")
+    for known in get_args(Pooling):
+        if name == known:
+            pooling: Pooling = known
+            return pooling
+    if not name:
+        return None
+    raise CheckpointError(f"pooling is {name!r}; it must be one of {', '.join(get_args(Pooling))}")
 
 
 def _config(values: TypedValues, path: Path) -> ModelConfig:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from quill.model.data.batches import PairTokens, TokenPair
 from quill.model.data.splits import Pair, PairCorpus, TextCorpus
-from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, Tokenizer, train_bpe
+from quill.model.data.tokenizer import (
+    CAUSAL_SPECIAL_TOKENS,
+    SEQ2SEQ_SPECIAL_TOKENS,
+    SpecialTokens,
+    Tokenizer,
+    train_bpe,
+)
 from quill.model.errors import CorpusError
 
 NUM_PARTS = 20
@@ -38,8 +44,10 @@ class PairData:
     num_dropped: int  # training pairs too long for the context
 
 
-def fit_text_tokenizer(corpus: TextCorpus, vocab_size: int) -> Tokenizer:
-    return train_bpe(corpus.train, vocab_size)
+def fit_text_tokenizer(
+    corpus: TextCorpus, vocab_size: int, special_tokens: Sequence[str] = CAUSAL_SPECIAL_TOKENS
+) -> Tokenizer:
+    return train_bpe(corpus.train, vocab_size, special_tokens)
 
 
 def fit_pair_tokenizer(corpus: PairCorpus, vocab_size: int) -> Tokenizer:

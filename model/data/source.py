@@ -75,9 +75,10 @@ def choose_source(
         raise ConfigError("--corpus, --text and --pairs exclude each other: give one")
     given = [*(text or ()), *([] if pairs is None else [pairs])]
     files = tuple(str(path.absolute()) for path in given)
-    if family == "causal":
+    if family != "seq2seq":
         if pairs is not None or corpus in PAIR_CORPORA:
-            raise ConfigError("a causal model reads text, not pairs: use --text or --corpus sotu")
+            kind = "an encoder" if family == "encoder" else "a causal model"
+            raise ConfigError(f"{kind} reads text, not pairs: use --text or --corpus sotu")
         return DataSource(files=files) if files else DataSource(corpus or "sotu")
     if text or corpus in TEXT_CORPORA:
         raise ConfigError("a seq2seq model reads pairs: use --pairs or --corpus en-de")

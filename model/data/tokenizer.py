@@ -29,6 +29,8 @@ END_OF_TEXT = "<|endoftext|>"
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CAUSAL_SPECIAL_TOKENS = (END_OF_TEXT,)
 SEQ2SEQ_SPECIAL_TOKENS = (PAD, BOS, EOS)
+CLASSIFIER, SEPARATOR, MASK = "[CLS]", "[SEP]", "[MASK]"
+ENCODER_SPECIAL_TOKENS = (CLASSIFIER, SEPARATOR, MASK)
 
 NUM_BYTES = 256
 
@@ -45,6 +47,7 @@ class SpecialTokens:
     eos: int | None = None
     pad: int | None = None
     unk: int | None = None
+    mask: int | None = None
 
 
 class Tokenizer:
@@ -154,7 +157,10 @@ def _special_by_name(inner: tokenizers.Tokenizer) -> SpecialTokens:
     ids = {token.content: index for index, token in inner.get_added_tokens_decoder().items()}
     end_of_text = ids.get(END_OF_TEXT)
     return SpecialTokens(
-        bos=ids.get(BOS, end_of_text), eos=ids.get(EOS, end_of_text), pad=ids.get(PAD)
+        bos=ids.get(BOS, ids.get(CLASSIFIER, end_of_text)),
+        eos=ids.get(EOS, ids.get(SEPARATOR, end_of_text)),
+        pad=ids.get(PAD),
+        mask=ids.get(MASK),
     )
 
 

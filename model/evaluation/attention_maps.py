@@ -49,6 +49,8 @@ DEFAULT_NUM_LAYERS = 4
 
 def run(args: argparse.Namespace) -> None:
     checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
+    if checkpoint.config.family == "encoder":
+        raise RequestError("attention is drawn of causal and seq2seq models; this is an encoder")
     layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
     heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
     looks = find_looks(checkpoint, args.text, args.target)

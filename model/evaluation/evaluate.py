@@ -14,6 +14,7 @@ from rich.table import Table
 from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from quill.model.checkpoint.run_directory import resolve_checkpoint, source_of
 from quill.model.data.dataset import encode_stream
+from quill.model.data.masking import Marks
 from quill.model.data.source import DataSource, choose_source
 from quill.model.data.splits import Pair, PairCorpus
 from quill.model.data.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from quill.model.errors import ConfigError, CorpusError
 from quill.model.evaluation.translation import Evaluation, evaluate_translation, write_answers
 from quill.model.progress import track
 from quill.model.training.distributed import choose_device
-from quill.model.training.scoring import score_text
+from quill.model.training.scoring import score_masked, score_text
 
 NUM_EXAMPLES = 5
 
@@ -31,10 +32,13 @@ def run(args: argparse.Namespace) -> None:
     checkpoint = load_checkpoint(path)
     if checkpoint.tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer; text can't be scored with it")
-    if checkpoint.config.family == "causal":
-        _evaluate_text(args, checkpoint, checkpoint.tokenizer)
-    else:
-        _evaluate_pairs(args, checkpoint, checkpoint.tokenizer)
+    match checkpoint.config.family:
+        case "causal":
+            _evaluate_text(args, checkpoint, checkpoint.tokenizer)
+        case "encoder":
+            _evaluate_masked(args, checkpoint, checkpoint.tokenizer)
+        case "seq2seq":
+            _evaluate_pairs(args, checkpoint, checkpoint.tokenizer)
 
 
 def _source(args: argparse.Namespace, checkpoint: Checkpoint) -> DataSource:
@@ -67,6 +71,32 @@ def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: 
         f"{score.loss:.4f}",
         f"{score.perplexity:.3f}",
         f"{score.bits_per_byte:.4f}",
+    )
+    Console().print(table)
+
+
+def _evaluate_masked(
+    args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Tokenizer
+) -> None:
+    if checkpoint.special_tokens.mask is None:
+        raise ConfigError(
+            "this encoder has no head that finds masked tokens, so there is nothing to score"
+        )
+    if args.stride is not None:
+        raise ConfigError("--stride is for language models; an encoder's windows don't overlap")
+    marks = Marks.of(checkpoint.special_tokens, checkpoint.config.vocab_size)
+    ids = encode_stream(_source(args, checkpoint).load_text().held_out, tokenizer)
+    if not len(ids):
+        raise CorpusError("there is too little text to score: at least one token is needed")
+    device, stride = choose_device(args.device), checkpoint.config.context - marks.num_around
+    score = score_masked(checkpoint.build().to(device), ids, marks, device, stride, track)
+    assert score.accuracy is not None
+    table = Table("hidden tokens", "loss", "perplexity", "found")
+    table.add_row(
+        f"{score.num_tokens:,}",
+        f"{score.loss:.4f}",
+        f"{score.perplexity:.3f}",
+        f"{score.accuracy:.2%}",
     )
     Console().print(table)
 

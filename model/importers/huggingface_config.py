@@ -2,13 +2,14 @@
 
 Knows: the settings of the Llama family and of GPT-2, as transformers 4 and 5 spell them, and
 their defaults there. Does not know: files, tensors, tokenizers; Marian's are in
-model/importers/huggingface_marian.py.
+model/importers/huggingface_marian.py, BERT's in model/importers/huggingface_bert.py.
 """
 
 from collections.abc import Callable
 
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import UnsupportedError
+from quill.model.importers.huggingface_bert import read_bert_config, read_masked_bert_config
 from quill.model.importers.huggingface_marian import read_marian_config
 from quill.model.network.config import Activation, ModelConfig, RotaryScaling
 
@@ -195,4 +196,7 @@ ARCHITECTURES: dict[str, Callable[[TypedValues], ModelConfig]] = {
     "Qwen2ForCausalLM": _qwen2,
     "GPT2LMHeadModel": _gpt2,
     "MarianMTModel": read_marian_config,
+    "BertModel": read_bert_config,
+    "BertForMaskedLM": read_masked_bert_config,
+    "BertForPreTraining": read_masked_bert_config,
 }

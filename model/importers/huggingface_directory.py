@@ -3,7 +3,7 @@
 Knows: the names of tensors in the Llama family and in GPT-2.
 Does not know: settings (model/importers/huggingface_config.py), files of weights
 (model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py), Marian
-(model/importers/huggingface_marian.py).
+(model/importers/huggingface_marian.py), BERT (model/importers/huggingface_bert.py).
 """
 
 import re
@@ -15,6 +15,7 @@ from torch import Tensor
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError
+from quill.model.importers.huggingface_bert import bert_layout, takes_no_part
 from quill.model.importers.huggingface_config import read_config
 from quill.model.importers.huggingface_marian import (
     BANNED,
@@ -22,6 +23,7 @@ from quill.model.importers.huggingface_marian import (
     in_our_order,
     marian_layout,
 )
+from quill.model.importers.huggingface_sentence import read_sentence
 from quill.model.importers.huggingface_text import read_json, read_text
 from quill.model.importers.huggingface_weights import WeightFiles, open_weights
 from quill.model.importers.tensor_layout import (
@@ -60,6 +62,7 @@ _TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.e
 
 
 def read_settings(directory: Path) -> TypedValues:
+    directory = read_sentence(directory).model or directory
     values = read_json(directory / "config.json")
     if not values:
         raise CheckpointError(f"{directory} has no config.json: it isn't a Hugging Face model")
@@ -68,9 +71,12 @@ def read_settings(directory: Path) -> TypedValues:
 
 def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
     """The whole checkpoint. Without a tokenizer.json it speaks token ids only."""
-    settings = read_settings(directory)
+    settings, sentence = read_settings(directory), read_sentence(directory)
     config = read_config(settings)
-    text = read_text(directory, settings, config.vocab_size)
+    provenance = _provenance(directory)
+    directory = sentence.model or directory
+    text = read_text(directory, settings, config.vocab_size, masked=config.masked_head)
+    embeds = config.family == "encoder" or sentence.pooling is not None
     with open_weights(directory) as files:
         weights = _read_weights(files, config, directory, track)
     return Checkpoint(
@@ -79,27 +85,33 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
         tokenizer=text.tokenizer,
         special_tokens=text.special_tokens,
         prepend_bos=text.prepend_bos,
-        stop_ids=text.stop_ids,
+        append_eos=text.append_eos and embeds,
+        stop_ids=() if config.family == "encoder" else text.stop_ids,
         chat_template=text.chat_template,
         generation=text.generation,
-        provenance=_provenance(directory),
+        provenance=provenance,
+        pooling=sentence.pooling,
+        normalise=sentence.normalise,
     )
 
 
 def _read_weights(
     files: WeightFiles, config: ModelConfig, directory: Path, track: Track
 ) -> dict[str, Tensor]:
-    if config.num_layers > len(files.shapes):
+    num_layers = config.num_layers + config.num_encoder_layers
+    if num_layers > len(files.shapes):
         raise CheckpointError(
-            f"{directory} claims {config.num_layers} layers but has {len(files.shapes)} tensors"
+            f"{directory} claims {num_layers} layers but has {len(files.shapes)} tensors"
         )
     layout = _layout(config, files)
     shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
     for name in _TIED if config.tied_embeddings else ():
         shapes.pop(name, None)
+    if config.family == "encoder":
+        shapes = {name: shape for name, shape in shapes.items() if not takes_no_part(name)}
     check_source(layout, shapes, str(directory))
     weights = {name: _join(files, layout[name]) for name in track(list(layout))}
-    if config.family == "causal":
+    if config.family != "seq2seq":
         return weights
     weights = {name: in_our_order(name, tensor) for name, tensor in weights.items()}
     generation = read_json(directory / "generation_config.json")
@@ -119,6 +131,8 @@ def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
 def _layout(config: ModelConfig, files: WeightFiles) -> Layout:
     if config.family == "seq2seq":
         return marian_layout(config)
+    if config.family == "encoder":
+        return bert_layout(config, files.shapes)
     if config.positions == "rotary":
         return llama_layout(config, LLAMA_NAMES, interleaved=False)
     # GPT-2's own checkpoint was saved without its head, and so without this prefix.

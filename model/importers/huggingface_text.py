@@ -23,6 +23,7 @@ class Text(NamedTuple):
     tokenizer: Tokenizer | None
     special_tokens: SpecialTokens
     prepend_bos: bool
+    append_eos: bool
     stop_ids: tuple[int, ...]
     chat_template: str | None
     generation: dict[str, float | int]
@@ -41,13 +42,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
+def read_text(
+    directory: Path, settings: TypedValues, vocab_size: int, *, masked: bool = False
+) -> Text:
+    """`masked`: whether the model finds masked tokens; else no token is its mask."""
     generation = read_json(directory / "generation_config.json")
     tokenizer_config = read_json(directory / "tokenizer_config.json")
     tokenizer_json = read_json(directory / "tokenizer.json")
     ids = _added_tokens(tokenizer_json)
     _check_ids(ids, vocab_size)
     special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
+    special = special if masked else replace(special, mask=None)
     translates = settings.flag("is_encoder_decoder", False)
     if translates:
         start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
@@ -63,7 +68,8 @@ def read_text(directory: Path, settings: TypedValues, vocab_size: int) -> Text:
         # For seq2seq bos begins the answer, whatever its texts begin with.
         prepend_bos=not translates
         and special.bos is not None
-        and special.bos == _first_id(tokenizer_json, ids),
+        and special.bos == _placed_id(tokenizer_json, ids, 0),
+        append_eos=special.eos is not None and special.eos == _placed_id(tokenizer_json, ids, -1),
         stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
         chat_template=_chat_template(directory, tokenizer_config),
         generation=_defaults(generation, samples=not translates),
@@ -95,10 +101,14 @@ def _special_tokens(
 ) -> SpecialTokens:
     """Each by its text in the tokenizer's config, else by its id in the model's."""
     found: dict[str, int | None] = {}
-    for part in ("bos", "eos", "pad", "unk"):
-        token = tokenizer_config.get(f"{part}_token")
-        token = str(token.get("content") if isinstance(token, dict) else token)
-        named = {ids[token]} if token in ids else set()
+    # BERT's names for what begins and ends a text stand in for the usual ones.
+    others = {"bos": "cls", "eos": "sep"}
+    for part in ("bos", "eos", "pad", "unk", "mask"):
+        named: set[int] = set()
+        for name in (part, others.get(part, part)):
+            token = tokenizer_config.get(f"{name}_token")
+            token = str(token.get("content") if isinstance(token, dict) else token)
+            named = named or ({ids[token]} if token in ids else set())
         numbered = _ids(settings.get(f"{part}_token_id"), vocab_size)
         found[part] = min(named or numbered, default=None)
     return SpecialTokens(**found)
@@ -110,15 +120,18 @@ def _ids(value: object, vocab_size: int) -> set[int]:
     return {index for index in listed if type(index) is int and 0 <= index < vocab_size}
 
 
-def _first_id(tokenizer_json: dict[str, Any], ids: dict[str, int]) -> int | None:
-    """The token that the tokenizer itself puts before every text, if it does."""
+def _placed_id(tokenizer_json: dict[str, Any], ids: dict[str, int], place: int) -> int | None:
+    """The token that the tokenizer itself puts before every text (place 0) or after it (-1), if
+    it does."""
     processor = tokenizer_json.get("post_processor") or {}
     try:
         for step in processor.get("processors", [processor]):
+            if step.get("type") == "BertProcessing":  # an older spelling, of [text, id]
+                return ids.get(step["sep" if place else "cls"][0])
             template = step.get("single", [])
-            if template and "SpecialToken" in template[0]:
-                return ids.get(template[0]["SpecialToken"]["id"])
-    except (AttributeError, KeyError, TypeError) as error:
+            if template and "SpecialToken" in template[place]:
+                return ids.get(template[place]["SpecialToken"]["id"])
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"tokenizer.json has a strange post_processor: {error}") from error
     return None
 

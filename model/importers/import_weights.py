@@ -31,6 +31,7 @@ from quill.model.importers import gguf_config, huggingface_config
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.model.importers.huggingface_directory import read_huggingface, read_settings
+from quill.model.importers.huggingface_sentence import read_sentence
 from quill.model.importers.huggingface_weights import weight_paths
 from quill.model.importers.tensor_layout import Track
 from quill.model.progress import Display, track
@@ -108,7 +109,8 @@ def _huggingface_source(path: Path) -> Source:
     if _is_checkpoint(path):
         raise CheckpointError(f"{path} is a checkpoint of Quill's own already: use it as it is")
     huggingface_config.read_config(read_settings(path))
-    files = [path / "config.json", path / "tokenizer.json", *weight_paths(path)]
+    inner = read_sentence(path).model or path
+    files = [inner / "config.json", inner / "tokenizer.json", *weight_paths(inner)]
     hashes = _sha256([file for file in files if file.exists()])
     return Source(lambda track: read_huggingface(path, track), hashes)
 
@@ -170,8 +172,9 @@ def _write(out: Path, checkpoint: Checkpoint) -> None:
 def _report(name: str, out: Path, checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     num_parameters = sum(weight.numel() for weight in checkpoint.weights.values())
+    num_layers = config.num_layers or config.num_encoder_layers
     print(
-        f"Imported {name}: {num_parameters:,} parameters, {config.num_layers} layers, context "
+        f"Imported {name}: {num_parameters:,} parameters, {num_layers} layers, context "
         f"{config.context:,}, vocabulary {config.vocab_size:,}"
     )
     if checkpoint.tokenizer is None:

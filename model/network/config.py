@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from quill.model.errors import ConfigError
 
-Family = Literal["causal", "seq2seq"]
+Family = Literal["causal", "seq2seq", "encoder"]
 Positions = Literal["sinusoidal", "learned", "rotary"]
 Norm = Literal["layer", "rms"]
 NormPlacement = Literal["pre", "post"]
@@ -56,7 +56,7 @@ class ModelConfig:
     vocab_size: int
     context: int  # the longest sequence, in tokens, on each side
     d_model: int
-    num_layers: int  # of the decoder
+    num_layers: int  # of the decoder; an encoder alone has none
     num_encoder_layers: int = 0
     num_heads: int
     num_kv_heads: int  # fewer than num_heads: each K/V head serves a group of query heads
@@ -76,6 +76,9 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rotary_base: float = 10_000.0
     rotary_scaling: RotaryScaling | None = None
+    num_segments: int = 0  # BERT's token types: each has a vector that is added; 0: there are none
+    embedding_norm: bool = False  # a norm after the sum of embeddings
+    masked_head: bool = False  # dense, activation and norm before an encoder's projection
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -88,8 +91,9 @@ class ModelConfig:
         for name in ("num_heads", "num_kv_heads", "head_size"):
             _require_within(self, name, 1, MAX_HEADS)
         _require_within(self, "context", 1, MAX_CONTEXT)
-        _require_within(self, "num_layers", 1, MAX_LAYERS)
+        _require_within(self, "num_layers", int(self.family != "encoder"), MAX_LAYERS)
         _require_within(self, "num_encoder_layers", 0, MAX_LAYERS)
+        _require_within(self, "num_segments", 0, MAX_SIZE)
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         for name in ("norm_eps", "rotary_base"):
@@ -109,10 +113,20 @@ class ModelConfig:
             raise ConfigError(f"sinusoidal positions need an even d_model, not {self.d_model}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             raise ConfigError(f"rotary_scaling is set but positions are {self.positions}")
-        if (self.family == "seq2seq") != (self.num_encoder_layers > 0):
+        if (self.family == "causal") == (self.num_encoder_layers > 0):
             raise ConfigError(
                 f"a {self.family} model with {self.num_encoder_layers} encoder layers; "
-                "seq2seq needs at least one, causal has none"
+                "seq2seq and encoder need at least one, causal has none"
+            )
+        if self.family == "encoder" and self.num_layers:
+            raise ConfigError(
+                f"an encoder with {self.num_layers} decoder layers; its num_layers is 0, and "
+                "num_encoder_layers says how many it has"
+            )
+        if self.family != "encoder" and (self.num_segments or self.masked_head):
+            raise ConfigError(
+                f"a {self.family} model with num_segments {self.num_segments} and masked_head "
+                f"{self.masked_head}; only an encoder has segments and a masked head"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -108,6 +108,20 @@ class FeedForward(nn.Module):
         return y_BTD
 
 
+class MaskedHead(nn.Module):
+    """What an encoder's hidden states pass before they become logits: dense, bend, norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.d_model, config.d_model, bias=config.ff_bias)
+        self._bend = ACTIVATIONS["silu" if config.activation == "swiglu" else config.activation]
+        self.norm = make_norm(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.norm(self._bend(self.dense(x_BTD)))
+        return y_BTD
+
+
 class EncoderLayer(nn.Module):
     """Self-attention in both directions, then feed-forward."""
 

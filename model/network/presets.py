@@ -77,6 +77,29 @@ def seq2seq_tiny() -> ModelConfig:
     )
 
 
+def bert_tiny() -> ModelConfig:
+    """BERT's task and head with ModernBERT's positions and norms. No norm follows the embeddings:
+    a mask's own vector would be so large that what attention brings to it is hardly seen."""
+    return ModelConfig(
+        family="encoder",
+        vocab_size=4096,
+        context=128,
+        d_model=256,
+        num_layers=0,
+        num_encoder_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_size=64,
+        d_ff=1024,
+        positions="rotary",
+        norm="layer",
+        activation="gelu_tanh",
+        ff_bias=True,
+        output_bias=True,
+        masked_head=True,
+    )
+
+
 def transformer_base() -> ModelConfig:
     """Table 3 of the paper, row "base"."""
     return _paper_shape(
@@ -132,6 +155,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "small": small,
     "llama-smollm2-135m": llama_smollm2_135m,
     "seq2seq-tiny": seq2seq_tiny,
+    "bert-tiny": bert_tiny,
     "transformer-base": transformer_base,
     "transformer-big": transformer_big,
 }

@@ -1,4 +1,4 @@
-"""The Transformer: one stack of layers, two families.
+"""The Transformer: one stack of layers, three families.
 
 Knows: embeddings, positions, the order of the layers, initialisation.
 Does not know: what a layer is made of (model/network/layers.py), how attention finds its keys
@@ -20,7 +20,13 @@ from quill.model.network.attention import (
     Uncached,
 )
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import CrossAttention, DecoderLayer, EncoderLayer, make_norm
+from quill.model.network.layers import (
+    CrossAttention,
+    DecoderLayer,
+    EncoderLayer,
+    MaskedHead,
+    make_norm,
+)
 from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 # B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
@@ -39,13 +45,17 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context, config.d_model)
+        if config.num_segments:
+            self.segment_embedding = nn.Embedding(config.num_segments, config.d_model)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.compute_tables()
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         # With the norm after each sum the last layer's output is normalised already.
         ends_normed = config.norm_placement == "post"
         self.encoder_norm = nn.Identity() if ends_normed or not self.encoder else make_norm(config)
-        self.decoder_norm = nn.Identity() if ends_normed else make_norm(config)
+        self.decoder_norm = nn.Identity() if ends_normed or not self.decoder else make_norm(config)
+        self.head = MaskedHead(config) if config.masked_head else nn.Identity()
         self.projection: nn.Linear | None = None
         if not config.tied_embeddings:
             self.projection = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -84,7 +94,7 @@ class Transformer(nn.Module):
             self._initialise_post_norm()
         if self.config.scale_embeddings:
             nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
-        std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        std = 0.02 / math.sqrt(2 * max(self.config.num_layers, self.config.num_encoder_layers))
         if self.config.norm_placement == "pre":
             for name, parameter in self.named_parameters():
                 if name.endswith(("out.weight", "down.weight")):
@@ -105,13 +115,20 @@ class Transformer(nn.Module):
         memory_BSD = self.memory(source_BS, attending)
         return [cross.park(memory_BSD) for cross in self.crossings()]
 
-    def memory(self, source: Tensor, attending: Attending) -> Tensor:
-        """The encoder's last hidden state at every token; rows may be packed into one."""
-        x = self._embed(source, attending)
+    def memory(
+        self, source: Tensor, attending: Attending, segments: Tensor | None = None
+    ) -> Tensor:
+        """The encoder's last hidden state at every token; rows may be packed into one. Without
+        `segments` all tokens are of the first."""
+        x = self._embed(source, attending, segments)
         for index, layer in enumerate(self.encoder):
             x = layer(x, index, attending)
         y: Tensor = self.encoder_norm(x)
         return y
+
+    def states(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """An encoder's hidden states of whole texts. Without a mask all tokens are real."""
+        return self.memory(ids_BT, EncoderAttending(self.config, self.rotary, mask_BT))
 
     def crossings(self) -> list[CrossAttention]:
         """Where each layer of the decoder looks at the source."""
@@ -132,7 +149,7 @@ class Transformer(nn.Module):
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """Hidden states become logits over the vocabulary."""
-        return F.linear(x_BTD, self.output_weight_VD, self.output_bias)
+        return F.linear(self.head(x_BTD), self.output_weight_VD, self.output_bias)
 
     def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
         """The logits at every position, with no cache."""
@@ -144,7 +161,9 @@ class Transformer(nn.Module):
     def cached(self, cross: CrossKeyValue | None = None) -> Cached:
         return Cached(self.config, self.rotary, cross)
 
-    def _embed(self, ids_BT: Tensor, attending: Attending) -> Tensor:
+    def _embed(
+        self, ids_BT: Tensor, attending: Attending, segments: Tensor | None = None
+    ) -> Tensor:
         x_BTD = self.embedding(ids_BT)
         positions = attending.begin(ids_BT)
         if self.config.scale_embeddings:
@@ -153,7 +172,10 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.position_embedding(positions)
         elif self.config.positions == "sinusoidal":
             x_BTD = x_BTD + F.embedding(positions, self.position_PD)
-        y_BTD: Tensor = self.dropout(x_BTD)
+        if self.config.num_segments:
+            segments = torch.zeros_like(ids_BT) if segments is None else segments
+            x_BTD = x_BTD + self.segment_embedding(segments)
+        y_BTD: Tensor = self.dropout(self.embedding_norm(x_BTD))
         return y_BTD
 
     def num_parameters(self) -> int:

@@ -76,6 +76,8 @@ def check_request(
 ) -> None:
     """Refuses what the network can't take. `other_ids` are only checked for being tokens."""
     context = model.config.context
+    if model.config.family == "encoder":
+        raise RequestError("an encoder reads and doesn't write; causal and seq2seq models do")
     if (source_ids is not None) != (model.config.family == "seq2seq"):
         given = "no source" if source_ids is None else "a source"
         raise RequestError(f"a {model.config.family} model was given {given}; only seq2seq has one")

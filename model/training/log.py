@@ -27,6 +27,7 @@ class Measurement:
     elapsed_s: float
     held_out_loss: float | None = None  # nats a token, without label smoothing
     held_out_bits_per_byte: float | None = None
+    held_out_accuracy: float | None = None  # of an encoder: the share of hidden tokens found
 
 
 def append_measurement(path: Path, measurement: Measurement) -> None:
@@ -55,6 +56,7 @@ def draw_curve(measurements: list[Measurement], path: Path, title: str) -> None:
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
+    _draw_accuracy(axes, measurements)
     try:
         with atomic_file(path) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
@@ -82,3 +84,20 @@ def _draw_lines(axes: Any, measurements: list[Measurement]) -> None:
     finite = [m.loss for m in measurements if math.isfinite(m.loss)]
     if finite:
         axes.set_ylim(top=max(finite[len(finite) // 50 :]) * 1.02)
+
+
+def _draw_accuracy(axes: Any, measurements: list[Measurement]) -> None:
+    """On an axis of its own, on the right."""
+    found = [
+        (m.step, 100 * m.held_out_accuracy) for m in measurements if m.held_out_accuracy is not None
+    ]
+    if not found:
+        return
+    right = axes.twinx()
+    right.plot(*zip(*found, strict=True), "s--", color="#009E73", label="held out, found")
+    right.set_ylabel("hidden tokens found (%)")
+    right.set_ylim(0, 100)
+    right.annotate(
+        f"{found[-1][1]:.1f}%", found[-1], textcoords="offset points", xytext=(0, 8), ha="right"
+    )
+    right.legend(loc="lower right")

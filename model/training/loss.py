@@ -1,7 +1,10 @@
-"""What training makes smaller: the cross-entropy of the next token, summed over a piece.
+"""What training makes smaller: the cross-entropy of the next token, or of the hidden ones, summed
+over a piece.
 
 Knows: the network's outputs and targets. Does not know: optimisers, data, devices.
 """
+
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,14 +27,32 @@ class Objective(nn.Module):
         self._label_smoothing = label_smoothing
 
     def forward(self, batch: Batch) -> Tensor:
-        logits_BTV = self.model(batch.inputs_BT, encode_source(self.model, batch))
+        predicted = predict(self.model, batch)
         return F.cross_entropy(
-            logits_BTV.flatten(0, 1),
-            batch.targets_BT.flatten(),
+            predicted.logits_NV,
+            predicted.targets_N,
             ignore_index=IGNORED,
             label_smoothing=self._label_smoothing,
             reduction="sum",
         )
+
+
+class Predicted(NamedTuple):
+    """What a network says, and what it should have said."""
+
+    logits_NV: Tensor
+    targets_N: Tensor
+
+
+def predict(model: Transformer, batch: Batch) -> Predicted:
+    """The logits at all of a batch's positions; for an encoder at those with a target alone."""
+    targets_N = batch.targets_BT.flatten()
+    if model.config.family == "encoder":
+        counts_N = targets_N != IGNORED
+        hidden_ND = model.states(batch.inputs_BT).flatten(0, 1)[counts_N]
+        return Predicted(model.project(hidden_ND), targets_N[counts_N])
+    logits_BTV = model(batch.inputs_BT, encode_source(model, batch))
+    return Predicted(logits_BTV.flatten(0, 1), targets_N)
 
 
 def encode_source(model: Transformer, batch: Batch) -> CrossKeyValue | None:

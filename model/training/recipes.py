@@ -126,6 +126,14 @@ RECIPES: dict[str, Recipe] = {
         evaluate_every=400,
         save_every=400,
     ),
+    "bert-tiny": Recipe(
+        num_steps=3000,
+        batch_tokens=2048,
+        learning_rate=2e-3,
+        warmup_steps=150,
+        evaluate_every=250,
+        save_every=500,
+    ),
     "transformer-base": _paper(100_000, 512),
     "transformer-big": _paper(300_000, 1024),
 }

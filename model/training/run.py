@@ -156,6 +156,7 @@ class Run:
             elapsed_s=self._stopwatch.elapsed_s,
             held_out_loss=None if score is None else score.loss,
             held_out_bits_per_byte=None if score is None else score.bits_per_byte,
+            held_out_accuracy=None if score is None else score.accuracy,
         )
         self._results.clear()
         if self._peers.leads:
@@ -210,12 +211,15 @@ class Run:
     def _checkpoint(self) -> Checkpoint:
         model = self._trainer.model
         special = self._task.tokenizer.special
+        is_encoder = model.config.family == "encoder"
         return Checkpoint(
             config=model.config,
             weights={name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
             tokenizer=self._task.tokenizer,
             special_tokens=special,
-            stop_ids=() if special.eos is None else (special.eos,),
+            prepend_bos=is_encoder,
+            append_eos=is_encoder,
+            stop_ids=() if special.eos is None or is_encoder else (special.eos,),
             # Of a translation people want the likeliest, unless they say otherwise.
             generation={"temperature": 0.0} if model.config.family == "seq2seq" else {},
             provenance=self._provenance,

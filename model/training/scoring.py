@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate
+from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate, mix
+from quill.model.data.masking import Marks, framed, hide
 from quill.model.network.transformer import Transformer
-from quill.model.training.loss import encode_source
+from quill.model.training.loss import predict
 
 # B rows · T tokens · V vocabulary
 
 SCORE_ROWS = 16
+HELD_OUT_SEED = 15  # hides the same tokens of held-out text for every network
 
 Track = Callable[[list[Batch]], Iterable[Batch]]  # watches batches go by; may raise to end it
 
@@ -28,7 +30,8 @@ class Score:
 
     nats: float
     num_tokens: int
-    num_bytes: float
+    num_bytes: float | None  # None: of hidden tokens, which stand for no text
+    accuracy: float | None = None  # the share of hidden tokens that were found
 
     @property
     def loss(self) -> float:
@@ -40,34 +43,30 @@ class Score:
         return math.exp(self.loss)
 
     @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.num_bytes
+    def bits_per_byte(self) -> float | None:
+        return None if self.num_bytes is None else self.nats / math.log(2) / self.num_bytes
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum of losses, in nats, over so many tokens."""
+    """A sum of losses, in nats, over so many tokens, and how many of them were the likeliest."""
 
     nats: float
     num_tokens: int
+    num_right: int
 
 
 @torch.no_grad()
 def total_loss(model: Transformer, batches: Iterable[Batch], device: torch.device) -> Loss:
     """The cross-entropy of every target that counts."""
-    nats, num_tokens = 0.0, 0
+    nats, num_tokens, num_right = 0.0, 0, 0
     for batch in batches:
-        batch = batch.to(device)
-        logits_BTV = model(batch.inputs_BT, encode_source(model, batch))
-        loss = F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(),
-            batch.targets_BT.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
+        logits_NV, targets_N = predict(model, batch.to(device))
+        loss = F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
         nats += loss.item()
         num_tokens += batch.num_targets
-    return Loss(nats, num_tokens)
+        num_right += int((logits_NV.argmax(dim=1) == targets_N).sum())
+    return Loss(nats, num_tokens, num_right)
 
 
 def text_batches(ids: Tensor, context: int, stride: int, num_rows: int) -> list[Batch]:
@@ -114,3 +113,34 @@ def score_text(
     loss = total_loss(model, track(batches), device)
     share = loss.num_tokens / (len(ids) - 1)
     return Score(loss.nats, loss.num_tokens, num_bytes * share)
+
+
+def masked_batches(
+    ids: Tensor, marks: Marks, context: int, stride: int, num_rows: int
+) -> list[Batch]:
+    """Windows over one stream, a stride apart, with the same tokens hidden at every call."""
+    length = min(context - marks.num_around, len(ids))
+    starts_B = torch.arange(0, len(ids) - length + 1, stride)
+    rows_BT = ids[starts_B[:, None] + torch.arange(length)].to(torch.int64)
+    return [
+        hide(
+            framed(rows_BT[row : row + num_rows], marks),
+            marks,
+            torch.Generator().manual_seed(mix(HELD_OUT_SEED, row)),
+        )
+        for row in range(0, len(rows_BT), num_rows)
+    ]
+
+
+def score_masked(
+    model: Transformer,
+    ids: Tensor,
+    marks: Marks,
+    device: torch.device,
+    stride: int,
+    track: Track = iter,
+) -> Score:
+    """How well an encoder finds hidden tokens."""
+    batches = masked_batches(ids, marks, model.config.context, stride, SCORE_ROWS)
+    loss = total_loss(model, track(batches), device)
+    return Score(loss.nats, loss.num_tokens, None, loss.num_right / max(loss.num_tokens, 1))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from quill.model.data.batches import Batches, PairBatches, TextBatches
+from quill.model.data.batches import IGNORED, Batches, PairBatches, TextBatches
 from quill.model.data.dataset import (
     PairData,
     TextData,
@@ -18,9 +18,11 @@ from quill.model.data.dataset import (
     fit_text_tokenizer,
 )
 from quill.model.data.dataset import Track as EncodeTrack
+from quill.model.data.masking import Marks, MaskedBatches, framed, hide
 from quill.model.data.source import DataSource
 from quill.model.data.splits import PairCorpus, TextCorpus
-from quill.model.data.tokenizer import Tokenizer
+from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, Tokenizer
+from quill.model.errors import ConfigError
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 from quill.model.reference.generate import generate
@@ -31,6 +33,7 @@ from quill.model.training.scoring import (
     Score,
     Track,
     pair_batches,
+    score_masked,
     score_text,
     total_loss,
 )
@@ -104,6 +107,56 @@ class TextTask:
         return " ▸".join(texts)
 
 
+class MaskedTask(TextTask):
+    """Running text with hidden tokens for an encoder."""
+
+    def __init__(
+        self,
+        corpus: TextCorpus,
+        tokenizer: Tokenizer,
+        context: int,
+        track: EncodeTrack = iter,
+    ) -> None:
+        super().__init__(corpus, tokenizer, context, track)
+        self._marks = Marks.of(tokenizer.special, tokenizer.vocab_size)
+        if context <= self._marks.num_around:
+            raise ConfigError(f"--context is {context}; [CLS] and [SEP] leave no room for a text")
+
+    def batches(self, recipe: Recipe) -> Batches:
+        length = self._context - self._marks.num_around
+        num_rows = max(recipe.batch_tokens // self._context, 1)
+        windows = TextBatches(self._data.train_ids, length, num_rows, recipe.seed)
+        return MaskedBatches(windows, self._marks, recipe.seed)
+
+    def score(
+        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+    ) -> Score:
+        ids, length = self._data.held_out_ids, self._context - self._marks.num_around
+        stride = max(length, len(ids) // NUM_QUICK_WINDOWS) if quick else length
+        return score_masked(model, ids, self._marks, device, stride, track)
+
+    @torch.no_grad()
+    def sample(self, model: Transformer, seed: int) -> str:
+        """The beginning of the held-out text, with what the network finds in hidden places."""
+        ids = self._data.held_out_ids[: min(NUM_SAMPLE_TOKENS, self._context - 2)].to(torch.int64)
+        batch = hide(
+            framed(ids[None], self._marks), self._marks, torch.Generator().manual_seed(seed)
+        )
+        hidden = batch.targets_BT[0] != IGNORED
+        found = model.project(model.states(batch.inputs_BT)).argmax(dim=-1)[0]
+        parts = []
+        for token, guess, target in zip(
+            batch.inputs_BT[0].tolist(), found.tolist(), batch.targets_BT[0].tolist(), strict=True
+        ):
+            if target == IGNORED:
+                parts.append(self.tokenizer.decode([token], skip_special=True))
+            else:
+                words = (self.tokenizer.decode([each]) for each in (guess, target))
+                parts.append("⟨{}|{}⟩".format(*words))
+        right = int((found == batch.targets_BT[0]).sum())
+        return f"⟨found|hidden⟩, {right} of {int(hidden.sum())}: " + "".join(parts)
+
+
 class PairTask:
     """Sources and targets for a seq2seq model."""
 
@@ -159,6 +212,10 @@ def load_task(
         text = source.load_text()
         tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size)
         return TextTask(text, tokenizer, config.context, track)
+    if config.family == "encoder":
+        text = source.load_text()
+        tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size, ENCODER_SPECIAL_TOKENS)
+        return MaskedTask(text, tokenizer, config.context, track)
     pairs = source.load_pairs()
     tokenizer = tokenizer or fit_pair_tokenizer(pairs, config.vocab_size)
     return PairTask(pairs, tokenizer, config.context, track)

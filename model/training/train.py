@@ -259,8 +259,13 @@ def _fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 def _report(outcome: Outcome) -> None:
     if outcome.score is not None:
         score = outcome.score
+        found = (
+            f"{score.bits_per_byte:.4f} bits per byte"
+            if score.accuracy is None
+            else f"{score.accuracy:.2%} of {score.num_tokens:,} hidden tokens found"
+        )
         print(
             f"Finished after {outcome.num_steps:,} steps. Held out: loss {score.loss:.4f}, "
-            f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits per byte\n"
+            f"perplexity {score.perplexity:.2f}, {found}\n"
             f"Checkpoint: {outcome.checkpoint}"
         )

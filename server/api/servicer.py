@@ -26,9 +26,12 @@ from quill.server.loading.instance import ModelInstance
 from quill.server.loading.reload import Reloader
 from quill.server.protocol.answer import Answer, Chunk, merge
 from quill.server.protocol.prompt_fields import PromptReader
+from quill.server.protocol.reading_fields import ReadingReader
 from quill.server.protocol.requests import Arrival, ParsedRequest, RequestReader
 from quill.server.protocol.responses import (
     chunk_message,
+    embed_response,
+    fill_response,
     logprobs_messages,
     model_message,
     response_message,
@@ -45,6 +48,7 @@ _Result = TypeVar("_Result")
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
+MAX_INLINE_VECTORS = 8  # nor are more written there
 MAX_DETOKENIZED = 2**17  # tokens
 # How long before a client's deadline a request is stopped: a share of its time, and at most.
 MARGIN = 0.1
@@ -114,6 +118,24 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                 timings=timings_message(whole.finish.timings),
                 request_id=call.record.request_id,
             )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        async with self._call("Embed", context) as call:
+            arrival = self._arrival(call, context)
+            parsed = await _read(ReadingReader(call.served).read_embed, request, arrival)
+            assert parsed.request.reading is not None
+            num_texts = call.record.num_texts = len(parsed.request.reading.texts)
+            (whole,) = merge(await self._collect(parsed, call), 1)
+            if num_texts <= MAX_INLINE_VECTORS:
+                return embed_response(whole, parsed, call.served)
+            return await asyncio.to_thread(embed_response, whole, parsed, call.served)
+
+    async def FillMask(self, request: pb.FillMaskRequest, context: Context) -> pb.FillMaskResponse:
+        async with self._call("FillMask", context) as call:
+            arrival = self._arrival(call, context)
+            parsed = await _read(ReadingReader(call.served).read_fill, request, arrival)
+            (whole,) = merge(await self._collect(parsed, call), 1)
+            return fill_response(whole, parsed, call.served)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with self._call("Tokenize", context) as call:

@@ -14,7 +14,17 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import CHANNEL_OPTIONS, Access
 from quill.server.client.call_error import CallError, read_error
-from quill.server.client.requests import Options, Prompt, make_request, score_request, seeded
+from quill.server.client.requests import (
+    EmbedOptions,
+    Options,
+    Prompt,
+    Texts,
+    embed_request,
+    fill_request,
+    make_request,
+    score_request,
+    seeded,
+)
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
 
@@ -114,6 +124,22 @@ class AsyncClient:
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
         return await self._call(self._stub.Score, score_request(text), timeout_s)
+
+    async def embed(
+        self, inputs: Texts, *, timeout_s: float | None = None, **options: Unpack[EmbedOptions]
+    ) -> pb.EmbedResponse:
+        """A vector for each text, in `embeddings`."""
+        return await self._call(self._stub.Embed, embed_request(inputs, options), timeout_s)
+
+    async def fill_mask(
+        self,
+        text: str | Sequence[int],
+        *,
+        top_k: int | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.FillMaskResponse:
+        """What could stand where a text has the mask token."""
+        return await self._call(self._stub.FillMask, fill_request(text, top_k), timeout_s)
 
     async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         request = pb.TokenizeRequest(text=text)

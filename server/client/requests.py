@@ -14,6 +14,8 @@ from quill.server.client.call_error import CallError
 
 # A text, token ids, or a conversation of {"role": …, "content": …}.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# What to embed: one text, or several, each as text or token ids, or with a range of these.
+Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 
 
 class Options(TypedDict, total=False):
@@ -46,14 +48,51 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     try:
         return pb.GenerateRequest(**_input(prompt), **options)
     except (ValueError, TypeError, OverflowError) as error:
-        reason = f"the request can't be written: {error}"
-        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason) from error
+        raise _unwritable(error) from error
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
-    if isinstance(text, str):
-        return pb.ScoreRequest(text=text)
-    return pb.ScoreRequest(token_ids=pb.TokenIds(ids=text))
+    return pb.ScoreRequest(**_text(text))
+
+
+class EmbedOptions(TypedDict, total=False):
+    """As in EmbedRequest, but for the pooling's name: "mean", "first" or "last"."""
+
+    pooling: str
+    normalise: bool
+    dimensions: int
+    priority: int
+
+
+def embed_request(inputs: Texts, options: EmbedOptions) -> pb.EmbedRequest:
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    fields: dict[str, Any] = dict(options)
+    if "pooling" in options:
+        fields["pooling"] = f"POOLING_{options['pooling'].upper()}"
+    try:
+        return pb.EmbedRequest(inputs=map(_embed_input, texts), **fields)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _unwritable(error) from error
+
+
+def fill_request(text: str | Sequence[int], top_k: int | None) -> pb.FillMaskRequest:
+    try:
+        return pb.FillMaskRequest(**_text(text), top_k=top_k)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _unwritable(error) from error
+
+
+def _embed_input(text: str | Sequence[int] | pb.EmbedInput) -> pb.EmbedInput:
+    return text if isinstance(text, pb.EmbedInput) else pb.EmbedInput(**_text(text))
+
+
+def _text(text: str | Sequence[int]) -> dict[str, Any]:
+    return {"text": text} if isinstance(text, str) else {"token_ids": pb.TokenIds(ids=text)}
+
+
+def _unwritable(error: Exception) -> CallError:
+    reason = f"the request can't be written: {error}"
+    return CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
 def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:

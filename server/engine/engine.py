@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
 from quill.server.errors import CancelledError, DeadlineError, RequestError, StepError
-from quill.server.events import Batch, Crowd, Event, FinishReason, PromptEvent, StepReport
+from quill.server.events import (
+    Batch,
+    Crowd,
+    Event,
+    FinishReason,
+    PromptEvent,
+    StepReport,
+    VectorEvent,
+)
 from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.sampling.beam_search import Search
@@ -83,7 +91,7 @@ class Engine:
                 self._finish(request_id, each, reason)
             return
         self._scheduler.remove(request_id)
-        moment = "the search was over" if self._states.searches(request_id) else "the first token"
+        moment = self._states.first_moment(request_id)
         if reason == "deadline":
             self._fail(request_id, DeadlineError(f"the deadline passed before {moment}"))
         else:
@@ -147,16 +155,24 @@ class Engine:
         if outcome.broken:
             logger.error("logits that aren't finite; requests: %s", sorted(outcome.broken))
             self._fail_all(outcome.broken)
-        for request_id, logprobs in result.prompt_logprobs.items():
-            if request_id in self._states:
-                self._events.append(PromptEvent(request_id, tuple(logprobs)))
+        self._events += [
+            PromptEvent(request_id, tuple(logprobs))
+            for request_id, logprobs in result.prompt_logprobs.items()
+            if request_id in self._states
+        ]
         now_s = self._clock()
         for row, token, report in outcome.said:
             if row.request.request_id in self._states:
                 self._events.append(self._states.token(row, token, report, now_s))
+        self._events += [
+            VectorEvent(row.request.request_id, row.sequence, vector_D)
+            for row, vector_D in outcome.vectors
+            if row.request.request_id in self._states
+        ]
         for row, reason in outcome.finished:
             if row.request.request_id in self._states:
-                self._finish(row.request.request_id, row.sequence, reason)
+                sequence = row.sequence if row.request.reading is None else 0
+                self._finish(row.request.request_id, sequence, reason)
         for search in outcome.found:
             if search.request.request_id in self._states:
                 self._answer(search, now_s)

@@ -5,11 +5,11 @@ Knows: the session, sampling. Does not know: who is next, what ends a row, time.
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from quill.server.events import PositionLogprobs
-from quill.server.sampling.arrays import Logits
+from quill.server.sampling.arrays import Hidden, Logits
 from quill.server.sampling.beam_ranking import rank
 from quill.server.sampling.beam_search import Search
 from quill.server.sampling.logprobs import position_logprobs
@@ -17,7 +17,7 @@ from quill.server.sampling.sampler import Draw, choose
 from quill.server.scheduler.plan import Choice, Part, Plan, Ranked, StepResult
 from quill.server.scheduler.session import Session
 
-# L logits · V vocabulary
+# L logits · V vocabulary · M hidden states · D model size
 
 
 class _Drawn(NamedTuple):
@@ -46,8 +46,8 @@ class Executor:
     def run(self, plan: Plan) -> StepResult:
         parts = plan.parts
         if not parts:
-            return StepResult([], {}, {}, set())
-        logits_LV = self._session.step([part.piece for part in parts])
+            return StepResult([], [], {}, {}, set())
+        logits_LV, hidden_MD = self._session.step([part.piece for part in parts])
         firsts = list(accumulate((len(part.piece.wanted) for part in parts), initial=0))
         prompt_logprobs = {
             part.row.request.request_id: _prompt_logprobs(logits_LV[first:last], part)
@@ -57,7 +57,12 @@ class Executor:
         ranked, broken = _rank(logits_LV, parts, firsts)
         broken |= {name for name, reports in prompt_logprobs.items() if not _are_finite(reports)}
         choices = _choose(logits_LV, _drawn(parts, firsts), len(parts))
-        return StepResult(choices, ranked, prompt_logprobs, broken)
+        return StepResult(choices, _split(hidden_MD, parts), ranked, prompt_logprobs, broken)
+
+
+def _split(hidden_MD: Hidden, parts: Sequence[Part]) -> list[Hidden]:
+    firsts = list(accumulate((len(part.piece.hidden) for part in parts), initial=0))
+    return [hidden_MD[first:last] for first, last in pairwise(firsts)]
 
 
 def _drawn(parts: Sequence[Part], firsts: Sequence[int]) -> list[_Drawn]:
@@ -116,7 +121,8 @@ def _rank(
 
 
 def _is_scored(part: Part) -> bool:
-    return part.group.scores and not part.group.is_forked and bool(part.piece.wanted)
+    is_asked = part.row.request.prompt_logprobs is not None
+    return is_asked and not part.group.is_forked and bool(part.piece.wanted)
 
 
 def _are_finite(reports: Sequence[PositionLogprobs]) -> bool:
@@ -124,8 +130,12 @@ def _are_finite(reports: Sequence[PositionLogprobs]) -> bool:
 
 
 def _prompt_logprobs(logits_LV: Logits, part: Part) -> list[PositionLogprobs]:
-    """Of the tokens that follow those with logits; of the prompt's first too, with the second."""
+    """Of the tokens that follow those with logits; of the prompt's first too, with the second.
+    Where a text has masks, of these themselves."""
     request, piece = part.row.request, part.piece
+    if request.reading is not None:
+        masks = [piece.ids[place] for place in piece.wanted]
+        return position_logprobs(logits_LV, masks, [request.prompt_logprobs or 0] * len(masks))
     start = piece.start + piece.wanted[0]
     following = request.prompt_ids[start + 1 : piece.start + len(piece.ids) + 1]
     num_tops = [request.prompt_logprobs or 0] * len(following)

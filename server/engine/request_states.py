@@ -60,9 +60,12 @@ class RequestStates:
     def has_token(self, request_id: str) -> bool:
         return self._states[request_id].first_token_s is not None
 
-    def searches(self, request_id: str) -> bool:
-        """Whether its answers come all at once, in the end."""
-        return self._states[request_id].request.beams is not None
+    def first_moment(self, request_id: str) -> str:
+        """When it has something to send, in words: of some requests all comes in the end."""
+        request = self._states[request_id].request
+        if request.reading is not None:
+            return "all texts were read"
+        return "the first token" if request.beams is None else "the search was over"
 
     def open_sequences(self, request_id: str) -> list[int]:
         state = self._states.get(request_id)
@@ -76,7 +79,8 @@ class RequestStates:
     def start(self, request: Request, cached: int, now_s: float) -> StartEvent:
         state = self._states[request.request_id]
         state.started_s, state.cached = now_s, cached
-        return StartEvent(request.request_id, cached, was_looked_up=request.source_ids is None)
+        is_looked_up = request.source_ids is None and request.reading is None
+        return StartEvent(request.request_id, cached, is_looked_up)
 
     def token(
         self, row: Row, token: int, logprobs: PositionLogprobs | None, now_s: float

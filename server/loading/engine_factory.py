@@ -12,13 +12,16 @@ from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_man
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
+from quill.server.loading.graph_choice import only_on_cpu
 from quill.server.machine.huge_pages import huge_pages
 from quill.server.machine.mapped_file import detach
 from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
+from quill.server.runtime.encoder_session import EncoderSession
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, first_line, open_graph
 from quill.server.sampling import native
 from quill.server.scheduler.plan import Piece, Source
+from quill.server.scheduler.session import Session
 
 
 @dataclass(frozen=True)
@@ -57,35 +60,51 @@ def open_bundle(directory: Path, precision: str) -> Bundle:
 
 def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     """Loads the weights and makes the blocks."""
-    manifest, graphs, limits = bundle.manifest, bundle.graphs, settings.limits
+    graphs, limits = bundle.graphs, settings.limits
     _check(bundle, limits)
     native.prepare(settings.num_threads)
     session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
-    encoder = None
+    decoder = encoder = None
     with huge_pages():
-        decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
+        if graphs.decoder is not None:
+            decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
         if graphs.encoder is not None:
             encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
         detach(bundle.directory / graphs.weights)
+    session = _session(bundle, decoder, encoder, limits)
+    _try_last_position(bundle, session, limits)
+    return Engine(session, limits)
+
+
+def _session(
+    bundle: Bundle,
+    decoder: onnxruntime.InferenceSession | None,
+    encoder: onnxruntime.InferenceSession | None,
+    limits: Limits,
+) -> Session:
+    manifest, graphs = bundle.manifest, bundle.graphs
+    if decoder is None:
+        return EncoderSession(encoder, manifest.sizes)
     shape = BlockShape.of(manifest.sizes, graphs)
     blocks = (
         Blocks(limits.num_blocks, shape)
         if graphs.device == "cpu"
         else DeviceBlocks(limits.num_blocks, shape, graphs.device)
     )
-    session = OrtSession(decoder, blocks, manifest.sizes, encoder)
-    _try_last_position(bundle, session, limits)
-    return Engine(session, limits)
+    return OrtSession(decoder, blocks, manifest.sizes, encoder, hidden=graphs.hidden)
 
 
-def _try_last_position(bundle: Bundle, session: OrtSession, limits: Limits) -> None:
+def _try_last_position(bundle: Bundle, session: Session, limits: Limits) -> None:
     """A manifest may claim a longer context than the graphs have positions for. Only running them
-    shows it: one token at the last position, which costs a step of one row."""
+    shows it: one token at the last position, which costs a step of one row; for an encoder, a text
+    that reaches there."""
     context = limits.context
     blocks = [0] * -(-context // limits.block_size)
     piece = Piece([0], context - 1, blocks, [0])
     try:
-        if bundle.graphs.encoder is not None:
+        if bundle.graphs.decoder is None:
+            piece = Piece([0] * context, 0, (), (), hidden=range(context))
+        elif bundle.graphs.encoder is not None:
             session.encode([Source([0] * context, blocks)])
             piece = piece._replace(source_blocks=blocks, source_length=context)
         session.step([piece])
@@ -106,7 +125,7 @@ def _check(bundle: Bundle, limits: Limits) -> None:
             "begin after. Export it again from a checkpoint with a bos token"
         )
     if bundle.graphs.device != "cpu" and bundle.manifest.family != "causal":
-        raise StartError("translation models are served on the CPU only. Use --device cpu")
+        raise StartError(f"{only_on_cpu(bundle.manifest.family)}. Use --device cpu")
     most = bundle.manifest.sizes.context
     if not 2 <= limits.context <= most:
         raise StartError(f"the context is {limits.context}; it must be from 2 to {most}")

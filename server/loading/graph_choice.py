@@ -49,7 +49,7 @@ def _fitting_problem(
 ) -> str | None:
     """Why this bundle can't run on CUDA, wherever it is."""
     if manifest.family != "causal":
-        return "translation models are served on the CPU only"
+        return only_on_cpu(manifest.family)
     if not on_cuda:
         return "the bundle has no fp16 graphs"
     if precision is not None and precision not in on_cuda:
@@ -78,6 +78,11 @@ def _on_cpu(manifest: Manifest, precision: str | None, why: str) -> Choice:
     best = min(on_cpu.values(), key=lambda each: (not each.is_good, order.index(each.precision)))
     against = _against(ideal(manifest.family), best, on_cpu)
     return Choice(best, why if against is None else f"{why}; {against}")
+
+
+def only_on_cpu(family: Family) -> str:
+    models = "encoders" if family == "encoder" else "translation models"
+    return f"{models} are served on the CPU only"
 
 
 def ideal(family: Family) -> Precision:

@@ -15,7 +15,7 @@ from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.events import FailEvent
-from quill.server.limits import Limits
+from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
@@ -24,7 +24,7 @@ from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gi
 from quill.server.machine.heap import drop_startup_pages
 from quill.server.machine.resources import available_bytes
 from quill.server.protocol.served_model import ServedModel
-from quill.server.request import Request
+from quill.server.request import Reading, Request
 from quill.server.runtime.onnx_session import cuda_free_bytes
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
@@ -52,7 +52,15 @@ def prepare(directory: Path, settings: Settings) -> Load:
     )
     threads = choose_threads(settings.threads)
     _say_choice(manifest.name, choice, sizing, threads)
-    limits = Limits(
+    limits = _limits(choice, sizing, settings)
+    engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
+    return lambda: _load(directory, choice, engine_settings, settings)
+
+
+def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
+    if choice.graphs.decoder is None:
+        return encoder_limits(max_rows=sizing.max_rows, context=sizing.context)
+    return Limits(
         max_rows=sizing.max_rows,
         context=sizing.context,
         num_blocks=sizing.num_blocks,
@@ -60,8 +68,6 @@ def prepare(directory: Path, settings: Settings) -> Load:
         share=settings.prefix_cache,
         guess=settings.guess,
     )
-    engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
-    return lambda: _load(directory, choice, engine_settings, settings)
 
 
 def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
@@ -96,15 +102,18 @@ def _load(
 
 def warm_up(engine: Engine, family: Family) -> None:
     """The first run of a graph takes far longer than those after it: nobody should wait for it."""
-    source_ids = None if family == "causal" else (0,)
-    request = Request(
-        request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2
-    )
-    engine.submit(request, 0.0)
+    engine.submit(_warm_up_request(family), 0.0)
     while not engine.is_idle:
         for event in engine.step().events:
             if isinstance(event, FailEvent):
                 raise StartError(f"the model was loaded and can't run: {event.error}")
+
+
+def _warm_up_request(family: Family) -> Request:
+    if family == "encoder":
+        return Request(request_id="warm-up", reading=Reading(texts=((0,),)), max_new_tokens=0)
+    source_ids = None if family == "causal" else (0,)
+    return Request(request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2)
 
 
 def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> ServedModel:
@@ -128,8 +137,9 @@ def _open_text(bundle: Bundle) -> Text | None:
     if manifest.tokenizer is None:
         return None
     bos = manifest.special_tokens.bos if manifest.prepend_bos else None
-    # A source ends as those did that the model learnt from.
-    eos = manifest.special_tokens.eos if manifest.family == "seq2seq" else None
+    # A source, or a text to embed, ends as those did that the model learnt from.
+    ends = {"seq2seq": True, "encoder": manifest.append_eos, "causal": False}[manifest.family]
+    eos = manifest.special_tokens.eos if ends else None
     return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
 
 

@@ -43,6 +43,8 @@ def choose_sizes(
     """None: as much as is sensible. What was asked for and doesn't fit is refused."""
     weight_bytes = sum(file.size for file in manifest.files if file.name == graphs.weights)
     context = _check_context(manifest, context)
+    if graphs.decoder is None:
+        return _for_encoder(context, max_rows, cache_bytes, weight_bytes)
     block_bytes = BlockShape.of(manifest.sizes, graphs).num_bytes
     least = blocks_of_one(graphs, context)
     free = available - weight_bytes
@@ -64,6 +66,17 @@ def choose_sizes(
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         weight_bytes=weight_bytes,
+    )
+
+
+def _for_encoder(
+    context: int, max_rows: int | None, cache_bytes: int | None, weight_bytes: int
+) -> Sizing:
+    if cache_bytes is not None:
+        raise StartError("an encoder keeps no keys and values. Leave --cache out")
+    rows = MAX_ROWS if max_rows is None else max_rows
+    return Sizing(
+        max_rows=rows, context=context, num_blocks=0, block_bytes=0, weight_bytes=weight_bytes
     )
 
 

@@ -6,6 +6,9 @@ Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event lo
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from quill.server.events import (
     Event,
     FailEvent,
@@ -15,10 +18,13 @@ from quill.server.events import (
     PromptEvent,
     StartEvent,
     TokenEvent,
+    VectorEvent,
 )
 from quill.server.protocol.requests import ParsedRequest
 from quill.server.text.stop_strings import StopStrings
 from quill.server.text.tokenizer import Text
+
+Vector = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -30,6 +36,7 @@ class Chunk:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    vectors: dict[int, Vector] = field(default_factory=dict)  # by text
     finish: FinishEvent | None = None
 
 
@@ -65,6 +72,8 @@ class Answer:
                 self._prompt_logprobs += event.logprobs
             elif isinstance(event, StartEvent):
                 self.num_cached = event.cached
+            elif isinstance(event, VectorEvent):
+                chunks.setdefault(0, Chunk(0)).vectors[event.text] = event.vector_D
             else:
                 self._begin(chunks)
                 chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
@@ -163,5 +172,6 @@ def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
         into.token_ids += chunk.token_ids
         into.logprobs += chunk.logprobs
         into.prompt_logprobs += chunk.prompt_logprobs
+        into.vectors |= chunk.vectors
         into.finish = chunk.finish or into.finish
     return whole

@@ -51,6 +51,12 @@ class PromptReader:
         self._check_length(len(text), field, tokenizer)
         return tokenizer.encode(text, whole)
 
+    def encode_masked(self, text: str, field: str, mask: int) -> list[int]:
+        """Where the mask token stands, it counts."""
+        tokenizer = self._tokenizer(field)
+        self._check_length(len(text), field, tokenizer)
+        return tokenizer.encode_masked(text, mask)
+
     def _read_input(self, message: pb.GenerateRequest, max_tokens: int | None) -> list[int]:
         served, kind = self._served, message.WhichOneof("input")
         if kind is None:

@@ -18,6 +18,7 @@ from quill.server.request import MAX_SEED, Request
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 64
+WRITES_NOTHING = "this model is an encoder, which writes nothing. It has Embed and FillMask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,9 @@ class ParsedRequest:
     stop: tuple[str, ...] = ()
     echo: bool = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # of masks, too
+    normalise: bool = False  # vectors
+    dimensions: int | None = None  # of vectors; None: all
 
 
 class RequestReader:
@@ -51,6 +54,8 @@ class RequestReader:
         self._sampling = SamplingReader(served)
 
     def read_generate(self, message: pb.GenerateRequest, arrival: Arrival) -> ParsedRequest:
+        if self._served.is_encoder:
+            raise UnimplementedError(WRITES_NOTHING)
         self._check_lists(message)
         has = message.HasField
         logprobs = message.logprobs if has("logprobs") else None
@@ -96,6 +101,8 @@ class RequestReader:
         )
 
     def read_score(self, message: pb.ScoreRequest, arrival: Arrival) -> ParsedRequest:
+        if self._served.is_encoder:
+            raise UnimplementedError(WRITES_NOTHING)
         if self._served.is_translator:
             raise UnimplementedError("a translation model can't score a text by itself")
         kind = message.WhichOneof("input")

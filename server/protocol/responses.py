@@ -3,15 +3,24 @@
 Knows: generation.proto, chunks. Does not know: how they came about, gRPC.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 
+import numpy as np
+import numpy.typing as npt
+
 from quill.protos import generation_pb2 as pb
 from quill.server.events import FinishReason, PositionLogprobs, Timings, Usage
 from quill.server.protocol.answer import Chunk
+from quill.server.protocol.requests import ParsedRequest
 from quill.server.protocol.served_model import ServedModel
+from quill.server.request import Pooling
 from quill.server.text.tokenizer import Text
+
+# N texts · D model size, or as many of its numbers as were asked for
+Vectors = npt.NDArray[np.float32]
 
 _REASONS: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
@@ -20,7 +29,16 @@ _REASONS: dict[FinishReason, pb.FinishReason] = {
     "cancelled": pb.FINISH_REASON_CANCELLED,
     "deadline": pb.FINISH_REASON_DEADLINE,
 }
-_FAMILIES = {"causal": pb.FAMILY_CAUSAL, "seq2seq": pb.FAMILY_SEQ2SEQ}
+_FAMILIES = {
+    "causal": pb.FAMILY_CAUSAL,
+    "seq2seq": pb.FAMILY_SEQ2SEQ,
+    "encoder": pb.FAMILY_ENCODER,
+}
+_POOLINGS: dict[Pooling, pb.Pooling] = {
+    "mean": pb.POOLING_MEAN,
+    "first": pb.POOLING_FIRST,
+    "last": pb.POOLING_LAST,
+}
 
 
 def chunk_message(chunk: Chunk, text: Text | None) -> pb.GenerateChunk:
@@ -115,6 +133,61 @@ def timings_message(timings: Timings) -> pb.Timings:
     )
 
 
+def embed_response(whole: Chunk, parsed: ParsedRequest, served: ServedModel) -> pb.EmbedResponse:
+    """Takes long for many texts: not for the event loop."""
+    assert whole.finish is not None
+    assert parsed.request.reading is not None
+    vectors_ND = np.stack([whole.vectors[text] for text in range(len(whole.vectors))])
+    vectors_ND = shaped(vectors_ND, parsed.dimensions, parsed.normalise)
+    return pb.EmbedResponse(
+        embeddings=[
+            pb.Embedding(values=vector_D.tolist(), num_tokens=len(text))
+            for vector_D, text in zip(vectors_ND, parsed.request.reading.texts, strict=True)
+        ],
+        usage=_usage(whole.finish.usage),
+        timings=timings_message(whole.finish.timings),
+        request_id=whole.finish.request_id,
+        model=served.manifest.name,
+    )
+
+
+def shaped(vectors_ND: Vectors, dimensions: int | None, normalise: bool) -> Vectors:
+    """Cut, then scaled to the length 1. Each as if it were alone, in one order of sums."""
+    vectors_ND = vectors_ND[:, :dimensions]
+    if not normalise:
+        return vectors_ND
+    wide_ND = vectors_ND.astype(np.float64)
+    lengths_N1 = np.sqrt(np.add.accumulate(wide_ND**2, axis=1)[:, -1:])
+    return (wide_ND / np.where(lengths_N1 == 0, 1, lengths_N1)).astype(np.float32)
+
+
+def fill_response(whole: Chunk, parsed: ParsedRequest, served: ServedModel) -> pb.FillMaskResponse:
+    assert whole.finish is not None
+    assert parsed.request.reading is not None
+    masks = parsed.request.reading.masks
+    return pb.FillMaskResponse(
+        masks=[
+            pb.Mask(position=place, fillings=_fillings(each, served.text))
+            for place, each in zip(masks, whole.prompt_logprobs, strict=True)
+        ],
+        usage=_usage(whole.finish.usage),
+        timings=timings_message(whole.finish.timings),
+        request_id=whole.finish.request_id,
+        model=served.manifest.name,
+    )
+
+
+def _fillings(logprobs: PositionLogprobs, text: Text | None) -> list[pb.Filling]:
+    return [
+        pb.Filling(
+            token_id=id,
+            probability=math.exp(min(logprob, 0.0)),
+            text="" if text is None else text.piece(id),
+        )
+        for id, logprob in logprobs.top
+    ]
+
+
 def model_message(served: ServedModel) -> pb.Model:
     manifest = served.manifest
     return pb.Model(
@@ -139,4 +212,15 @@ def model_message(served: ServedModel) -> pb.Model:
         max_num_beams=served.max_num_beams,
         max_waiting=served.max_waiting,
         max_message_bytes=served.max_message_bytes,
+        embedding_size=manifest.sizes.d_model if served.gives_vectors else 0,
+        default_pooling=_POOLINGS[served.default_pooling] if served.gives_vectors else None,
+        default_normalise=manifest.normalise,
+        mask_token_id=served.mask,
+        mask_token=_mask_text(served),
     )
+
+
+def _mask_text(served: ServedModel) -> str:
+    if served.mask is None or served.text is None:
+        return ""
+    return served.text.piece(served.mask)

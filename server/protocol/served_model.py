@@ -11,7 +11,7 @@ from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.limits import Limits
-from quill.server.request import Sampling
+from quill.server.request import Pooling, Sampling
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 
@@ -58,6 +58,24 @@ class ServedModel:
     def is_translator(self) -> bool:
         """Whether it reads its input with an encoder, instead of continuing it."""
         return self.manifest.family == "seq2seq"
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it writes nothing."""
+        return self.manifest.family == "encoder"
+
+    @property
+    def gives_vectors(self) -> bool:
+        return self.is_encoder or self.graphs.hidden
+
+    @property
+    def default_pooling(self) -> Pooling:
+        return self.manifest.pooling or "mean"
+
+    @property
+    def mask(self) -> int | None:
+        """The token that it fills, if it does."""
+        return self.manifest.special_tokens.mask if self.is_encoder else None
 
     @property
     def max_num_sequences(self) -> int:

@@ -7,7 +7,7 @@ reads is a few small arrays of whole numbers, packed one sequence after another.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ import onnxruntime
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Sizes
 from quill.server.runtime.blocks import Blocks, DeviceBlocks, bind, view_of
+from quill.server.runtime.packed import Inputs, indices, longs, positions, run_bound, starts
 from quill.server.sampling.arrays import Logits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+from quill.server.scheduler.session import Computed
 
 # S sequences · T tokens of all of them · B blocks of the longest · L logits · V vocabulary
-
-
-_Inputs = dict[str, npt.NDArray[Any]]
 
 
 class OrtSession:
@@ -35,28 +34,28 @@ class OrtSession:
         blocks: Blocks | DeviceBlocks,
         sizes: Sizes,
         encoder: onnxruntime.InferenceSession | None = None,
+        *,
+        hidden: bool = False,
     ) -> None:
         self._decoder = decoder
         self._encoder = encoder
         self._blocks = blocks
         self._logits_LV = np.empty((1, sizes.vocab_size), np.float32)
         self._decoding = self._bound(decoder, sizes.num_layers)
+        self._gives_hidden = hidden
+        self._d_model = sizes.d_model
         self._encoding = None if encoder is None else self._bound(encoder, sizes.num_layers)
 
-    def step(self, pieces: Sequence[Piece]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Computed:
         lengths = [len(piece.ids) for piece in pieces]
-        starts = _starts(lengths)
-        inputs: _Inputs = {
-            graph_contract.INPUT_IDS: _longs(chain.from_iterable(piece.ids for piece in pieces)),
-            graph_contract.POSITIONS: _positions([piece.start for piece in pieces], lengths),
-            graph_contract.QUERY_STARTS: np.array(starts, np.int32),
+        firsts = starts(lengths)
+        inputs: Inputs = {
+            graph_contract.INPUT_IDS: longs(chain.from_iterable(piece.ids for piece in pieces)),
+            graph_contract.POSITIONS: positions([piece.start for piece in pieces], lengths),
+            graph_contract.QUERY_STARTS: np.array(firsts, np.int32),
             graph_contract.PAST_LENGTHS: np.array([piece.start for piece in pieces], np.int32),
             graph_contract.BLOCK_TABLE: _table([piece.blocks for piece in pieces]),
-            graph_contract.LOGIT_INDICES: _longs(
-                start + index
-                for start, piece in zip(starts, pieces, strict=False)
-                for index in piece.wanted
-            ),
+            graph_contract.LOGIT_INDICES: indices(firsts, [piece.wanted for piece in pieces]),
         }
         if self._encoder is not None:
             sources = [piece.source_length for piece in pieces]
@@ -64,19 +63,25 @@ class OrtSession:
             inputs[graph_contract.SOURCE_TABLE] = _table([each.source_blocks for each in pieces])
         logits_LV = self._room(len(inputs[graph_contract.LOGIT_INDICES]))
         bind(self._decoding.bind_output, graph_contract.LOGITS, view_of(logits_LV))
-        _run(self._decoder, self._decoding, inputs)
-        return logits_LV
+        hidden_MD = np.empty((0, self._d_model), np.float32)
+        if self._gives_hidden:  # mostly of no token, which costs nothing
+            wanted_M = indices(firsts, [piece.hidden for piece in pieces])
+            inputs[graph_contract.HIDDEN_INDICES] = wanted_M
+            hidden_MD = np.empty((len(wanted_M), self._d_model), np.float32)
+            bind(self._decoding.bind_output, graph_contract.HIDDEN, view_of(hidden_MD))
+        run_bound(self._decoder, self._decoding, inputs)
+        return Computed(logits_LV, hidden_MD)
 
     def encode(self, sources: Sequence[Source]) -> None:
         assert self._encoder is not None, "a causal model has no encoder"
         lengths = [len(source.ids) for source in sources]
-        inputs: _Inputs = {
-            graph_contract.SOURCE_IDS: _longs(chain.from_iterable(each.ids for each in sources)),
-            graph_contract.POSITIONS: _positions([0] * len(sources), lengths),
-            graph_contract.QUERY_STARTS: np.array(_starts(lengths), np.int32),
+        inputs: Inputs = {
+            graph_contract.SOURCE_IDS: longs(chain.from_iterable(each.ids for each in sources)),
+            graph_contract.POSITIONS: positions([0] * len(sources), lengths),
+            graph_contract.QUERY_STARTS: np.array(starts(lengths), np.int32),
             graph_contract.BLOCK_TABLE: _table([source.blocks for source in sources]),
         }
-        _run(self._encoder, self._encoding, inputs)
+        run_bound(self._encoder, self._encoding, inputs)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         self._blocks.copy(copies)
@@ -96,28 +101,6 @@ class OrtSession:
             size = max(num_logits, 2 * len(self._logits_LV))
             self._logits_LV = np.empty((size, self._logits_LV.shape[1]), np.float32)
         return self._logits_LV[:num_logits]
-
-
-def _run(session: Any, binding: Any, inputs: _Inputs) -> None:
-    for name, array in inputs.items():
-        bind(binding.bind_input, name, view_of(array))
-    session.run_with_iobinding(binding)
-
-
-def _longs(numbers: Any) -> npt.NDArray[np.int64]:
-    return np.fromiter(numbers, np.int64)
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths, initial=0))
-
-
-def _positions(starts: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    return _longs(
-        chain.from_iterable(
-            range(start, start + length) for start, length in zip(starts, lengths, strict=True)
-        )
-    )
 
 
 def _table(blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]  # as the graph gives them
+Hidden = npt.NDArray[np.float32]  # last hidden states, and vectors made of them
 Scores = npt.NDArray[np.float64]  # what is computed from them, and the settings beside them
 Ids = npt.NDArray[np.int64]  # tokens, and rows
 Counts = npt.NDArray[np.int64]

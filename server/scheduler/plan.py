@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quill.server.events import FinishReason, PositionLogprobs, StepKind
 from quill.server.request import Request
+from quill.server.sampling.arrays import Hidden
 from quill.server.sampling.beam_search import Continuation, Search
 from quill.server.scheduler.row import Group, Row
 
@@ -22,6 +23,7 @@ class Piece(NamedTuple):
     wanted: Sequence[int]  # after which of the ids logits are needed, ascending
     source_blocks: Sequence[int] = ()
     source_length: int = 0
+    hidden: Sequence[int] = ()  # after which of the ids hidden states are needed, ascending
 
 
 class Source(NamedTuple):
@@ -109,6 +111,7 @@ class StepResult(NamedTuple):
     """What came of a plan."""
 
     choices: list[list[Choice]]  # for each part: one a taker, or one after each guess too
+    hidden: list[Hidden]  # for each part: as many as its piece wanted
     ranked: Ranked  # what searches have instead
     prompt_logprobs: dict[str, list[PositionLogprobs]]  # by request
     broken: set[str]  # searches and scored prompts whose logits weren't finite
@@ -118,6 +121,13 @@ class Said(NamedTuple):
     row: Row
     token: int
     logprobs: PositionLogprobs | None
+
+
+class Vector(NamedTuple):
+    """A text was read whole."""
+
+    row: Row
+    vector_D: Hidden
 
 
 class Finished(NamedTuple):
@@ -130,6 +140,7 @@ class Outcome:
     """What a step changed."""
 
     said: list[Said] = field(default_factory=list)
+    vectors: list[Vector] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     found: list[Search] = field(default_factory=list)  # searches that are over
     broken: set[str] = field(default_factory=set)  # requests

@@ -4,11 +4,13 @@ Knows: rows that are being read, what tokens cost, which blocks are known. Does 
 
 Prompts are read side by side. Owners have equal shares of the time, and so have the prompts of one
 owner; a short one is done before a long one's next piece. (This is self-clocked fair queueing, of
-owners and of each one's prompts, over pieces of QUANTUM tokens.) Of those who read the same
+owners and of each one's prompts, over pieces of QUANTUM tokens.) Several texts of one request count
+as one prompt, and have their turns in order. Of those who read the same
 beginning at once, one reads it and the others wait for its blocks.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +45,7 @@ class PromptShares:
     def enter(self, group: Group) -> None:
         """Nobody has a claim on what was read before it came."""
         owner = self._owners.setdefault(group.request.owner, _Owner(self._now))
-        for row in group.rows:
-            row.tag = owner.now
+        group.tag = owner.now
 
     def share(self, groups: Sequence[Group], num_running: int) -> dict[Row, int]:
         """How many tokens each row reads, for those that read any."""
@@ -65,7 +66,7 @@ class PromptShares:
         """Blocks that somebody holds already, and that its prompt begins with."""
         num, before = 0, None
         if request.prompt_logprobs is not None or request.source_ids is not None:
-            return 0
+            return 0  # nor does a request have any that has no prompt
         for start in range(0, len(request.prompt_ids) - self._size, self._size):
             tokens = request.prompt_ids[start : start + self._size]
             before = self._pool.find(self._pool.key(request.cache_scope, before, tokens))
@@ -77,8 +78,8 @@ class PromptShares:
     def _adopt(self, group: Group, row: Row) -> None:
         """Takes over blocks that are known, instead of reading; but never a prompt's last."""
         most = group.goal(row) - (not group.is_forked)
-        if group.scores:
-            most = min(most, group.num_scored)
+        if group.needs_all:
+            most = min(most, group.num_noted(row))
         while row.num_held + self._size <= most and not row.num_held % self._size:
             place = row.num_held // self._size
             block = self._pool.find(self.key(row, place))
@@ -90,7 +91,7 @@ class PromptShares:
             row.num_held += self._size
             row.num_known = place + 1
             # What another read for it has cost that one its turns: this one gets no lead from it.
-            row.tag = max(row.tag, self._owners[row.request.owner].now)
+            group.tag = max(group.tag, self._owners[row.request.owner].now)
 
 
 class _Step:
@@ -102,6 +103,7 @@ class _Step:
         self._num_running = num_running
         self._left_s = 0.0
         self._left = shares._limits.max_read
+        self._is_whole = shares._limits.reads_whole
         self._num_free = shares._pool.num_free
         self._oldest = groups[0] if groups else None
         self._groups = {row: group for group in groups for row in group.readers()}
@@ -116,33 +118,49 @@ class _Step:
             if group.request.source_ids is None:
                 self._all._adopt(group, row)
                 self._claim(row)
-        num_short = sum(self._wanted(row) <= QUANTUM for row in self._groups)
+        rows_of: dict[Group, deque[Row]] = {}
+        for row, group in self._groups.items():
+            rows_of.setdefault(group, deque()).append(row)
+        num_short = sum(self._wanted(rows[0]) <= QUANTUM for rows in rows_of.values())
         self._left_s = self._budget.prompts_s(self._num_running, num_short)
         if not self._left_s:
             return {}
-        lines: dict[str, list[tuple[float, int, Row]]] = {}
-        for place, (row, group) in enumerate(self._groups.items()):
-            lines.setdefault(group.request.owner, []).append((self._finish(row), place, row))
+        lines: dict[str, list[tuple[float, int, deque[Row]]]] = {}
+        for place, (group, rows) in enumerate(rows_of.items()):
+            lines.setdefault(group.request.owner, []).append((self._finish(rows[0]), place, rows))
         for line in lines.values():
             heapq.heapify(line)
         while lines and self._left > 0 and (self._left_s > 0 or not self._given):
-            name = min(lines, key=lambda name: self._owner_finish(name, lines[name][0][2]))
-            _, place, row = heapq.heappop(lines[name])
-            if self._give(row) and self._wanted(row):
-                heapq.heappush(lines[name], (self._finish(row), place, row))
+            name = min(lines, key=lambda name: self._owner_finish(name, lines[name][0][2][0]))
+            _, place, rows = heapq.heappop(lines[name])
+            self._serve(rows)
+            if rows:
+                heapq.heappush(lines[name], (self._finish(rows[0]), place, rows))
             if not lines[name]:
                 del lines[name]
         return self._given
+
+    def _serve(self, rows: deque[Row]) -> None:
+        """A piece for the first of a request's rows. Those that get nothing more leave the line."""
+        is_given = self._give(rows[0])
+        if not is_given and self._is_whole:
+            rows.clear()  # shorter texts that come later mustn't fill its place for ever
+        elif not is_given or not self._wanted(rows[0]):
+            rows.popleft()
 
     def _wanted(self, row: Row) -> int:
         return self._groups[row].goal(row) - row.num_held - self._given.get(row, 0)
 
     def _finish(self, row: Row) -> float:
         """The turn at which its next piece would be read."""
-        return row.tag + self._cost_s(row, min(self._wanted(row), QUANTUM))
+        return self._groups[row].tag + self._cost_s(row, self._quantum(row))
 
     def _owner_finish(self, name: str, row: Row) -> float:
-        return self._all._owners[name].tag + self._finish(row) - row.tag
+        return self._all._owners[name].tag + self._cost_s(row, self._quantum(row))
+
+    def _quantum(self, row: Row) -> int:
+        """As much as it may have before it is somebody else's turn."""
+        return self._wanted(row) if self._is_whole else min(self._wanted(row), QUANTUM)
 
     def _cost_s(self, row: Row, num_tokens: int) -> float:
         past = row.num_held + self._given.get(row, 0)
@@ -162,9 +180,9 @@ class _Step:
         if num_tokens <= 0 or (row in self._waits and group is not self._oldest):
             return False
         owner, cost_s = self._all._owners[group.request.owner], self._cost_s(row, num_tokens)
-        row.tag += cost_s
+        group.tag += cost_s
         owner.tag += cost_s
-        owner.now = max(owner.now, row.tag)
+        owner.now = max(owner.now, group.tag)
         self._all._now = max(self._all._now, owner.tag)
         self._left_s -= cost_s
         self._left -= num_tokens
@@ -175,11 +193,13 @@ class _Step:
         return True
 
     def _num_possible(self, row: Row) -> int:
+        if self._is_whole:
+            return self._num_of_whole(row)
         group, given = self._groups[row], self._given.get(row, 0)
         affordable = self._budget.num_affordable(self._left_s, row.num_held + given)
         if not self._given:
             affordable = max(affordable, MIN_CHUNK)
-        num_tokens = min(affordable, self._wanted(row), QUANTUM, self._left)
+        num_tokens = min(affordable, self._quantum(row), self._left)
         if group.scores:
             num_tokens = min(num_tokens, self._max_scored - given)
         if self._given and self._source_s(row) > self._left_s:
@@ -189,10 +209,16 @@ class _Step:
             num_tokens = min(num_tokens, num_places - row.num_held - given)
         return num_tokens
 
+    def _num_of_whole(self, row: Row) -> int:
+        """All or nothing. Whoever is first may have more than a step should take."""
+        num_tokens = self._wanted(row)
+        is_short = num_tokens <= self._left and self._cost_s(row, num_tokens) <= self._left_s
+        return num_tokens if not self._given or (is_short and self._num_free) else 0
+
     def _claim(self, row: Row) -> None:
         """Of those who read the same block next, who has most of it goes on; or the oldest."""
         group, place = self._groups[row], row.num_held // self._size
-        if group.scores or (place + 1) * self._size > group.goal(row):
+        if group.needs_all or (place + 1) * self._size > group.goal(row):
             return
         key = self._all.key(row, place)
         if key is None:

@@ -28,7 +28,8 @@ _Turn = tuple[int, int]  # and when it was given: who came first goes first
 
 def cost(request: Request) -> int:
     """In tokens."""
-    return request.num_prompt + ANSWER_COST * request.num_rows
+    has_answers = request.reading is None
+    return request.num_prompt + ANSWER_COST * request.num_rows * has_answers
 
 
 class _Ticket(NamedTuple):

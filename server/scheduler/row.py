@@ -1,4 +1,5 @@
-"""One sequence that is being generated, or one beam of a search; and all those of one request.
+"""One sequence that is being generated, one beam of a search, or one text that is only read; and
+all those of one request.
 
 Knows: a request, its tokens, blocks as numbers, when a row ends.
 Does not know: the other requests, time.
@@ -13,33 +14,40 @@ from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.randomness import sequence_seed
 from quill.server.sampling.sampler import Draw
 from quill.server.scheduler.guesses import Guesses
+from quill.server.scheduler.pooled import Pooled
 
 
 @dataclass(eq=False)
 class Row:
-    """One of a request's answers. Two rows are never equal, whatever they hold."""
+    """One of a request's answers, or one of the texts that it has read. Two rows are never equal,
+    whatever they hold."""
 
     request: Request
-    sequence: int  # which of the request's answers, or beams, from 0
+    sequence: int  # which of the request's answers, beams or texts, from 0
     seed: int
     max_tokens: int
     adjustments: Adjustments | None
     token_ids: list[int] = field(default_factory=list)
+    pooled: Pooled | None = None  # of a text that is read for its vector
     blocks: list[int] = field(default_factory=list)
     num_held: int = 0  # positions of its text that are in its blocks
     num_known: int = 0  # of its blocks: those that others may find
-    tag: float = 0.0  # its turn among those that are being read
     guesses: Guesses | None = None
     num_guessed: int = 0
     num_accepted: int = 0
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        reading = self.request.reading
+        return self.request.prompt_ids if reading is None else reading.texts[self.sequence]
+
+    @property
     def num_text(self) -> int:
-        return len(self.request.prompt_ids) + len(self.token_ids)
+        return len(self.prompt_ids) + len(self.token_ids)
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Some of its text: the prompt and the answer so far."""
-        prompt = self.request.prompt_ids
+        prompt = self.prompt_ids
         if stop <= len(prompt):
             return prompt[start:stop]
         return (*prompt[start:], *self.token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
@@ -76,6 +84,7 @@ class Group:
 
     Its first row reads the prompt; then all go on from there. After a set-back the prompt is read
     again, and then each row's tokens but the last, which is read with the next step.
+    Of texts that are only read it has a row for each that is under way, and never none.
     """
 
     request: Request
@@ -88,6 +97,8 @@ class Group:
     is_set_back: bool = False
     num_cached: int = 0  # of the prompt, when it started
     num_scored: int = 0  # of the prompt: positions whose logprobs were reported
+    num_begun: int = 0  # texts that have had a row
+    tag: float = 0.0  # its turn among those that are being read
 
     @property
     def is_new(self) -> bool:
@@ -96,15 +107,49 @@ class Group:
 
     @property
     def scores(self) -> bool:
-        return self.request.prompt_logprobs is not None
+        return self.request.prompt_logprobs is not None and self.request.reading is None
+
+    @property
+    def needs_all(self) -> bool:
+        """Something comes of every token: nothing may be taken from others' blocks instead."""
+        return self.scores or self.request.reading is not None
+
+    def num_noted(self, row: Row) -> int:
+        """Of what `needs_all`: positions that something has come of already."""
+        return self.num_scored if row.pooled is None else row.pooled.num_seen
+
+    @property
+    def num_rows(self) -> int:
+        """How many of the server's rows it takes. Texts that are only read leave soon."""
+        return len(self.rows) if self.request.reading is None else 1
 
     def goal(self, row: Row) -> int:
         """Up to where a row is read before it runs."""
-        return row.num_text - 1 if self.is_forked else len(self.request.prompt_ids)
+        return row.num_text - 1 if self.is_forked else len(row.prompt_ids)
+
+    def own_rows(self) -> list[Row]:
+        """Those with a text of their own; before the prompt is read there is one for all."""
+        return self.rows if self.is_forked or self.request.reading is not None else self.rows[:1]
 
     def readers(self) -> list[Row]:
-        rows = self.rows if self.is_forked else self.rows[:1]
-        return [row for row in rows if row.num_held < self.goal(row)]
+        return [row for row in self.own_rows() if row.num_held < self.goal(row)]
+
+    def next_text(self) -> tuple[int, ...] | None:
+        """The next one that has no row yet. None: all have had one."""
+        reading = self.request.reading
+        if reading is None or self.num_begun == len(reading.texts):
+            return None
+        return reading.texts[self.num_begun]
+
+    def begin_text(self) -> None:
+        """Gives the next text a row."""
+        reading, text = self.request.reading, self.next_text()
+        assert reading is not None
+        assert text is not None
+        of = reading.ranges[self.num_begun] if reading.ranges else range(len(text))
+        pooled = None if reading.masks else Pooled(reading.pooling, of)
+        self.rows.append(Row(self.request, self.num_begun, 0, 0, None, pooled=pooled))
+        self.num_begun += 1
 
     def running(self) -> list[Row]:
         """Those with one token to read. The beams of a search go on together."""
@@ -125,6 +170,10 @@ class Group:
 
 def group_of(request: Request, context: int) -> Group:
     """A row for each answer, or for each beam. Prompt and answer together fit into the context."""
+    if request.reading is not None:
+        group = Group(request, [], None)
+        group.begin_text()
+        return group
     max_tokens = min(request.max_new_tokens, context - len(request.prompt_ids))
     rows = [_row(request, sequence, max_tokens) for sequence in range(request.num_rows)]
     return Group(request, rows, None if request.beams is None else Search(request, max_tokens))

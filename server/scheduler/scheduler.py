@@ -11,8 +11,11 @@ always gets on.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from quill.server.limits import Limits
 from quill.server.request import Request
+from quill.server.sampling.arrays import Hidden
 from quill.server.scheduler.blocks import BlockPool
 from quill.server.scheduler.guesses import Guesses
 from quill.server.scheduler.plan import (
@@ -27,6 +30,7 @@ from quill.server.scheduler.plan import (
     Said,
     Start,
     StepResult,
+    Vector,
 )
 from quill.server.scheduler.prompt_shares import PromptShares
 from quill.server.scheduler.request_queue import RequestQueue, cost
@@ -57,7 +61,7 @@ class Scheduler:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(group.rows) for group in self._groups)
+        return sum(group.num_rows for group in self._groups)
 
     @property
     def num_blocks_held(self) -> int:
@@ -65,7 +69,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert self._limits.fits(request), "the door refuses these"
-        fits = len(request.prompt_ids) < self._limits.context
+        fits = request.num_before < self._limits.context
         assert fits or not request.max_new_tokens, "PromptReader refuses these"
         self._queue.add(request)
 
@@ -96,7 +100,8 @@ class Scheduler:
         """All that find a place. One that doesn't may be overtaken, by its own cost at most."""
         first: Request | None = None
         waiting = self._queue.in_order(LOOK_AHEAD)
-        groups = self._groups if waiting else ()
+        has_texts = any(group.next_text() is not None for group in self._groups)
+        groups = self._groups if waiting or has_texts else ()
         num_spare = self._pool.num_free - sum(self._num_missing(group) for group in groups)
         for request in waiting:
             overtaken = 0
@@ -111,24 +116,39 @@ class Scheduler:
                     self._overtaken[first.request_id] = overtaken
             elif first is None:
                 first = request
+        if first is not None:
+            num_spare -= self._limits.num_blocks_of(first, 1)
+        self._begin_texts(num_spare)
+
+    def _begin_texts(self, num_spare: int) -> None:
+        """More of those that are only read, as many as a step could take and nobody waits for."""
+        for group in self._groups if num_spare > 0 else ():
+            num_unread = sum(row.num_text - row.num_held for row in group.rows)
+            while (text := group.next_text()) is not None:
+                num_blocks = -(-len(text) // self._limits.block_size)
+                num_unread += len(text)
+                if num_blocks > num_spare or num_unread > self._limits.max_read:
+                    break
+                group.begin_text()
+                num_spare -= num_blocks
 
     def _num_missing(self, group: Group) -> int:
         """Blocks that it will need soon: for the rest of its prompt, and one more for each row."""
         size = self._limits.block_size
-        rows = group.rows if group.is_forked else group.rows[:1]
-        missing = (-(-row.num_text // size) - len(row.blocks) for row in rows)
-        return len(group.rows) + sum(max(0, each) for each in missing)
+        missing = (-(-row.num_text // size) - len(row.blocks) for row in group.own_rows())
+        num_answers = 0 if group.request.reading is not None else len(group.rows)
+        return num_answers + sum(max(0, each) for each in missing)
 
     def _has_room(self, request: Request, num_spare: int) -> bool:
         group = self._set_back.get(request.request_id)
-        num_rows = request.num_rows if group is None else len(group.rows)
+        num_rows = request.num_rows if group is None else group.num_rows
         if self.num_rows + num_rows > self._limits.max_rows:
             return False
         if not self._groups:
             return True
         num_tokens = 0 if group is None else max(len(row.token_ids) for row in group.rows)
         num_needed = self._limits.num_blocks_of(request, num_tokens + 1)
-        if num_spare < num_needed <= num_spare + len(request.prompt_ids) // self._limits.block_size:
+        if num_spare < num_needed <= num_spare + request.num_before // self._limits.block_size:
             num_needed -= self._shares.num_shareable(request)
         return num_needed <= num_spare
 
@@ -187,11 +207,15 @@ class Scheduler:
         first = num_tokens - 1 if takers else num_tokens
         if group.scores and not group.is_forked:
             first = min(first, max(0, group.num_scored - row.num_held))
-        ids = row.ids(row.num_held, stop)
-        piece = self._piece(group, row, ids, range(first, num_tokens))
+        ids, wanted = row.ids(row.num_held, stop), range(first, num_tokens)
+        reading = group.request.reading
+        piece = self._piece(group, row, ids, wanted if reading is None else reading.masks)
+        if row.pooled is not None:
+            hidden = row.pooled.wanted(row.num_held, stop)
+            piece = piece._replace(hidden=[place - row.num_held for place in hidden])
         plan.reading.append(Part(piece, group, row, takers))
 
-    def _piece(self, group: Group, row: Row, ids: Sequence[int], wanted: range) -> Piece:
+    def _piece(self, group: Group, row: Row, ids: Sequence[int], wanted: Sequence[int]) -> Piece:
         length = len(group.request.source_ids or ())
         return Piece(ids, row.num_held, row.blocks, wanted, group.source_blocks, length)
 
@@ -233,8 +257,10 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult) -> Outcome:
         """The plan was carried out."""
         outcome = Outcome(broken=set(result.broken))
-        for part, choices in zip(plan.parts, result.choices, strict=True):
-            if part.reads:
+        for part, choices, hidden_MD in zip(plan.parts, result.choices, result.hidden, strict=True):
+            if part.group.request.reading is not None:
+                self._commit_text(part, hidden_MD, outcome)
+            elif part.reads:
                 self._commit_read(part, choices, outcome)
             else:
                 self._commit_run(part, choices, outcome)
@@ -261,6 +287,26 @@ class Scheduler:
             return
         for each, taken in enumerate(group.rows):
             self._say(taken, choices[each : each + 1], (), outcome)
+
+    def _commit_text(self, part: Part, hidden_MD: Hidden, outcome: Outcome) -> None:
+        group, row = part.group, part.row
+        self._hold(row, row.num_held + len(part.piece.ids))
+        if row.pooled is not None:
+            row.pooled.add(hidden_MD, row.num_held)
+        if row.num_held < group.goal(row):
+            return
+        if row.pooled is not None:
+            vector_D = row.pooled.vector_D()
+            if not np.isfinite(vector_D).all():
+                outcome.broken.add(row.request.request_id)
+                return
+            outcome.vectors.append(Vector(row, vector_D))
+        group.rows.remove(row)
+        self._pool.release(row.blocks)
+        if group.next_text() is not None and not group.rows:
+            group.begin_text()
+        elif not group.rows:
+            outcome.finished.append(Finished(row, "length"))
 
     def _commit_run(self, part: Part, choices: Sequence[Choice], outcome: Outcome) -> None:
         row, guesses = part.row, part.guesses

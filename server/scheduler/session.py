@@ -4,19 +4,26 @@ Knows: the data of a step. Does not know: ONNX Runtime, where blocks lie.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from quill.server.sampling.arrays import Logits
+from quill.server.sampling.arrays import Hidden, Logits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+
+
+class Computed(NamedTuple):
+    """What came of a step, piece by piece, for each token that it was wanted of."""
+
+    logits_LV: Logits
+    hidden_MD: Hidden
 
 
 class Session(Protocol):
     """A model with a pool of numbered blocks."""
 
-    def step(self, pieces: Sequence[Piece]) -> Logits:
-        """Reads each piece into its blocks. Logits after all wanted tokens, piece by piece.
+    def step(self, pieces: Sequence[Piece]) -> Computed:
+        """Reads each piece into its blocks.
 
-        They are good until the next step; the caller may overwrite them.
+        What it gives is good until the next step; the caller may overwrite it.
         """
 
     def encode(self, sources: Sequence[Source]) -> None:

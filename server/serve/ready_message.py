@@ -11,6 +11,12 @@ from quill.export.precisions import Family
 from quill.server.addresses import reachable, write_address
 from quill.server.settings import Settings
 
+_WORDS: dict[Family, tuple[str, str]] = {
+    "causal": ("generate", "Once upon a time"),
+    "seq2seq": ("generate", "Restart the server"),
+    "encoder": ("embed", "The state of the union"),
+}
+
 
 def metrics_url(settings: Settings, port: int) -> str:
     scheme = "http" if settings.tls is None else "https"
@@ -21,10 +27,8 @@ def line_to_type(settings: Settings, port: int, family: Family) -> str:
     """On this machine, as it is but for the names of files."""
     # Some shells take brackets for a pattern.
     address = shlex.quote(write_address(reachable(settings.host), port))
-    text = "Once upon a time" if family == "causal" else "Restart the server"
-    return " ".join(
-        [_front_door(), "generate", "--address", address, *_proof(settings), f'"{text}"']
-    )
+    command, text = _WORDS[family]
+    return " ".join([_front_door(), command, "--address", address, *_proof(settings), f'"{text}"'])
 
 
 def _proof(settings: Settings) -> list[str]:

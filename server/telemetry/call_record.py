@@ -30,6 +30,7 @@ class Record:
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
+    num_texts: int | None = None  # that were embedded; None: another kind of call
     num_guessed: int = 0
     num_accepted: int = 0
     queue_ms: float | None = None

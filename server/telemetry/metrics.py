@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quill.server.events import Batch, FailEvent, FinishEvent, StartEvent, TokenEvent
+from quill.server.events import (
+    Batch,
+    FailEvent,
+    FinishEvent,
+    StartEvent,
+    TokenEvent,
+    VectorEvent,
+)
 from quill.server.limits import Limits
 from quill.server.telemetry.call_record import Record
 
@@ -50,6 +57,7 @@ class Metrics:
         self._set_backs = Counter(
             "quill_set_backs", "Requests that gave their memory to older ones", registry=registry
         )
+        self._vectors = Counter("quill_vectors", "Texts that were embedded", registry=registry)
         self._cancellations = Counter(
             "quill_cancellations", "Calls whose client left", registry=registry
         )
@@ -103,6 +111,8 @@ class Metrics:
             elif isinstance(event, StartEvent):
                 if event.was_looked_up:
                     (self._cache_hits if event.cached else self._cache_misses).inc()
+            elif isinstance(event, VectorEvent):
+                self._vectors.inc()
             elif isinstance(event, FinishEvent):
                 self._last_token_s.pop((event.request_id, event.sequence), None)
             elif isinstance(event, FailEvent):

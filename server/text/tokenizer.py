@@ -74,16 +74,20 @@ class Text:
     @_panics_caught()
     def encode(self, text: str, whole: bool = True) -> list[int]:
         """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
-        ids = self._begun(self._plain.encode(text, add_special_tokens=False).ids, whole)
-        return [*ids, self._eos] if whole and self._eos is not None else ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return self._ended(self._begun(ids, whole), whole)
+
+    @_panics_caught()
+    def encode_masked(self, text: str, mask: int) -> list[int]:
+        """A text, as a whole, in which one special token counts: that one, as it is written."""
+        parts = text.split(self.piece(mask))
+        ids = self._encode_marked(self.piece(mask).join(map(self.mark, parts)))
+        return self._ended(self._begun(ids, begin=True), end=True)
 
     @_panics_caught()
     def encode_rendered(self, text: str) -> list[int]:
         """What a template made: its special tokens count, marked ones are plain text again."""
-        if _MARK not in text:
-            ids = self._parsing.encode(text, add_special_tokens=False).ids
-        else:
-            ids = [id for part in self._parts(text) for id in self._encode_part(part)]
+        ids = self._encode_marked(text)
         return self._begun(ids, begin=not ids or ids[0] != self._bos)
 
     def mark(self, text: str) -> str:
@@ -112,6 +116,14 @@ class Text:
 
     def _begun(self, ids: Sequence[int], begin: bool) -> list[int]:
         return [self._bos, *ids] if begin and self._bos is not None else list(ids)
+
+    def _ended(self, ids: list[int], end: bool) -> list[int]:
+        return [*ids, self._eos] if end and self._eos is not None else ids
+
+    def _encode_marked(self, text: str) -> list[int]:
+        if _MARK not in text:
+            return list(self._parsing.encode(text, add_special_tokens=False).ids)
+        return [id for part in self._parts(text) for id in self._encode_part(part)]
 
     def _parts(self, text: str) -> list[str]:
         """Cut so that each special token is a part of its own."""

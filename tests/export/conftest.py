@@ -1,12 +1,15 @@
 """What several tests of this room share: bundles, each exported once a run."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, byte_tokenizer
 from tests.export.tiny import (
+    ENCODER,
     GPT,
     LLAMA,
     SEQ2SEQ,
@@ -54,6 +57,21 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     out = tmp_path_factory.mktemp("bundles") / "seq2seq"
     return export(out, make_checkpoint(SEQ2SEQ), "fp32", *OWN)
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Exported:
+    """BERT's shape, with its special tokens around every text."""
+    out = tmp_path_factory.mktemp("bundles") / "encoder"
+    tokenizer = byte_tokenizer(ENCODER_SPECIAL_TOKENS)
+    checkpoint = replace(
+        make_checkpoint(ENCODER),
+        tokenizer=tokenizer,
+        special_tokens=tokenizer.special,
+        prepend_bos=True,
+        append_eos=True,
+    )
+    return export(out, checkpoint, "fp32", *OWN, text=text)
 
 
 @pytest.fixture(params=["llama", "gpt", "seq2seq"])

@@ -65,6 +65,29 @@ SEQ2SEQ = ModelConfig(
     ff_bias=True,
     scale_embeddings=True,
 )
+ENCODER = ModelConfig(
+    family="encoder",
+    vocab_size=272,
+    context=64,
+    d_model=64,
+    num_layers=0,
+    num_encoder_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=16,
+    d_ff=96,
+    positions="learned",
+    norm="layer",
+    norm_placement="post",
+    activation="gelu",
+    qkv_bias=True,
+    attention_out_bias=True,
+    ff_bias=True,
+    output_bias=True,
+    num_segments=2,
+    embedding_norm=True,
+    masked_head=True,
+)
 
 
 def make_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:

@@ -34,7 +34,7 @@ def randomised(model: Any) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(noise * 0.1 + (1.0 if "norm" in name or ".ln_" in name else 0.0))
+            weight.copy_(noise * 0.1 + (1.0 if "norm" in name.lower() or ".ln_" in name else 0.0))
     return model.eval()
 
 

@@ -59,6 +59,15 @@ def pair_arguments(data: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
+def masked_arguments(data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *("train", "--preset", "bert-tiny", "--text", str(data), "--out", str(out)),
+        *("--vocab-size", "300", "--context", "16", "--batch-tokens", "64"),
+        *("--steps", "6", "--warmup", "2", "--save-every", "3", "--evaluate-every", "3"),
+        *more,
+    ]
+
+
 def train(arguments: list[str]) -> None:
     assert main(arguments) == 0
 

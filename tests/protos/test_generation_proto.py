@@ -68,6 +68,7 @@ def test_service_has_the_calls_of_the_design() -> None:
     assert service.full_name == "quill.v1.TextGeneration"
     assert {call.name for call in service.methods} == {
         *("Generate", "GenerateStream", "Tokenize", "Detokenize", "Score", "GetModel"),
+        *("Embed", "FillMask"),
     }
     assert hasattr(generation_pb2_grpc, "TextGenerationServicer")
 

@@ -19,6 +19,8 @@ REQUESTS: dict[str, type[Message]] = {
     "Generate": pb.GenerateRequest,
     STREAMING: pb.GenerateRequest,
     "Score": pb.ScoreRequest,
+    "Embed": pb.EmbedRequest,
+    "FillMask": pb.FillMaskRequest,
     "Tokenize": pb.TokenizeRequest,
     "Detokenize": pb.DetokenizeRequest,
     "GetModel": pb.GetModelRequest,

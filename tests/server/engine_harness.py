@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from quill.server.engine.engine import Engine
@@ -15,10 +16,11 @@ from quill.server.events import (
     PromptEvent,
     StartEvent,
     TokenEvent,
+    VectorEvent,
 )
 from quill.server.limits import Limits
-from quill.server.request import Request
-from tests.server.fake_session import VOCAB_SIZE, FakeSession
+from quill.server.request import Pooling, Reading, Request
+from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession
 
 CONTEXT = 96
 
@@ -31,7 +33,8 @@ class House:
     ) -> None:
         fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
         self.limits = Limits(**fields)
-        self.session = FakeSession(num_blocks, self.limits.block_size)
+        kind = FakeEncoder if self.limits.reads_whole else FakeSession
+        self.session = kind(num_blocks, self.limits.block_size)
         self.now_s = 0.0
         self.engine = Engine(self.session, self.limits, clock=self._clock)
         self._step_s = step_s  # that a look at the clock takes
@@ -41,6 +44,7 @@ class House:
         self.prompts: dict[str, list[PositionLogprobs]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishEvent] = {}
         self.failed: dict[str, RequestError] = {}
+        self.vectors: dict[str, dict[int, list[float]]] = defaultdict(dict)
 
     def _clock(self) -> float:
         self.now_s += self._step_s
@@ -71,6 +75,10 @@ class House:
                 self.prompts[event.request_id] += event.logprobs
             elif isinstance(event, FailEvent):
                 self.failed[event.request_id] = event.error
+            elif isinstance(event, VectorEvent):
+                assert event.request_id in self.started
+                assert event.text not in self.vectors[event.request_id]
+                self.vectors[event.request_id][event.text] = event.vector_D.tolist()
             elif not isinstance(event, HypothesisEvent):
                 self._note_sequence(event)
 
@@ -92,6 +100,18 @@ def make_request(name: str = "r", num_prompt: int = 7, **fields: Any) -> Request
     prompt = tuple((len(name) * 5 + i * i) % VOCAB_SIZE for i in range(num_prompt))
     fields.setdefault("max_new_tokens", 6)
     return Request(request_id=name, **{"prompt_ids": prompt, **fields})
+
+
+def make_reading(
+    name: str, lengths: Sequence[int], pooling: Pooling = "mean", **fields: Any
+) -> Request:
+    """Texts of so many tokens each."""
+    texts = tuple(
+        tuple((len(name) * 5 + text * 11 + i * i) % VOCAB_SIZE for i in range(length))
+        for text, length in enumerate(lengths)
+    )
+    reading = Reading(texts=texts, pooling=pooling)
+    return Request(request_id=name, reading=reading, max_new_tokens=0, **fields)
 
 
 def as_translation(request: Request) -> Request:

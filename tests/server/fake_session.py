@@ -14,8 +14,10 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.request import Request
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+from quill.server.scheduler.session import Computed
 
 VOCAB_SIZE = 50
+D_MODEL = 6
 NOTHING = -1  # what a position holds before it is written
 
 Logits = npt.NDArray[np.float32]
@@ -33,6 +35,12 @@ def logits_after(ids: Sequence[int]) -> Logits:
     return logits_V
 
 
+def hidden_after(ids: Sequence[int]) -> Logits:
+    """The 'model': a hidden state that depends on every token of a text and on their order."""
+    seed = zlib.crc32(np.array(ids, np.int64).tobytes()) + 1
+    return np.random.default_rng(seed).normal(size=D_MODEL).astype(np.float32)
+
+
 class FakeSession:
     """Fails on demand: put an error into `failures`, and the next step raises it."""
 
@@ -46,7 +54,7 @@ class FakeSession:
         self.num_encoded: list[int] = []  # sources of each run of the encoder
         self.num_copied = 0
 
-    def step(self, pieces: Sequence[Piece]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Computed:
         self._maybe_fail()
         assert pieces
         self._check_blocks(pieces)
@@ -58,7 +66,16 @@ class FakeSession:
             for bad, piece in ((place in self.poisoned, each) for place, each in enumerate(pieces))
             for i in piece.wanted
         ]
-        return np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE)
+        hidden = [
+            hidden_after(self._text(piece, piece.start + i + 1))
+            * (np.nan if place in self.poisoned else 1)
+            for place, piece in enumerate(pieces)
+            for i in piece.hidden
+        ]
+        return Computed(
+            np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE),
+            np.array(hidden, np.float32).reshape(len(hidden), D_MODEL),
+        )
 
     def encode(self, sources: Sequence[Source]) -> None:
         self._maybe_fail()
@@ -105,6 +122,22 @@ class FakeSession:
     def _maybe_fail(self) -> None:
         if self.failures:
             raise self.failures.pop(0)
+
+
+class FakeEncoder(FakeSession):
+    """Every token sees its whole text, so a text comes whole; and nothing is kept."""
+
+    def step(self, pieces: Sequence[Piece]) -> Computed:
+        self._maybe_fail()
+        assert pieces
+        assert all(piece.start == 0 for piece in pieces)
+        self.steps.append([(0, len(piece.ids)) for piece in pieces])
+        logits = [logits_after([*piece.ids, i]) for piece in pieces for i in piece.wanted]
+        hidden = [hidden_after([*piece.ids, i]) for piece in pieces for i in piece.hidden]
+        return Computed(
+            np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE),
+            np.array(hidden, np.float32).reshape(len(hidden), D_MODEL),
+        )
 
 
 def oracle(request: Request, context: int) -> list[list[int]]:

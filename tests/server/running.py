@@ -24,7 +24,7 @@ from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from tests.server.scripted_session import END, TIMEOUT_S, VOCAB_SIZE, Reciter
+from tests.server.scripted_session import D_MODEL, END, TIMEOUT_S, VOCAB_SIZE, Reciter
 
 CONTEXT = 200
 NUM_BLOCKS = 256
@@ -69,7 +69,7 @@ def _sizes() -> Sizes:
     return Sizes(
         vocab_size=VOCAB_SIZE,
         context=CONTEXT,
-        d_model=1,
+        d_model=D_MODEL,
         num_layers=1,
         num_encoder_layers=0,
         num_heads=1,
@@ -78,6 +78,12 @@ def _sizes() -> Sizes:
         d_ff=1,
         num_parameters=1,
     )
+
+
+def make_embedder(**changes: Any) -> ServedModel:
+    """A causal model whose graphs give hidden states, too."""
+    served = make_served(**changes)
+    return dataclasses.replace(served, graphs=dataclasses.replace(served.graphs, hidden=True))
 
 
 def make_text() -> Text:

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+from quill.server.scheduler.session import Computed
 
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1
+D_MODEL = 4
 TIMEOUT_S = 30
 Logits = npt.NDArray[np.float32]
 
@@ -30,6 +32,11 @@ def following(token: int) -> int:
     if byte in pairs:
         return token_of(pairs[byte])
     return token_of(byte + 1) if chr(max(byte, 0)).isalpha() else token_of(ord("a"))
+
+
+def hidden_of(token: int) -> list[float]:
+    """What is read of a token, whatever comes before it."""
+    return [token, 1.0, -token, 0.5]
 
 
 class Reciter:
@@ -59,10 +66,12 @@ class Reciter:
             reached = self._changed.wait_for(lambda: self.num_steps >= num_steps, TIMEOUT_S)
         assert reached, f"{self.num_steps} steps instead of {num_steps}"
 
-    def step(self, pieces: Sequence[Piece]) -> Logits:
+    def step(self, pieces: Sequence[Piece]) -> Computed:
         self._step()
         self.num_rows = len(pieces)
-        return _logits([piece.ids[i] for piece in pieces for i in piece.wanted])
+        logits_LV = _logits([piece.ids[i] for piece in pieces for i in piece.wanted])
+        hidden = [hidden_of(piece.ids[i]) for piece in pieces for i in piece.hidden]
+        return Computed(logits_LV, np.array(hidden, np.float32).reshape(len(hidden), D_MODEL))
 
     def encode(self, sources: Sequence[Source]) -> None:
         pass

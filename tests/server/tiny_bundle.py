@@ -11,7 +11,7 @@ from quill.export.bundle.manifest import Manifest
 from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
+from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 from quill.server.runtime.blocks import Blocks, BlockShape
@@ -55,8 +55,32 @@ SEQ2SEQ = ModelConfig(
     ff_bias=True,
     scale_embeddings=True,
 )
+ENCODER = ModelConfig(
+    family="encoder",
+    vocab_size=512,
+    context=CONTEXT,
+    d_model=64,
+    num_layers=0,
+    num_encoder_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=16,
+    d_ff=128,
+    positions="learned",
+    norm="layer",
+    norm_placement="post",
+    activation="gelu",
+    qkv_bias=True,
+    attention_out_bias=True,
+    ff_bias=True,
+    output_bias=True,
+    norm_eps=1e-12,
+    num_segments=2,
+    embedding_norm=True,
+    masked_head=True,
+)
 # What the matrices are multiplied by, and the embedding.
-SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
+SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0), "encoder": (4.0, 4.0)}
 
 
 # The network is tiny; threads that wait for each other only make it slower.
@@ -72,12 +96,13 @@ class TinyBundle:
     def session(self, precision: str, num_blocks: int = NUM_BLOCKS) -> OrtSession:
         graphs, sizes = self.manifest.graphs_in(precision), self.manifest.sizes
         settings = SessionSettings(num_threads=1, spinning=False)
+        assert graphs.decoder is not None
         decoder = open_graph(self.directory / graphs.decoder, settings)
         blocks = Blocks(num_blocks, BlockShape.of(sizes, graphs))
         encoder = None
         if graphs.encoder is not None:
             encoder = open_graph(self.directory / graphs.encoder, settings)
-        return OrtSession(decoder, blocks, sizes, encoder)
+        return OrtSession(decoder, blocks, sizes, encoder, hidden=graphs.hidden)
 
 
 def rounding_error(model: Transformer, num_sources: int = 24) -> float:
@@ -115,6 +140,20 @@ def make_tiny_translator(directory: Path) -> TinyBundle:
         tokenizer=byte_tokenizer(),
         special_tokens=special,
         stop_ids=(EOS,),
+    )
+
+
+def make_tiny_encoder(directory: Path) -> TinyBundle:
+    """BERT's shape, with [CLS] before a text and [SEP] after it."""
+    tokenizer = byte_tokenizer(ENCODER_SPECIAL_TOKENS)
+    return _make_bundle(
+        directory,
+        ENCODER,
+        SERVED,
+        tokenizer=tokenizer,
+        special_tokens=tokenizer.special,
+        prepend_bos=True,
+        append_eos=True,
     )
 
 

@@ -108,3 +108,18 @@ class Translator(Protocol):
         self, sources: Sequence[Sequence[int]], num_beams: int, num_at_once: int
     ) -> Translated:
         """So many sources at a time. One beam is greedy."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The mean vectors of some texts, in their order, and the time that they took together."""
+
+    seconds: float
+    vectors: list[list[float]]
+
+
+class Embedder(Protocol):
+    about: About
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Embedded:
+        """Token ids, taken as they are, in the order of their arrival."""

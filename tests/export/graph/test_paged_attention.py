@@ -31,7 +31,7 @@ def causal(request: pytest.FixtureRequest) -> Exported:
 
 
 def load(exported: Exported) -> onnx.ModelProto:
-    return onnx.load(exported.directory / exported.manifest.graphs_in("fp16").decoder)
+    return onnx.load(exported.directory / "decoder.fp16.onnx")
 
 
 def packed(rows: list[Array], past: Array) -> dict[str, Array]:

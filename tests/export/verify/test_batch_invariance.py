@@ -78,6 +78,7 @@ def changed(exported: Exported, directory: Path, change: Change) -> Runner:
     """A runner for the fp32 graphs with something about the decoder changed."""
     graphs = exported.manifest.graphs_in("fp32")
     shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
+    assert graphs.decoder is not None
     model = onnx.load(directory / graphs.decoder)
     change(model)
     onnx.save(model, directory / graphs.decoder)

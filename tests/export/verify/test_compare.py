@@ -197,6 +197,7 @@ def test_a_damaged_integer_graph_is_caught(
 ) -> None:
     shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
     graphs = llama.manifest.graphs_in("quill4")
+    assert graphs.decoder is not None
     model = onnx.load(tmp_path / graphs.decoder)
     exchange_two_layers(model)
     onnx.save(model, tmp_path / graphs.decoder)

@@ -43,6 +43,22 @@ def test_equal_answers_are_equal(server: OwnServer, records: list[RequestRecord]
     assert {"OK", "CANCELLED", "INVALID_ARGUMENT"} <= statuses
 
 
+def test_vectors_must_be_the_same_bits(server: OwnServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        asked = [make_ask("embed", 0, index, FACTS) for index in range(6)]
+        records = [call(stub, ask, 0.0).record(ask, i, "embed", 0.0) for i, ask in enumerate(asked)]
+    assert {record.status for record in records} == {"OK"}
+    assert all(record.prompt_tokens and not record.token_ids for record in records)
+    assert len({record.vectors for record in records}) == 6
+    verdict_on(server, *records).check()
+    other = replace(records[0], vectors=records[1].vectors)
+    refused = replace(records[2], status="DEADLINE_EXCEEDED")
+    verdict = verdict_on(server, other, refused)
+    assert verdict.differences == ["request 0: its texts have other vectors alone"]
+    assert list(verdict.not_compared) == ["no vectors came (DEADLINE_EXCEEDED)"]
+
+
 def first(records: list[RequestRecord], status: str) -> RequestRecord:
     return next(r for r in records if r.status == status and (r.num_tokens > 2 or not r.token_ids))
 

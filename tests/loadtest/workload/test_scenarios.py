@@ -8,6 +8,7 @@ from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
+from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
@@ -19,7 +20,8 @@ CHAT = Facts(vocab_size=49_152, context=8192, has_tokenizer=True, has_template=T
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_request_depends_on_seed_and_index_alone(name: str, facts: Facts) -> None:
     def serialised(seed: int, index: int) -> bytes:
-        return make_ask(name, seed, index, facts).request.SerializeToString(deterministic=True)
+        ask = make_ask(name, seed, index, facts)
+        return (ask.embed or ask.request).SerializeToString(deterministic=True)
 
     assert serialised(1, 5) == serialised(1, 5)
     different = {serialised(seed, index) for seed in range(2) for index in range(10)}
@@ -32,6 +34,22 @@ def test_input_is_of_the_kind_that_the_model_reads(name: str) -> None:
     assert kinds <= {"prompt_ids", None}
     kinds = {make_ask(name, 0, index, CHAT).request.WhichOneof("input") for index in range(20)}
     assert kinds <= {"prompt", "messages", "prompt_ids", None}
+
+
+def test_texts_to_embed_are_of_the_kind_that_the_model_reads() -> None:
+    for facts, kind in ((IDS, "token_ids"), (CHAT, "text")):
+        asked = [make_ask("embed", 0, index, facts).embed for index in range(40)]
+        inputs = [each for ask in asked if ask is not None for each in ask.inputs]
+        assert {each.WhichOneof("input") for each in inputs} == {kind}
+        assert {len(ask.inputs) for ask in asked if ask is not None} == {1, 4, 16}
+
+
+def test_scenario_that_a_model_cant_do_is_refused() -> None:
+    check_scenario("embed", pb.Model(embedding_size=64))
+    with pytest.raises(OptionError, match="doesn't embed"):
+        check_scenario("embed", pb.Model(name="en-de"))
+    with pytest.raises(OptionError, match="--scenario embed"):
+        check_scenario("mixed", pb.Model(name="bert", family=pb.FAMILY_ENCODER))
 
 
 def test_shared_prompts_begin_alike() -> None:

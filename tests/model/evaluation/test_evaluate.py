@@ -10,6 +10,7 @@ from quill.__main__ import main
 from quill.model.evaluation.translation import score_translations
 from tests.model.runs import (
     last_checkpoint,
+    masked_arguments,
     pair_arguments,
     text_arguments,
     train,
@@ -39,6 +40,19 @@ def test_a_causal_run_is_scored_as_training_scored_it(
     printed = capfd.readouterr().out
     assert "bits per byte" in printed
     assert told in printed
+
+
+def test_an_encoder_is_scored_as_training_scored_it(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(masked_arguments(text, tmp_path / "run"))
+    told = capfd.readouterr().out.split("Held out: loss ")[1]
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    printed = capfd.readouterr().out
+    assert told.split(",")[0] in printed
+    assert told.split(", ")[2].split(" of ")[0] in printed, "the share that was found"
+    assert main(["eval", str(tmp_path / "run"), "--stride", "4"]) == 2
+    assert "--stride is for language models" in capfd.readouterr().err
 
 
 def test_the_stride_decides_how_much_past_each_token_has(

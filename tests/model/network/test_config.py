@@ -47,6 +47,9 @@ SEQ2SEQ = preset("seq2seq-tiny")
             "rotary_scaling is set but positions are learned",
         ),
         ({"num_encoder_layers": 2}, "a causal model with 2 encoder layers"),
+        ({"num_segments": 2}, "a causal model with num_segments 2 and masked_head False"),
+        ({"family": "encoder"}, "an? encoder model with 0 encoder layers"),
+        ({"family": "encoder", "num_encoder_layers": 2}, "an encoder with 4 decoder layers"),
     ],
 )
 def test_contradictions_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quill.model.network.attention import EncoderAttending
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 
@@ -191,3 +192,42 @@ def test_a_fresh_network_knows_nothing() -> None:
     config = dataclasses.replace(SMALL, vocab_size=1000, d_model=64)
     log_probs = Transformer(config)(tokens(4, 16)).log_softmax(dim=-1)
     assert log_probs.mean().item() == pytest.approx(-6.9078, abs=0.1)  # log(1 / 1000)
+
+
+ENCODER = dataclasses.replace(
+    SMALL,
+    family="encoder",
+    num_layers=0,
+    num_encoder_layers=2,
+    positions="learned",
+    num_segments=2,
+    embedding_norm=True,
+    masked_head=True,
+    output_bias=True,
+)
+
+
+def test_an_encoders_tokens_see_both_ways_and_no_padding() -> None:
+    torch.manual_seed(0)
+    model = Transformer(ENCODER).eval()
+    ids = torch.randint(ENCODER.vocab_size, (1, 6))
+    with torch.no_grad():
+        whole = model.states(ids)
+        changed = ids.clone()
+        changed[0, 5] = (changed[0, 5] + 1) % ENCODER.vocab_size
+        assert not torch.allclose(model.states(changed)[0, 0], whole[0, 0])
+        padded = torch.cat((ids, ids), dim=1)[:, :8]
+        mask = torch.arange(8)[None] < 6
+        torch.testing.assert_close(model.states(padded, mask)[:, :6], whole)
+        assert model.project(whole).shape == (1, 6, ENCODER.vocab_size)
+
+
+def test_without_segments_all_tokens_are_of_the_first() -> None:
+    torch.manual_seed(0)
+    model = Transformer(ENCODER).eval()
+    ids = torch.randint(ENCODER.vocab_size, (1, 6))
+    attending = EncoderAttending(ENCODER, None, None)
+    with torch.no_grad():
+        first = model.memory(ids, attending, torch.zeros_like(ids))
+        assert torch.equal(model.states(ids), first)
+        assert not torch.allclose(model.memory(ids, attending, torch.ones_like(ids)), first)

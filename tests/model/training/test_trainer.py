@@ -1,6 +1,7 @@
 """The training loop: it learns, alone or in company, and leaves what it promises."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from quill.__main__ import main
+from quill.model.checkpoint.checkpoint import load_checkpoint
 from quill.model.data.batches import TextBatches
 from quill.model.errors import ConfigError, ModelError
 from quill.model.network.presets import preset
@@ -17,7 +19,9 @@ from quill.model.training.distributed import Peers
 from quill.model.training.recipes import RECIPES
 from quill.model.training.trainer import Trainer, make_optimiser
 from tests.model.runs import (
+    last_checkpoint,
     log_lines,
+    masked_arguments,
     pair_arguments,
     text_arguments,
     train,
@@ -97,6 +101,22 @@ def test_a_run_is_repeatable(tmp_path: Path) -> None:
     for name in ("one", "two"):
         train(pair_arguments(data, tmp_path / name))
     assert weight_bytes(tmp_path / "one") == weight_bytes(tmp_path / "two")
+
+
+def test_an_encoder_resumes_to_the_same_weights_and_logs_what_it_finds(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text.txt")
+    train(masked_arguments(data, tmp_path / "whole", "--keep", "2"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "step-00000006")
+    train(["train", "--resume", str(tmp_path / "parts")])
+    assert weight_bytes(tmp_path / "parts") == weight_bytes(tmp_path / "whole")
+    last = log_lines(tmp_path / "whole")[-1]
+    assert 0 <= last["held_out_accuracy"] <= 1
+    assert "held_out_bits_per_byte" not in last
+    assert "⟨found|hidden⟩" in (tmp_path / "whole" / "samples.txt").read_text()
+    checkpoint = load_checkpoint(last_checkpoint(tmp_path / "whole"))
+    assert (checkpoint.prepend_bos, checkpoint.append_eos, checkpoint.stop_ids) == (True, True, ())
+    assert checkpoint.special_tokens.mask is not None
 
 
 @pytest.mark.parametrize("family", ["causal", "seq2seq"])

@@ -11,7 +11,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.api import grpc_server
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.call_error import CallError
-from quill.server.client.requests import make_request
+from quill.server.client.requests import embed_request, fill_request, make_request
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.running import running_server
@@ -32,6 +32,17 @@ def test_prompts_are_text_tokens_or_a_conversation() -> None:
     assert spoken.messages.messages[0].content == "hi"
     assert spoken.HasField("seed")
     assert not spoken.HasField("temperature")
+
+
+def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:
+    one = embed_request("hi", {"pooling": "last", "normalise": False})
+    assert [each.text for each in one.inputs] == ["hi"]
+    assert (one.pooling, one.HasField("normalise")) == (pb.POOLING_LAST, True)
+    several = embed_request(["hi", [1, 2]], {})
+    assert [each.WhichOneof("input") for each in several.inputs] == ["text", "token_ids"]
+    assert list(fill_request([1, 2], None).token_ids.ids) == [1, 2]
+    with pytest.raises(CallError, match="POOLING_MIDDLE"):
+        embed_request("hi", {"pooling": "middle"})
 
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"no_such": 1}, {"top_k": 2**40}])

@@ -35,14 +35,14 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         parameters = SamplingParameters(**vars(request.sampling))
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        logits_1V = session.step([Piece(prompt, 0, blocks, [last])])
+        logits_1V, _ = session.step([Piece(prompt, 0, blocks, [last])])
         for position in range(request.max_new_tokens):
             u = uniform(seed, position)
             answer.append(choose(logits_1V[0], parameters, prompt, answer, u))
             reports += position_logprobs(logits_1V, answer[-1:], [request.logprobs or 0])
             if answer[-1] in request.eos_ids:
                 break
-            logits_1V = session.step([Piece(answer[-1:], last + len(answer), blocks, [0])])
+            logits_1V, _ = session.step([Piece(answer[-1:], last + len(answer), blocks, [0])])
         answers[request.request_id, sequence] = reports
     return answers
 

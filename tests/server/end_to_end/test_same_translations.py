@@ -40,7 +40,7 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         length = len(request.source_ids)
         for position in range(request.max_new_tokens):
             piece = Piece(text[-1:], position, own, [0], foreign, length)
-            logits_1V = session.step([piece])
+            logits_1V, _ = session.step([piece])
             token = choose(logits_1V[0], parameters, [BOS], text[1:], uniform(seed, position))
             reports += position_logprobs(logits_1V, [token], [request.logprobs or 0])
             text.append(token)

@@ -8,8 +8,9 @@ import pytest
 from quill.model.reference.sampling import log_probabilities
 from quill.server.request import Request, Sampling
 from quill.server.scheduler.plan import Piece
+from quill.server.scheduler.session import Computed
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
-from tests.server.fake_session import Logits, logits_after, oracle
+from tests.server.fake_session import logits_after, oracle
 
 
 def test_answer_is_the_oracles_and_its_account_is_right() -> None:
@@ -180,7 +181,7 @@ def test_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
     told, step = list[str](), house.session.step
 
-    def listen(pieces: Sequence[Piece]) -> Logits:
+    def listen(pieces: Sequence[Piece]) -> Computed:
         told.append(house.engine.describe())
         return step(pieces)
 

@@ -61,11 +61,12 @@ class CopyingDecoder:
 def _session(bundle: TinyBundle, on_device: bool) -> OrtSession:
     graphs = bundle.manifest.graphs_in("fp32")
     shape = BlockShape.of(bundle.manifest.sizes, graphs)
+    assert graphs.decoder is not None
     decoder: Any = open_graph(bundle.directory / graphs.decoder, ONE_THREAD)
+    blocks: Any = Blocks(NUM_BLOCKS, shape)
     if on_device:
-        blocks = DeviceBlocks(NUM_BLOCKS, shape, "cpu")
-        return OrtSession(CopyingDecoder(decoder), blocks, bundle.manifest.sizes)
-    return OrtSession(decoder, Blocks(NUM_BLOCKS, shape), bundle.manifest.sizes)
+        decoder, blocks = CopyingDecoder(decoder), DeviceBlocks(NUM_BLOCKS, shape, "cpu")
+    return OrtSession(decoder, blocks, bundle.manifest.sizes, hidden=graphs.hidden)
 
 
 def _requests(rng: random.Random) -> list[Request]:

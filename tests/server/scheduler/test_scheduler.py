@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quill.server.limits import Limits
@@ -32,7 +33,8 @@ class World:
             tokens = [row.sequence + len(row.token_ids) for row in part.takers]
             tokens += [tokens[-1] + i + 1 for i in range(len(part.guesses))]
             choices.append([Choice(token, None, is_finite=True) for token in tokens])
-        outcome = self.scheduler.commit(plan, StepResult(choices, {}, {}, set()))
+        hidden = [np.ones((len(part.piece.hidden), 1), np.float32) for part in plan.parts]
+        outcome = self.scheduler.commit(plan, StepResult(choices, hidden, {}, {}, set()))
         for row, reason in outcome.finished:
             self.finished[row.request.request_id, row.sequence] = reason
         return outcome

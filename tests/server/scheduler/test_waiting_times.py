@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from quill.server.engine.engine import Engine
@@ -14,6 +13,7 @@ from quill.server.events import FailEvent, StartEvent, TokenEvent
 from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
+from quill.server.scheduler.session import Computed
 
 CONTEXT = 9000
 STEP_S, ROW_S, TOKEN_S, PAST_S = 0.012, 0.0012, 0.0011, 0.0000003
@@ -27,7 +27,7 @@ class SlowMachine:
         self.num_tokens = 0
         self.script: list[int] = []  # what the only row says after a prompt of the same length
 
-    def step(self, pieces: Sequence[Piece]) -> npt.NDArray[np.float32]:
+    def step(self, pieces: Sequence[Piece]) -> Computed:
         self.now_s += STEP_S
         for piece in pieces:
             num_tokens = len(piece.ids)
@@ -44,7 +44,7 @@ class SlowMachine:
             (piece,) = pieces
             places = [piece.start + i + 1 - len(self.script) for i in piece.wanted]
             logits_LV[range(num_logits), [self.script[place] for place in places]] = 20
-        return logits_LV
+        return Computed(logits_LV, np.empty((0, 1), np.float32))
 
     def encode(self, sources: Sequence[Source]) -> None:
         self.now_s += sum(TOKEN_S * len(source.ids) for source in sources)

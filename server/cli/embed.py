@@ -1,0 +1,92 @@
+"""`quill embed` and `quill fill`: an encoder in the terminal.
+
+Knows: terminals, files of vectors, the client. Does not know: gRPC, pictures.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from google.protobuf.json_format import MessageToJson
+
+from quill.protos import generation_pb2 as pb
+from quill.server.client.access import read_access
+from quill.server.client.requests import EmbedOptions
+from quill.server.client.sync_client import Client
+from quill.server.errors import ServerError
+
+MAX_INPUTS = 2048  # of a call
+
+
+def embed(args: argparse.Namespace) -> None:
+    if args.compare is not None:
+        args.extra = "train"  # which brings matplotlib
+        from quill.server.cli.compare import compare
+
+        compare(args)
+        return
+    texts = _texts(args.texts)
+    with Client(args.address, access=read_access(args)) as client:
+        answers = [
+            client.embed(some, timeout_s=args.timeout, **_options(args)) for some in _cut(texts)
+        ]
+    if args.json:
+        for answer in answers:
+            print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
+        return
+    vectors_ND = np.array(
+        [each.values for answer in answers for each in answer.embeddings], np.float32
+    )
+    if args.out is None:
+        for vector_D in vectors_ND:
+            print(*vector_D)
+        return
+    try:
+        np.save(args.out, vectors_ND)
+    except OSError as error:
+        raise ServerError(f"can't write {args.out}: {error.strerror}") from error
+
+
+def _texts(given: Sequence[str]) -> list[str]:
+    texts = [line.rstrip("\n") for line in sys.stdin] if list(given) == ["-"] else list(given)
+    if not texts:
+        raise ServerError("there is no text to embed. Give one, or - to read stdin")
+    return texts
+
+
+def _cut(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """As many as fit into a call."""
+    for start in range(0, len(texts), MAX_INPUTS):
+        yield texts[start : start + MAX_INPUTS]
+
+
+def _options(args: argparse.Namespace) -> EmbedOptions:
+    # What wasn't given is left out: then the model's own default applies.
+    options = EmbedOptions()
+    if args.pooling is not None:
+        options["pooling"] = args.pooling
+    if args.normalise is not None:
+        options["normalise"] = args.normalise
+    if args.dimensions is not None:
+        options["dimensions"] = args.dimensions
+    return options
+
+
+def fill(args: argparse.Namespace) -> None:
+    text = sys.stdin.read() if args.text == "-" else args.text
+    with Client(args.address, access=read_access(args)) as client:
+        answer = client.fill_mask(text, top_k=args.top_k, timeout_s=args.timeout)
+    if args.json:
+        print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
+        return
+    for number, mask in enumerate(answer.masks):
+        if len(answer.masks) > 1:
+            print(f"mask {number + 1}")
+        _show(mask)
+
+
+def _show(mask: pb.Mask) -> None:
+    for filling in mask.fillings:
+        text = filling.text if filling.text.isprintable() else repr(filling.text)
+        print(f"{filling.probability:8.2%}  {text}")

@@ -1,0 +1,204 @@
+"""Texts that are read for their vectors, by encoders and beside generations, without a model."""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quill.model.reference.sampling import log_probabilities
+from quill.server.errors import CancelledError, DeadlineError, StepError
+from quill.server.request import Pooling, Reading, Request
+from tests.server.engine_harness import CONTEXT, House, make_reading, make_request
+from tests.server.fake_session import hidden_after, logits_after, oracle
+
+# How engines for encoders are limited: a place for each text of a step.
+ENCODER: dict[str, Any] = {"reads_whole": True, "block_size": CONTEXT, "share": False}
+
+
+def expected(request: Request, is_whole: bool) -> dict[int, list[float]]:
+    """Token by token, in plain Python: float64, in order."""
+    assert request.reading is not None
+    vectors = {}
+    for number, text in enumerate(request.reading.texts):
+        rows = [
+            hidden_after([*text, i] if is_whole else text[: i + 1]).tolist()
+            for i in range(len(text))
+        ]
+        chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[request.reading.pooling]
+        total = chosen[0]
+        for row in chosen[1:]:
+            total = [a + b for a, b in zip(total, row, strict=True)]
+        vectors[number] = [float(np.float32(each / len(chosen))) for each in total]
+    return vectors
+
+
+def houses(**fields: Any) -> list[House]:
+    return [House(**fields), House(**{"num_blocks": 64, **fields, **ENCODER})]
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["causal", "encoder"])
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_each_text_has_its_vector_whatever_its_company(pooling: Pooling, is_whole: bool) -> None:
+    house = houses(step_s=0.001)[is_whole]
+    lengths = (1, 40, 3, CONTEXT, 16, 17, 2, 60)
+    request = make_reading("r", lengths, pooling)
+    house.submit(request)
+    house.run()
+    assert house.vectors["r"] == expected(request, is_whole)
+    finish = house.finished["r", 0]
+    assert (finish.usage.prompt, finish.usage.cached, finish.usage.generated) == (
+        *(sum(lengths), 0, 0),
+    )
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["causal", "encoder"])
+def test_crowd_gives_the_same_vectors_as_each_alone(is_whole: bool) -> None:
+    rng = random.Random(1)
+    house = houses(num_blocks=24, max_read=128, step_s=0.003)[is_whole]
+    requests = [
+        make_reading(
+            "x" * (n + 1), [rng.randint(1, CONTEXT) for _ in range(rng.randint(1, 12))], owner=owner
+        )
+        for n, owner in enumerate("aabbbc")
+    ]
+    others = [] if is_whole else [make_request("y" * n, num_prompt=9 * n) for n in range(1, 5)]
+    for request in [*requests, *others]:
+        house.submit(request)
+        house.step()
+    house.run()
+    for request in requests:
+        alone = houses(num_blocks=24)[is_whole]
+        alone.submit(request)
+        alone.run()
+        assert house.vectors[request.request_id] == alone.vectors[request.request_id]
+        assert house.vectors[request.request_id] == expected(request, is_whole)
+    for request in others:
+        assert house.answer(request) == oracle(request, CONTEXT)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_range_is_the_vector_of_its_tokens_within_the_text(pooling: Pooling) -> None:
+    house = House(max_read=10, **{**ENCODER, "reads_whole": False})
+    text = tuple(range(30))
+    ranges = (range(3, 25), range(29, 30), range(0, 1))
+    reading = Reading(texts=(text,) * 3, pooling=pooling, ranges=ranges)
+    house.submit(Request(request_id="r", reading=reading, max_new_tokens=0))
+    house.run()
+    for number, of in enumerate(ranges):
+        places = {"mean": of, "first": of[:1], "last": of[-1:]}[pooling]
+        rows = [hidden_after(text[: place + 1]).astype(np.float64) for place in places]
+        expected_D = (np.add.accumulate(rows)[-1] / len(rows)).astype(np.float32)
+        assert house.vectors["r"][number] == expected_D.tolist()
+
+
+def test_texts_are_packed_up_to_the_steps_limit_and_never_cut_for_an_encoder() -> None:
+    house = House(num_blocks=64, max_read=100, **ENCODER)
+    request = make_reading("r", [30] * 7 + [96])
+    house.submit(request)
+    house.run()
+    assert [len(step) for step in house.session.steps] == [2, 3, 2, 1], "the first is a try"
+    assert house.session.steps[-1] == [(0, 96)]
+    assert house.vectors["r"] == expected(request, is_whole=True)
+
+
+def test_running_rows_go_on_beside_many_texts() -> None:
+    house = House(step_s=0.0005)
+    talker = make_request("talker", max_new_tokens=40)
+    house.submit(talker)
+    house.step()
+    house.submit(make_reading("texts", [20] * 50))
+    num_before = len(house.tokens["talker", 0])
+    for num_steps in range(1, 11):
+        house.step()
+        assert len(house.tokens["talker", 0]) >= num_before + num_steps
+    house.run()
+    assert house.answer(talker) == oracle(talker, CONTEXT)
+    assert house.vectors["texts"] == expected(make_reading("texts", [20] * 50), is_whole=False)
+
+
+def test_newcomer_with_one_text_doesnt_wait_for_another_owners_thousand() -> None:
+    house = House(num_blocks=512, max_read=200, step_s=0.001, **ENCODER)
+    house.submit(make_reading("crowd", [20] * 300, owner="a"))
+    house.step()
+    house.submit(make_reading("one", [20], owner="b"))
+    house.step()
+    assert ("one", 0) in house.finished
+    assert ("crowd", 0) not in house.finished
+
+
+def test_texts_that_are_set_back_end_with_the_same_vectors() -> None:
+    house = House(num_blocks=9, max_read=10, step_s=0.001)
+    old = make_request("old", num_prompt=20, max_new_tokens=76)
+    reading = make_reading("young", [70 + n for n in range(20)])
+    house.submit(old)
+    house.submit(reading)
+    num_set_back = 0
+    while not house.engine.is_idle:
+        batch = house.step()
+        num_set_back += batch.step.num_set_back if batch.step is not None else 0
+    assert num_set_back > 0
+    assert house.vectors["young"] == expected(reading, is_whole=False)
+    assert house.answer(old) == oracle(old, CONTEXT)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["causal", "encoder"])
+@pytest.mark.parametrize("reason", ["cancelled", "deadline"])
+def test_request_that_ends_early_ends_once_and_leaves_nothing(reason: Any, is_whole: bool) -> None:
+    house = houses(max_read=40)[is_whole]
+    house.submit(make_reading("r", [20] * 9, deadline_s=100.0))
+    house.step()
+    house.step()
+    assert house.vectors["r"]
+    if reason == "deadline":
+        house.now_s = 101.0
+    else:
+        house.engine.end("r", None, "cancelled")
+    house.run()
+    kind = DeadlineError if reason == "deadline" else CancelledError
+    assert type(house.failed["r"]) is kind
+    assert "before all texts were read" in str(house.failed["r"])
+    assert house.step().crowd == (0, 0, 0)
+    again = make_reading("again", [20] * 9)
+    house.submit(again)
+    house.run()
+    assert house.vectors["again"] == expected(again, is_whole)
+
+
+def test_hidden_state_that_isnt_finite_fails_its_own_request_only() -> None:
+    house = House()
+    good, bad = make_reading("g", [7]), make_reading("bb", [9, 9])
+    house.session.poisoned = {1}
+    house.submit(good)
+    house.submit(bad)
+    house.step()
+    house.session.poisoned = set()
+    house.run()
+    assert isinstance(house.failed["bb"], StepError)
+    assert house.vectors["g"] == expected(good, is_whole=False)
+
+
+def test_step_that_fails_fails_the_texts_in_it() -> None:
+    house = House(num_blocks=8, **ENCODER)
+    house.session.failures.append(RuntimeError("no"))
+    house.submit(make_reading("r", [7]))
+    house.run()
+    assert isinstance(house.failed["r"], StepError)
+
+
+def test_masks_are_given_the_likeliest_tokens_at_their_places() -> None:
+    house = House(num_blocks=8, **ENCODER)
+    text = (3, 1, 4, 1, 5)
+    reading = Reading(texts=(text,), masks=(1, 3))
+    house.submit(Request(request_id="r", reading=reading, max_new_tokens=0, prompt_logprobs=3))
+    house.run()
+    first, second = house.prompts["r"]
+    for place, report in ((1, first), (3, second)):
+        expected_V = log_probabilities(logits_after([*text, place]))
+        assert report.token_id == 1
+        assert [each.token_id for each in report.top] == np.argsort(-expected_V)[:3].tolist()
+        for each in report.top:
+            assert math.isclose(each.logprob, expected_V[each.token_id], abs_tol=1e-5)
+    assert not house.vectors["r"]
+    assert ("r", 0) in house.finished
