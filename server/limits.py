@@ -17,6 +17,7 @@ class Limits:
     share: bool = True  # blocks of texts that begin alike
     guess: bool = True
     max_read: int = 1024  # tokens of prompts and sources in a step
+    one_token_steps: bool = False  # of each sequence; then nothing is guessed, either
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
         """What its rows hold together after so many tokens each: they share the prompt only."""

@@ -92,6 +92,7 @@ class Graphs:
     quantisation: str | None  # how the weights became small; None if they didn't
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
+    one_token_steps: bool = False  # a sequence's tokens go one by one: a state comes before each
 
     @property
     def is_good(self) -> bool:

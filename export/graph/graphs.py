@@ -24,7 +24,10 @@ from quill.export.graph.attention import (
     Source,
     store,
 )
+from quill.export.graph.recurrent import PackedMemory, park
 from quill.export.precisions import Device
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 
 # S sequences · T new tokens of all · B blocks of the longest · L logits · D model size
@@ -47,11 +50,11 @@ class Graph:
 class DecoderModule(nn.Module):
     """One step: new tokens in, logits and extended blocks out."""
 
-    def __init__(self, model: Transformer, project: Project, device: Device) -> None:
+    def __init__(self, model: Network, project: Project, device: Device) -> None:
         super().__init__()
         self.model = model
         self.project = project
-        self.attending = PackedAttending if device == "cpu" else PagedAttending
+        self.paging = PackedAttending if device == "cpu" else PagedAttending
 
     def forward(
         self,
@@ -70,10 +73,15 @@ class DecoderModule(nn.Module):
             source = Source(source_lengths_S, source_table_SB)
         model, pool = self.model, _pool(caches)
         packed = Packed(positions_T, starts_S)
-        x_TD = model.hidden(
-            ids_T,
-            self.attending(model.config, model.rotary, packed, past_S, table_SB, pool, source),
-        )
+        attending: object
+        if isinstance(model, Transformer):
+            attending = self.paging(
+                model.config, model.rotary, packed, past_S, table_SB, pool, source
+            )
+        else:
+            assert source is not None, "a recurrent decoder needs a source"
+            attending = PackedMemory(model.config, packed, past_S, table_SB, pool, source)
+        x_TD = model.hidden(ids_T, attending)
         # Before the projection: logits nobody asked for are the largest waste there is.
         x_LD = F.embedding(logit_indices_L, x_TD)
         return [self.project(x_LD).to(torch.float32), *pool.flat()]
@@ -82,7 +90,7 @@ class DecoderModule(nn.Module):
 class EncoderModule(nn.Module):
     """Sources in; each decoder layer's keys and values of them go into blocks."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Network) -> None:
         super().__init__()
         self.model = model
 
@@ -95,10 +103,15 @@ class EncoderModule(nn.Module):
         caches: list[Tensor],
     ) -> list[Tensor]:
         model, pool = self.model, _pool(caches)
+        if isinstance(model, Recurrent):
+            park(model, source_ids_T, pool, (starts_S, table_SB))
+            return pool.flat()
+        assert isinstance(model, Transformer)
         attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
         memory_TD = model.memory(source_ids_T, attending)
         for layer, cross in enumerate(model.crossings()):
-            store(model.config, pool, layer, cross.key_value(memory_TD), (starts_S, table_SB))
+            key_value = cross.key_value(memory_TD).chunk(2, dim=-1)
+            store(model.config, pool, layer, key_value, (starts_S, table_SB))
         return pool.flat()
 
 
@@ -148,7 +161,7 @@ _SOURCE_INPUTS = (graph_contract.SOURCE_LENGTHS, graph_contract.SOURCE_TABLE)
 
 
 def decoder_graph(
-    model: Transformer, project: Project, cache_type: torch.dtype, device: Device
+    model: Network, project: Project, cache_type: torch.dtype, device: Device
 ) -> Graph:
     """The decoder of either family. `project` turns hidden states into logits."""
     module = DecoderModule(model, project, device).eval()
@@ -157,7 +170,7 @@ def decoder_graph(
     return _graph(module, _DECODER_INPUTS, caches, after, [graph_contract.LOGITS])
 
 
-def encoder_graph(model: Transformer, cache_type: torch.dtype) -> Graph:
+def encoder_graph(model: Network, cache_type: torch.dtype) -> Graph:
     """The encoder of a seq2seq model."""
     caches = _caches(model, cache_type, "cpu")
     return _graph(EncoderModule(model).eval(), _ENCODER_INPUTS, caches)
@@ -191,7 +204,7 @@ def _example(name: str) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64 if name in _LONG else torch.int32)
 
 
-def _caches(model: Transformer, cache_type: torch.dtype, device: Device) -> list[Tensor]:
+def _caches(model: Network, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
     shapes = graph_contract.block_shapes(device, config.num_kv_heads, config.head_size)
     return [

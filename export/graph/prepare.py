@@ -13,11 +13,14 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZE
 from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
+from quill.export.graph.recurrent import loop_products
 from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
@@ -27,7 +30,7 @@ MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
 class Prepared:
     """A network whose forward pass, when traced, is the graph."""
 
-    model: Transformer
+    model: Network
     project: Project
     cache_type: torch.dtype
     quantisation: Quantisation | None = None
@@ -53,6 +56,11 @@ def check_exportable(config: ModelConfig) -> None:
         raise UnsupportedModelError(
             f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
             "the most. Train the model with more K/V heads"
+        )
+    if config.recurrence is not None and config.d_model % (2 * HEAD_SIZE_STEP):
+        raise UnsupportedModelError(
+            f"d_model is {config.d_model}; a recurrent encoder has half of it in each direction, "
+            f"and Quill's operators need a multiple of {2 * HEAD_SIZE_STEP}"
         )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
@@ -81,16 +89,21 @@ class Networks:
 
     def _plain(self, dtype: torch.dtype) -> Prepared:
         model = self._checkpoint.build().to(dtype)
+        if isinstance(model, Recurrent):
+            loop_products(model)
         return Prepared(model, model.project, dtype)
 
     def _own(self, quantisation: Quantisation) -> Prepared:
         """With integers for weights, and Quill's own operators."""
-        model = self._checkpoint.build()
+        model, cache_type = self._checkpoint.build(), torch.float16
+        if isinstance(model, Recurrent):
+            loop_products(model)
+            cache_type = torch.float32  # what is rounded in a state would be rounded again
         project = use_operators(model, quantisation)
-        return Prepared(model, project, torch.float16, quantisation)
+        return Prepared(model, project, cache_type, quantisation)
 
 
-def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
+def use_operators(model: Network, quantisation: Quantisation) -> Project:
     """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
     Answers the vocabulary projection."""
     weights, fuses = quantisation.weights, can_fuse(model.config)
@@ -108,6 +121,7 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
                 gated = fuses and child_name == "up"
                 setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
     if fuses:
+        assert isinstance(model, Transformer)
         for index, layer in enumerate(model.decoder):
             assert isinstance(layer, EncoderLayer)
             model.decoder[index] = FusedLayer(layer)

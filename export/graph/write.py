@@ -35,6 +35,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
         quantisation=None if quantisation is None else quantisation.description,
         verification=None,
         invariance=None,
+        one_token_steps=prepared.model.config.recurrence is not None,
     )
     with weights_file(directory / graphs.weights) as weights:
         _write_model(directory / graphs.decoder, trace(prepared.decoder(device)), weights, graphs)

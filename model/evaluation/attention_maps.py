@@ -37,8 +37,10 @@ from quill.model.network.attention import (
     split_qkv,
 )
 from quill.model.network.config import ModelConfig
-from quill.model.network.positions import RotaryTables
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
+from quill.model.network.positions import RotaryTables
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 
@@ -95,7 +97,7 @@ def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
 class Looks:
     """Who looks at whom: the tokens that label rows and columns, and what the network is fed."""
 
-    model: Transformer
+    model: Network
     tokenizer: Tokenizer
     rows: list[int]
     columns: list[int]
@@ -123,7 +125,7 @@ def find_looks(checkpoint: Checkpoint, text: str, target: str | None) -> Looks:
 def _find_cross_looks(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    model: Transformer,
+    model: Network,
     ids: list[int],
     target: str | None,
 ) -> Looks:
@@ -152,7 +154,7 @@ def _find_cross_looks(
     )
 
 
-def _check_length(name: str, ids: Sequence[int], model: Transformer) -> None:
+def _check_length(name: str, ids: Sequence[int], model: Network) -> None:
     if not 1 <= len(ids) <= model.config.context:
         raise RequestError(
             f"the {name} has {len(ids)} tokens; the model takes from 1 to {model.config.context}"
@@ -164,6 +166,9 @@ def record(looks: Looks) -> list[WeightsArray]:
     """The weights of each decoder layer, as (N, T, S)."""
     model = looks.model
     ids_1T = torch.tensor([looks.input_ids])
+    if isinstance(model, Recurrent):
+        return _record_alignment(model, looks, ids_1T)
+    assert isinstance(model, Transformer)
     if looks.source_ids is None:
         recording = RecordingAttention(model.config, model.rotary)
         model.hidden(ids_1T, recording)
@@ -173,6 +178,18 @@ def record(looks: Looks) -> list[WeightsArray]:
     recording = RecordingAttention(model.config, model.rotary, cross)
     model.hidden(ids_1T, recording)
     return [weights_NTS.numpy() for weights_NTS in recording.cross_weights]
+
+
+def _record_alignment(model: Recurrent, looks: Looks, ids_1T: Tensor) -> list[WeightsArray]:
+    """One layer with one head, whatever the cells."""
+    if model.attention is None:
+        raise RequestError(
+            "the model's context is fixed: it has the source in one vector and looks at no token"
+        )
+    source_1S = torch.tensor([looks.source_ids])
+    memory = model.cached(model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool)))
+    model.hidden(ids_1T, memory)
+    return [torch.stack(memory.weights, dim=1).numpy()] * model.config.num_layers
 
 
 def _without_future(weights_NTT: Tensor) -> WeightsArray:

@@ -21,12 +21,13 @@ from quill.model.network.attention import (
 )
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import CrossAttention, DecoderLayer, EncoderLayer, make_norm
+from quill.model.network.network import Network
 from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 # B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
 
 
-class Transformer(nn.Module):
+class Transformer(Network):
     """Token ids in, logits out. `hidden` and `project` are apart so that a caller who needs one
     position's logits doesn't pay for all."""
 
@@ -134,10 +135,6 @@ class Transformer(nn.Module):
         """Hidden states become logits over the vocabulary."""
         return F.linear(x_BTD, self.output_weight_VD, self.output_bias)
 
-    def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
-        """The logits at every position, with no cache."""
-        return self.project(self.hidden(ids_BT, self.uncached(cross)))
-
     def uncached(self, cross: CrossKeyValue | None = None) -> Uncached:
         return Uncached(self.config, self.rotary, cross)
 
@@ -155,7 +152,3 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + F.embedding(positions, self.position_PD)
         y_BTD: Tensor = self.dropout(x_BTD)
         return y_BTD
-
-    def num_parameters(self) -> int:
-        """How many numbers training changes; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.parameters())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quill.model.data.batches import IGNORED, Batch
 from quill.model.network.attention import CrossKeyValue
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 
 
 class Objective(nn.Module):
@@ -18,7 +18,7 @@ class Objective(nn.Module):
     of different sizes weigh what they should.
     """
 
-    def __init__(self, model: Transformer, label_smoothing: float = 0.0) -> None:
+    def __init__(self, model: Network, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self._label_smoothing = label_smoothing
@@ -34,7 +34,7 @@ class Objective(nn.Module):
         )
 
 
-def encode_source(model: Transformer, batch: Batch) -> CrossKeyValue | None:
+def encode_source(model: Network, batch: Batch) -> CrossKeyValue | None:
     """What the decoder looks at in a seq2seq batch; nothing in a causal one."""
     if batch.source_BS is None or batch.source_mask_BS is None:
         return None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.training.loss import encode_source
 
 # B rows · T tokens · V vocabulary
@@ -53,7 +53,7 @@ class Loss:
 
 
 @torch.no_grad()
-def total_loss(model: Transformer, batches: Iterable[Batch], device: torch.device) -> Loss:
+def total_loss(model: Network, batches: Iterable[Batch], device: torch.device) -> Loss:
     """The cross-entropy of every target that counts."""
     nats, num_tokens = 0.0, 0
     for batch in batches:
@@ -103,7 +103,7 @@ def pair_batches(pairs: list[TokenPair], special: PairTokens, num_rows: int) -> 
 
 
 def score_text(
-    model: Transformer,
+    model: Network,
     ids: Tensor,
     num_bytes: int,
     device: torch.device,

@@ -58,7 +58,8 @@ def prepare(directory: Path, settings: Settings) -> Load:
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
         share=settings.prefix_cache,
-        guess=settings.guess,
+        guess=settings.guess and not choice.graphs.one_token_steps,
+        one_token_steps=choice.graphs.one_token_steps,
     )
     engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
     return lambda: _load(directory, choice, engine_settings, settings)

@@ -13,7 +13,8 @@ from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
+from quill.model.network.networks import make_network
 from quill.server.runtime.blocks import Blocks, BlockShape
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, open_graph
@@ -67,7 +68,7 @@ torch.set_num_threads(1)
 class TinyBundle:
     directory: Path
     manifest: Manifest
-    model: Transformer
+    model: Network
 
     def session(self, precision: str, num_blocks: int = NUM_BLOCKS) -> OrtSession:
         graphs, sizes = self.manifest.graphs_in(precision), self.manifest.sizes
@@ -80,7 +81,7 @@ class TinyBundle:
         return OrtSession(decoder, blocks, sizes, encoder)
 
 
-def rounding_error(model: Transformer, num_sources: int = 24) -> float:
+def rounding_error(model: Network, num_sources: int = 24) -> float:
     """How far float32 is from float64 in a translator's logits, by PyTorch on both sides.
 
     Two programs that compute in float32, each in its own order, may differ by as much. How much
@@ -136,7 +137,7 @@ def _make_bundle(
 ) -> TinyBundle:
     """Untrained, but with weights large enough that its distributions have peaks."""
     torch.manual_seed(0)
-    weights = Transformer(config).state_dict()
+    weights = make_network(config).state_dict()
     for name, weight in weights.items():
         if weight.ndim == 2:
             weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
