@@ -117,7 +117,7 @@ def use_operators(model: Network, quantisation: Quantisation) -> Project:
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                weight = weights[f"{parent_name}.{child_name}.weight"]
+                weight = weights[f"{parent_name}.{child_name}.weight".removeprefix(".")]
                 gated = fuses and child_name == "up"
                 setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
     if fuses:

@@ -147,8 +147,7 @@ class ModelConfig:
             self._check_recurrence()
         elif self.positions == "none":
             raise ConfigError(
-                "positions are none; only a recurrent network knows the order of "
-                "tokens without them"
+                "positions is 'none'; only a recurrent network knows the order of tokens without"
             )
 
     def _check_recurrence(self) -> None:

@@ -1,7 +1,7 @@
 """A small network with a bundle made of it: what the tests of the engine run on."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
-from quill.model.network.config import ModelConfig
+from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
 from quill.server.runtime.blocks import Blocks, BlockShape
@@ -55,6 +55,23 @@ SEQ2SEQ = ModelConfig(
     activation="relu",
     ff_bias=True,
     scale_embeddings=True,
+)
+RECURRENT = ModelConfig(
+    family="seq2seq",
+    vocab_size=512,
+    context=CONTEXT,
+    d_model=64,
+    num_layers=2,
+    num_encoder_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=64,
+    d_ff=64,
+    positions="none",
+    norm="layer",
+    activation="relu",
+    scale_embeddings=True,
+    recurrence=Recurrence(cell="gru", context="bahdanau"),
 )
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
@@ -116,6 +133,16 @@ def make_tiny_translator(directory: Path) -> TinyBundle:
         tokenizer=byte_tokenizer(),
         special_tokens=special,
         stop_ids=(EOS,),
+    )
+
+
+def make_tiny_recurrent(
+    directory: Path, cell: CellKind, context: ContextKind, precisions: tuple[Precision, ...]
+) -> TinyBundle:
+    config = replace(RECURRENT, recurrence=Recurrence(cell=cell, context=context))
+    special = SpecialTokens(bos=0, eos=EOS)
+    return _make_bundle(
+        directory, config, precisions, tokenizer=byte_tokenizer(), special_tokens=special
     )
 
 

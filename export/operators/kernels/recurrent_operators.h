@@ -86,9 +86,10 @@ class Update {
     const Work& work = *static_cast<Work*>(data);
     const int64_t i = static_cast<int64_t>(index), size = work.cell.size, wide = work.cell.gates();
     const Gates& all = work.gates;
+    const auto of = [](const float* p, int64_t at) { return p ? p + at : nullptr; };
     for (int64_t r = work.rows * i / work.parts; r < work.rows * (i + 1) / work.parts; r++) {
-      kernels.update(work.cell, {all.input + r * wide, all.state ? all.state + r * wide : nullptr,
-                                 all.h + r * size, all.c + r * size, all.new_h + r * size,
+      kernels.update(work.cell, {all.input + r * wide, of(all.state, r * wide),
+                                 of(all.h, r * size), of(all.c, r * size), all.new_h + r * size,
                                  all.new_c + r * size});
     }
   }
