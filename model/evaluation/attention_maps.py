@@ -9,9 +9,11 @@ the target.
 """
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,9 +40,9 @@ from quill.model.network.attention import (
 )
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
+from quill.model.network.positions import RotaryTables
 from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
-from quill.model.network.positions import RotaryTables
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace) -> None:
     # Refuses a picture that is too large before the weights are computed.
     picture_size(len(layers), len(heads), len(looks.rows), len(looks.columns))
     weights = record(looks)
+    if args.out.suffix.lower() == ".json":
+        write_numbers(args.out, looks, [weights[layer][heads] for layer in layers])
+        return
     grid = AttentionGrid(
         title=args.text,
         row_caption=looks.row_caption,
@@ -70,6 +75,19 @@ def run(args: argparse.Namespace) -> None:
     draw(grid, args.out)
     num_maps = len(layers) * len(heads)
     print(f"{args.out}: {num_maps} maps of {len(looks.rows)} x {len(looks.columns)} tokens")
+
+
+def write_numbers(path: Path, looks: Looks, weights: Sequence[WeightsArray]) -> None:
+    """The same as numbers, for others to draw: of each layer all heads, row by row."""
+    found = {
+        "rows": token_labels(looks.tokenizer, looks.rows),
+        "columns": token_labels(looks.tokenizer, looks.columns),
+        "weights": [layer.tolist() for layer in weights],
+    }
+    try:
+        path.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"can't write the weights {path}: {error}") from error
 
 
 def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
