@@ -21,6 +21,10 @@ of the longest, L logits; a pool of N blocks with P positions each, K key/value 
               block_table (S, B) int32 · key_cache_i, value_cache_i, of the decoder's layers
               -> new_key_cache_i, new_value_cache_i: many sources in one run, without padding
 
+    both      of a recurrent model: the same, with states where keys and values are (h and c after
+              each token; a source's first layer has keys for attention and annotations). One new
+              token of a sequence in a step: T = S.
+
 S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
 
     CPU       P = 16, key_cache_i (N, K, H, P), value_cache_i (N, K, P, H): 16 keys lie side by

@@ -22,8 +22,13 @@ from quill.loadtest.results.plots import (
     save,
 )
 
-_LINES = ((RED, ":", "o"), (ORANGE, "--", "s"), (GREEN, "-.", "^"), (BLUE, "-", "D"))
-_LINES += ((BLACK, "-", "x"),)
+_LINES = (
+    (RED, ":", "o"),
+    (ORANGE, "--", "s"),
+    (GREEN, "-.", "^"),
+    (BLUE, "-", "D"),
+    (BLACK, "-", "x"),
+)
 
 
 def draw_all(directory: Path, standings: Sequence[Standing]) -> list[Plot]:

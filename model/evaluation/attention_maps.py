@@ -77,19 +77,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: {num_maps} maps of {len(looks.rows)} x {len(looks.columns)} tokens")
 
 
-def write_numbers(path: Path, looks: Looks, weights: Sequence[WeightsArray]) -> None:
-    """The same as numbers, for others to draw: of each layer all heads, row by row."""
-    found = {
-        "rows": token_labels(looks.tokenizer, looks.rows),
-        "columns": token_labels(looks.tokenizer, looks.columns),
-        "weights": [layer.tolist() for layer in weights],
-    }
-    try:
-        path.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"can't write the weights {path}: {error}") from error
-
-
 def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
     """The layers or heads of "0,5" or "all". None asked for: a few, from first to last."""
     if asked == "all":
@@ -177,6 +164,19 @@ def _check_length(name: str, ids: Sequence[int], model: Network) -> None:
         raise RequestError(
             f"the {name} has {len(ids)} tokens; the model takes from 1 to {model.config.context}"
         )
+
+
+def write_numbers(path: Path, looks: Looks, weights: Sequence[WeightsArray]) -> None:
+    """The same as numbers, for others to draw: of each layer all heads, row by row."""
+    found = {
+        "rows": token_labels(looks.tokenizer, looks.rows),
+        "columns": token_labels(looks.tokenizer, looks.columns),
+        "weights": [layer.tolist() for layer in weights],
+    }
+    try:
+        path.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"can't write the weights {path}: {error}") from error
 
 
 @torch.no_grad()

@@ -49,5 +49,5 @@ def test_graphs_are_proven_against_pytorch_states_and_all(tmp_path: Path) -> Non
 
 def test_a_state_that_the_operators_cannot_halve_is_refused() -> None:
     config = dataclasses.replace(RECURRENT, d_model=48, head_size=48, d_ff=48)
-    with pytest.raises(UnsupportedModelError, match="d_model is 48; .* a multiple of 32"):
+    with pytest.raises(UnsupportedModelError, match=r"d_model is 48; .* a multiple of 32"):
         check_exportable(config)

@@ -99,7 +99,7 @@ def test_what_a_recurrent_network_has_not_is_refused_by_name(
 def test_unknown_cells_and_contexts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="cell is 'lru'; it must be one of rnn, gru, lstm"):
         Recurrence(cell="lru", context="fixed")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="context is 'luong'; .* fixed, bahdanau"):
+    with pytest.raises(ConfigError, match=r"context is 'luong'; .* fixed, bahdanau"):
         Recurrence(cell="gru", context="luong")  # type: ignore[arg-type]
 
 

@@ -93,7 +93,7 @@ def test_a_state_that_was_kept_gives_the_logits_of_reading_all_again(
     source = ids(2, 5)
     cross = model.encode(source, torch.ones_like(source).bool())
     whole, memory = model(target, cross), model.cached(cross)
-    pieces = [model.hidden(piece, memory) for piece in target.split([1, 3, 2], dim=1)]
+    pieces = [model.hidden(piece, memory) for piece in torch.tensor_split(target, (1, 4), dim=1)]
     assert torch.allclose(model.project(torch.cat(pieces, dim=1)), whole, atol=1e-5)
     assert memory.key_value(1).k_BKSH.shape == (2, 1, 6, 16)
     # Rows change places: what follows is as if the other had been there from the beginning.

@@ -41,8 +41,8 @@ def make_requests(rng: random.Random, num: int = 24) -> list[Request]:
                 sampling=Sampling(temperature=0.0 if beams or number % 4 == 0 else 0.8),
                 beams=beams,
                 seed=rng.getrandbits(64),
-                max_new_tokens=rng.choice([5, 20, 40]),
-                eos_ids=frozenset({EOS, *range(100, 110)}),
+                max_new_tokens=rng.choice([5, 30, 60]),
+                eos_ids=frozenset({EOS, *range(100, 103)}),
                 logprobs=0,
             )
         )
@@ -101,7 +101,7 @@ def test_a_crowd_gets_the_tokens_of_the_reference(
 ) -> None:
     bundle = make_tiny_recurrent(tmp_path / "bundle", cell, context, ("fp32",))
     requests = make_requests(random.Random(0))
-    served = serve(bundle, "fp32", requests, num_blocks=22)
+    served = serve(bundle, "fp32", requests, num_blocks=17)
     lengths = set()
     for request in requests:
         found = tuple(token for token, _ in served[request.request_id])
@@ -115,7 +115,7 @@ def test_a_crowd_gets_the_tokens_of_the_reference(
 def test_a_crowd_gets_the_bits_of_requests_alone(precision: str, tmp_path: Path) -> None:
     bundle = make_tiny_recurrent(tmp_path / "bundle", "lstm", "bahdanau", (precision,))  # type: ignore[arg-type]
     requests = make_requests(random.Random(2), 12)
-    crowd = serve(bundle, precision, requests, num_blocks=22)
+    crowd = serve(bundle, precision, requests, num_blocks=17)
     for request in requests:
         assert (
             crowd[request.request_id]
