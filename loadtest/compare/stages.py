@@ -14,7 +14,8 @@ from typing import Any
 
 from quill.loadtest.errors import ContenderError, OptionError
 
-NUM_PROBE_STEPS = 75  # the log has a line for every 25, and the last one's has an evaluation in it
+NUM_PROBE_STEPS = 100
+LOG_EVERY = 25  # steps; the last line's time has an evaluation in it
 NUM_EVALUATIONS = 10
 MIN_STEPS = 50
 
@@ -89,8 +90,8 @@ def _steps_for(preset: str, probe: Path, minutes: float) -> int:
         quiet=True,
     )
     at = [entry["elapsed_s"] for entry in read_log(probe)]
-    step_s = (at[1] - at[0]) / 25
-    evaluation_s = max(at[2] - at[1] - 25 * step_s, 0.0)
+    step_s = min(at[1] - at[0], at[2] - at[1]) / LOG_EVERY  # who else is busy here only adds
+    evaluation_s = max(at[3] - at[2] - LOG_EVERY * step_s, 0.0)
     left_s = minutes * 60 - NUM_EVALUATIONS * evaluation_s
     return max(int(left_s / step_s), MIN_STEPS)
 

@@ -75,6 +75,8 @@ RECURRENT = ModelConfig(
 )
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0)}
+# A state that grows from token to token would make much of every rounding.
+RECURRENT_SCALES = (1.0, 3.0)
 
 
 # The network is tiny; threads that wait for each other only make it slower.
@@ -165,9 +167,10 @@ def _make_bundle(
     """Untrained, but with weights large enough that its distributions have peaks."""
     torch.manual_seed(0)
     weights = make_network(config).state_dict()
+    scales = SCALES[config.family] if config.recurrence is None else RECURRENT_SCALES
     for name, weight in weights.items():
         if weight.ndim == 2:
-            weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
+            weights[name] = weight * scales[name == "embedding.weight"]
     checkpoint = Checkpoint(config, weights, **rest)
     wishes = Wishes(precisions=precisions, verify=False)
     manifest = write_bundle(directory, checkpoint, wishes)
