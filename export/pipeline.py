@@ -38,7 +38,7 @@ from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.network.transformer import Transformer
+from quill.model.network.networks import make_network
 
 Say = Callable[[str], None]
 Keep = Literal["all", "proven", "best"]
@@ -197,7 +197,7 @@ def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest)
 def describe_sizes(checkpoint: Checkpoint) -> Sizes:
     config = checkpoint.config
     with torch.device("meta"):
-        num_parameters = Transformer(config).num_parameters()
+        num_parameters = make_network(config).num_parameters()
     return Sizes(
         vocab_size=config.vocab_size,
         context=config.context,

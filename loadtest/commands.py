@@ -8,6 +8,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from quill.loadtest.bench.options import add_bench
+from quill.loadtest.compare.options import add_compare
 from quill.loadtest.run.options import add_loadtest
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def register(subparsers: "Subparsers") -> None:
     """Adds this room's subcommands to the front door."""
     _add_loadtest(subparsers)
     add_bench(subparsers)
+    add_compare(subparsers)
 
 
 def _add_loadtest(subparsers: "Subparsers") -> None:

@@ -162,7 +162,7 @@ def _add_attend(subparsers: "Subparsers") -> None:
         type=Path,
         default=Path("attention.png"),
         metavar="PNG",
-        help="where the picture goes (default: attention.png)",
+        help="where the picture goes, or the numbers if it ends in .json (default: attention.png)",
     )
     parser.set_defaults(run="quill.model.evaluation.attention_maps:run", extra="train")
 

@@ -18,6 +18,7 @@ class Limits:
     guess: bool = True
     max_read: int = 1024  # tokens of prompts and sources in a step
     reads_whole: bool = False  # each text at once, as encoders do
+    one_token_steps: bool = False  # of each sequence; then nothing is guessed, either
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
         """What its rows hold together after so many tokens each: they share the prompt only."""

@@ -74,7 +74,8 @@ WITHIN = {
         "run": "workload environment results",
         "bench/contenders": "environment",
         "bench": "bench/contenders workload environment results",
-        "commands": "run bench",
+        "compare": "bench environment results",
+        "commands": "run bench compare",
     },
     "protos": {},
 }

@@ -29,6 +29,10 @@ of the longest, L logits; a pool of N blocks with P positions each, K key/value 
               segments (T) int64, only if num_segments > 0
               -> hidden (T, D) float32 · logits (L, vocab_size) float32
 
+    both      of a recurrent model: the same, with states where keys and values are (h and c after
+              each token; a source's first layer has keys for attention and annotations). One new
+              token of a sequence in a step: T = S.
+
 S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
 
     CPU       P = 16, key_cache_i (N, K, H, P), value_cache_i (N, K, P, H): 16 keys lie side by

@@ -96,6 +96,7 @@ class Graphs:
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
     hidden: bool = False  # whether a causal decoder gives hidden states, too
+    one_token_steps: bool = False  # a sequence's tokens go one by one: a state comes before each
 
     @property
     def is_good(self) -> bool:

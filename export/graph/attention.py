@@ -161,13 +161,18 @@ class PagedAttending(PackedAttending):
 
 
 def store(
-    config: ModelConfig, pool: Pool, layer: int, key_value_TE: Tensor, where: Sequence[Tensor]
+    config: ModelConfig,
+    pool: Pool,
+    layer: int,
+    key_value: Sequence[Tensor],
+    where: Sequence[Tensor],
 ) -> None:
-    """Puts a source's keys and values into blocks. `where`: starts and block table."""
+    """Puts keys and values into blocks. `where`: starts and block table, and past lengths if
+    sequences don't begin here."""
     blocks = pool.layers[layer]
     extended = torch.onnx.ops.symbolic_multi_out(
         STORE,
-        [*key_value_TE.chunk(2, dim=-1), *blocks, *where],
+        [*key_value, *blocks, *where],
         attrs={**own_attributes(config)},
         dtypes=[side.dtype for side in blocks],
         shapes=[list(side.shape) for side in blocks],

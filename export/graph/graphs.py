@@ -24,8 +24,11 @@ from quill.export.graph.attention import (
     Source,
     store,
 )
+from quill.export.graph.recurrent import PackedMemory, park
 from quill.export.precisions import Device
 from quill.model.network.config import ModelConfig
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 
 # S sequences · T new tokens of all · B blocks of the longest · L logits · M hidden states
@@ -48,11 +51,11 @@ class Graph:
 class DecoderModule(nn.Module):
     """One step: new tokens in, logits and extended blocks out."""
 
-    def __init__(self, model: Transformer, project: Project, device: Device) -> None:
+    def __init__(self, model: Network, project: Project, device: Device) -> None:
         super().__init__()
         self.model = model
         self.project = project
-        self.attending = PackedAttending if device == "cpu" else PagedAttending
+        self.paging = PackedAttending if device == "cpu" else PagedAttending
 
     def forward(
         self,
@@ -82,9 +85,15 @@ class DecoderModule(nn.Module):
         pool: Pool,
         source: Source | None = None,
     ) -> Tensor:
-        config, rotary = self.model.config, self.model.rotary
-        attending = self.attending(config, rotary, packed, past_S, table_SB, pool, source)
-        return self.model.hidden(ids_T, attending)
+        model = self.model
+        if isinstance(model, Transformer):
+            attending = self.paging(
+                model.config, model.rotary, packed, past_S, table_SB, pool, source
+            )
+            return model.hidden(ids_T, attending)
+        assert source is not None, "a recurrent decoder needs a source"
+        memory = PackedMemory(model.config, packed, past_S, table_SB, pool, source)
+        return model.hidden(ids_T, memory)
 
     def logits(self, x_TD: Tensor, indices_L: Tensor) -> Tensor:
         # Before the projection: logits nobody asked for are the largest waste there is.
@@ -121,7 +130,7 @@ class ShowingModule(DecoderModule):
 class EncoderModule(nn.Module):
     """Sources in; each decoder layer's keys and values of them go into blocks."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Network) -> None:
         super().__init__()
         self.model = model
 
@@ -134,10 +143,15 @@ class EncoderModule(nn.Module):
         caches: list[Tensor],
     ) -> list[Tensor]:
         model, pool = self.model, _pool(caches)
+        if isinstance(model, Recurrent):
+            park(model, source_ids_T, pool, (starts_S, table_SB))
+            return pool.flat()
+        assert isinstance(model, Transformer)
         attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
         memory_TD = model.memory(source_ids_T, attending)
         for layer, cross in enumerate(model.crossings()):
-            store(model.config, pool, layer, cross.key_value(memory_TD), (starts_S, table_SB))
+            key_value = cross.key_value(memory_TD).chunk(2, dim=-1)
+            store(model.config, pool, layer, key_value, (starts_S, table_SB))
         return pool.flat()
 
 
@@ -220,7 +234,7 @@ _SOURCE_INPUTS = (graph_contract.SOURCE_LENGTHS, graph_contract.SOURCE_TABLE)
 
 
 def decoder_graph(
-    model: Transformer,
+    model: Network,
     project: Project,
     cache_type: torch.dtype,
     device: Device,
@@ -231,6 +245,7 @@ def decoder_graph(
     caches = _caches(model, cache_type, device)
     outputs = [graph_contract.LOGITS]
     if gives_hidden(model.config, device):
+        assert isinstance(model, Transformer)
         showing = ShowingModule(model, project, device, norm).eval()
         outputs.append(graph_contract.HIDDEN)
         return _graph(showing, _DECODER_INPUTS, caches, (graph_contract.HIDDEN_INDICES,), outputs)
@@ -244,13 +259,13 @@ def gives_hidden(config: ModelConfig, device: Device) -> bool:
     return config.family == "causal" and device == "cpu"
 
 
-def encoder_graph(model: Transformer, cache_type: torch.dtype) -> Graph:
+def encoder_graph(model: Network, cache_type: torch.dtype) -> Graph:
     """The encoder of a seq2seq model."""
     caches = _caches(model, cache_type, "cpu")
     return _graph(EncoderModule(model).eval(), _ENCODER_INPUTS, caches)
 
 
-def text_encoder_graph(model: Transformer, project: Project) -> Graph:
+def text_encoder_graph(model: Network, project: Project) -> Graph:
     """The whole of an encoder model."""
     names = list(_TEXT_ENCODER_INPUTS)
     if model.config.num_segments:
@@ -292,7 +307,7 @@ def _example(name: str) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64 if name in _LONG else torch.int32)
 
 
-def _caches(model: Transformer, cache_type: torch.dtype, device: Device) -> list[Tensor]:
+def _caches(model: Network, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
     shapes = graph_contract.block_shapes(device, config.num_kv_heads, config.head_size)
     return [

@@ -19,11 +19,14 @@ from quill.export.graph.graphs import (
     text_encoder_graph,
 )
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
+from quill.export.graph.recurrent import loop_products
 from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
@@ -33,7 +36,7 @@ MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
 class Prepared:
     """A network whose forward pass, when traced, is the graph."""
 
-    model: Transformer
+    model: Network
     project: Project
     cache_type: torch.dtype
     quantisation: Quantisation | None = None
@@ -67,6 +70,11 @@ def check_exportable(config: ModelConfig) -> None:
             f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
             "the most. Train the model with more K/V heads"
         )
+    if config.recurrence is not None and config.d_model % (2 * HEAD_SIZE_STEP):
+        raise UnsupportedModelError(
+            f"d_model is {config.d_model}; a recurrent encoder has half of it in each direction, "
+            f"and Quill's operators need a multiple of {2 * HEAD_SIZE_STEP}"
+        )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
             f"the context is {config.context} tokens; at least {MIN_CONTEXT} are needed"
@@ -94,17 +102,24 @@ class Networks:
 
     def _plain(self, dtype: torch.dtype) -> Prepared:
         model = self._checkpoint.build().to(dtype)
+        if isinstance(model, Recurrent):
+            loop_products(model)
         return Prepared(model, model.project, dtype)
 
     def _own(self, quantisation: Quantisation) -> Prepared:
         """With integers for weights, and Quill's own operators."""
-        model = self._checkpoint.build()
-        norm = model.decoder_norm if can_fuse(model.config) else nn.Identity()
+        model, cache_type = self._checkpoint.build(), torch.float16
+        norm: nn.Module = nn.Identity()
+        if isinstance(model, Recurrent):
+            loop_products(model)
+            cache_type = torch.float32  # what is rounded in a state would be rounded again
+        elif isinstance(model, Transformer) and can_fuse(model.config):
+            norm = model.decoder_norm
         project = use_operators(model, quantisation)
-        return Prepared(model, project, torch.float16, quantisation, norm)
+        return Prepared(model, project, cache_type, quantisation, norm)
 
 
-def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
+def use_operators(model: Network, quantisation: Quantisation) -> Project:
     """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
     Answers the vocabulary projection."""
     weights, fuses = quantisation.weights, can_fuse(model.config)
@@ -118,13 +133,14 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                weight = weights[f"{parent_name}.{child_name}.weight"]
+                weight = weights[f"{parent_name}.{child_name}.weight".removeprefix(".")]
                 gated = fuses and child_name == "up"
                 setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
     if fuses:
+        assert isinstance(model, Transformer)
         for index, layer in enumerate(model.decoder):
             assert isinstance(layer, EncoderLayer)
             model.decoder[index] = FusedLayer(layer)
         project.take_norm(model.decoder_norm)
         model.decoder_norm = nn.Identity()
-    return nn.Sequential(model.head, project)
+    return nn.Sequential(model.head, project) if isinstance(model, Transformer) else project

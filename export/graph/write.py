@@ -38,6 +38,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
         verification=None,
         invariance=None,
         hidden=decoder is not None and gives_hidden(prepared.model.config, device),
+        one_token_steps=prepared.model.config.recurrence is not None,
     )
     with weights_file(directory / graphs.weights) as weights:
         for name, graph in ((graphs.decoder, decoder), (graphs.encoder, encoder)):

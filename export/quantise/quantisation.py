@@ -4,6 +4,7 @@ Knows: which weights the source already brought as integers, which need 8 bits. 
 integers are found (export/quantise/quantisers.py) or stored (export/quantise/quill_layout.py).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,8 +19,9 @@ from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 from quill.model.network.config import ModelConfig
 
 EMBEDDING = "embedding.weight"
-# Rows of a table that are added, not multiplied: there is no operator to gain speed with.
-NOT_QUANTISED = ("position_embedding.weight", "segment_embedding.weight")
+# Rows of a table that are added, not multiplied: there is no operator to gain speed with. And what
+# an encoder's loop over its tokens multiplies with, which is float32.
+NOT_QUANTISED = re.compile(r"(position|segment)_embedding\.weight|encoder\.\d+\.\d+\.state\.weight")
 # The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
 HOW = {4: "k-quant", 8: "rounded to 8 bits"}
@@ -57,7 +59,7 @@ def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
     check_quantisable(checkpoint.config)
     weights, num_found = {}, 0
     for name, weight_NI in checkpoint.weights.items():
-        if weight_NI.ndim == 2 and name not in NOT_QUANTISED:
+        if weight_NI.ndim == 2 and not NOT_QUANTISED.fullmatch(name):
             wide = bits == 8 or name in EIGHT_BITS
             source = checkpoint.quantised.get(name)
             # Rows are looked up at 8 bits only.

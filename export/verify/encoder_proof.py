@@ -30,6 +30,7 @@ from quill.export.verify.pytorch_reference import Surprise, foretold
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.batches import IGNORED, mix
 from quill.model.data.masking import Marks, hide
+from quill.model.network.transformer import Transformer
 
 # T tokens · D model size · L hidden tokens · V vocabulary
 
@@ -148,6 +149,7 @@ def _ask(
     checkpoint: Checkpoint, asked: Sequence[Question], tick: Tick = lambda: None
 ) -> list[Read]:
     model, answers = checkpoint.build(), []
+    assert isinstance(model, Transformer)
     for question in asked:
         hidden_TD = model.states(torch.tensor([question.ids]))[0]
         logits_LV = model.project(hidden_TD[list(question.places)])

@@ -26,7 +26,7 @@ from quill.model.data.splits import Pair
 from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, CorpusError
 from quill.model.network.attention import CrossKeyValue
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 
 NUM_PASSAGES = 16
 NUM_PAIRS = 128
@@ -155,7 +155,7 @@ def _written_by_the_model(checkpoint: Checkpoint) -> HeldOut:
 
 
 def _draw(
-    model: Transformer,
+    model: Network,
     cross: CrossKeyValue | None,
     ids_BT: torch.Tensor,
     length: int,

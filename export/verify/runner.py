@@ -50,6 +50,7 @@ class Runner:
     ) -> None:
         self.capacity = capacity
         self._sizes = sizes
+        self._one_by_one = graphs.one_token_steps
         num_sides = 1 if graphs.encoder is None else 2
         blocks_of_slot = -(-capacity // BLOCK)
         tables = np.arange(num_sides * num_slots * blocks_of_slot, dtype=np.int32)
@@ -108,6 +109,21 @@ class Runner:
         """Appends tokens to any slots; answers the logits that are wanted, in the same order. If
         the graph shows hidden states, those of the same tokens are in `hidden_LD` until the next.
         """
+        if not self._one_by_one or all(len(piece.ids) == 1 for piece in pieces):
+            return self._run(pieces)
+        found: dict[tuple[int, int], Array] = {}
+        for at in range(max(len(piece.ids) for piece in pieces)):
+            some = [
+                Piece(piece.slot, piece.ids[at : at + 1], [0] * (at in piece.wanted))
+                for piece in pieces
+                if at < len(piece.ids)
+            ]
+            wanting = [(piece.slot, at) for piece in some if piece.wanted]
+            found |= zip(wanting, self._run(some), strict=True)
+        wanted = [found[piece.slot, at] for piece in pieces for at in piece.wanted]
+        return np.array(wanted, np.float32).reshape(-1, self._sizes.vocab_size)
+
+    def _run(self, pieces: Sequence[Piece]) -> Array:
         slots, lengths = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
         starts, past = _starts(lengths), self._lengths[slots]
         wanted = [start + np.array(p.wanted) for start, p in zip(starts, pieces, strict=False)]

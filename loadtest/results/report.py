@@ -117,28 +117,34 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
 
 
 def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -> str:
-    parts = ["<h1>Load test</h1>", _facts(run.facts)]
+    parts = ["<h1>Load test</h1>", facts_table(run.facts)]
     parts += [f"<p>{escape(text)}</p>" for text in sentences(run, summary)]
-    parts.append(_table(table(summary)))
+    parts.append(html_table(table(summary)))
     scenarios = by_scenario(run.records)
     if len(scenarios) > 1:
         note = "Milliseconds to the first token, between two tokens, and for a whole answer."
-        parts += [f"<h2>By scenario</h2><p>{note}</p>", _table(scenario_table(scenarios))]
+        parts += [f"<h2>By scenario</h2><p>{note}</p>", html_table(scenario_table(scenarios))]
     if run.trials:
-        parts += ["<h2>By rate</h2>", _table(trial_table(run.trials))]
+        parts += ["<h2>By rate</h2>", html_table(trial_table(run.trials))]
     for plot in drawn:
-        image = base64.b64encode((directory / plot.file).read_bytes()).decode("ascii")
-        alt = escape(plot.title)
-        parts.append(f"<h2>{alt}</h2><p>{escape(plot.note)}</p>")
-        parts.append(f'<img alt="{alt}" src="data:image/png;base64,{image}">')
+        parts.append(f"<h2>{escape(plot.title)}</h2><p>{escape(plot.note)}</p>")
+        parts.append(image(directory / plot.file, plot.title))
     parts += [f"<p>{escape(note)}</p>" for note in run.notes]
     parts.append(f"<p>Every request is in {RECORDS}, beside this page.</p>")
+    return html_page("Load test", parts)
+
+
+def html_page(title: str, parts: Sequence[str]) -> str:
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    title = f"<title>Load test</title><style>{_STYLE}</style>"
+    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}{title}</head>\n<body>{body}</body></html>\n'
-    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+
+
+def image(path: Path, title: str) -> str:
+    """In the page itself."""
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<img alt="{escape(title)}" src="data:image/png;base64,{data}">'
 
 
 def sentences(run: Run, summary: Summary) -> list[str]:
@@ -227,12 +233,12 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"
 
 
-def _facts(facts: Mapping[str, str]) -> str:
+def facts_table(facts: Mapping[str, str]) -> str:
     rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in facts.items())
     return f'<table class="facts">{rows}</table>'
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def html_table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]

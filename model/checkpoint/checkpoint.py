@@ -26,7 +26,8 @@ from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.data.tokenizer import SpecialTokens, Tokenizer
 from quill.model.errors import CheckpointError, ConfigError, first_few
 from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
+from quill.model.network.networks import make_network
 
 FORMAT = 1
 CONFIG_FILE = "config.json"
@@ -56,17 +57,17 @@ class Checkpoint:
     normalise: bool = False  # whether such a vector gets the length 1
     path: Path | None = field(default=None, compare=False)  # where it was read from
 
-    def build(self) -> Transformer:
+    def build(self) -> Network:
         """The network with these weights, ready to evaluate. It shares their memory."""
         with torch.device("meta"):
-            model = Transformer(self.config)
+            model = make_network(self.config)
         check_weights(model, self.weights)
         model.load_state_dict(self.weights, assign=True)
         model.compute_tables()
         return model.eval()
 
 
-def check_weights(model: Transformer, weights: dict[str, Tensor]) -> None:
+def check_weights(model: Network, weights: dict[str, Tensor]) -> None:
     """Refuses, by name, tensors that are missing, too many, or of another shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = sorted(set(expected) - set(weights))

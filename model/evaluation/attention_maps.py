@@ -9,9 +9,11 @@ the target.
 """
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +39,9 @@ from quill.model.network.attention import (
     split_qkv,
 )
 from quill.model.network.config import ModelConfig
+from quill.model.network.network import Network
 from quill.model.network.positions import RotaryTables
+from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
@@ -57,6 +61,9 @@ def run(args: argparse.Namespace) -> None:
     # Refuses a picture that is too large before the weights are computed.
     picture_size(len(layers), len(heads), len(looks.rows), len(looks.columns))
     weights = record(looks)
+    if args.out.suffix.lower() == ".json":
+        write_numbers(args.out, looks, [weights[layer][heads] for layer in layers])
+        return
     grid = AttentionGrid(
         title=args.text,
         row_caption=looks.row_caption,
@@ -97,7 +104,7 @@ def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
 class Looks:
     """Who looks at whom: the tokens that label rows and columns, and what the network is fed."""
 
-    model: Transformer
+    model: Network
     tokenizer: Tokenizer
     rows: list[int]
     columns: list[int]
@@ -125,7 +132,7 @@ def find_looks(checkpoint: Checkpoint, text: str, target: str | None) -> Looks:
 def _find_cross_looks(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    model: Transformer,
+    model: Network,
     ids: list[int],
     target: str | None,
 ) -> Looks:
@@ -154,11 +161,24 @@ def _find_cross_looks(
     )
 
 
-def _check_length(name: str, ids: Sequence[int], model: Transformer) -> None:
+def _check_length(name: str, ids: Sequence[int], model: Network) -> None:
     if not 1 <= len(ids) <= model.config.context:
         raise RequestError(
             f"the {name} has {len(ids)} tokens; the model takes from 1 to {model.config.context}"
         )
+
+
+def write_numbers(path: Path, looks: Looks, weights: Sequence[WeightsArray]) -> None:
+    """The same as numbers, for others to draw: of each layer all heads, row by row."""
+    found = {
+        "rows": token_labels(looks.tokenizer, looks.rows),
+        "columns": token_labels(looks.tokenizer, looks.columns),
+        "weights": [layer.tolist() for layer in weights],
+    }
+    try:
+        path.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"can't write the weights {path}: {error}") from error
 
 
 @torch.no_grad()
@@ -166,6 +186,9 @@ def record(looks: Looks) -> list[WeightsArray]:
     """The weights of each decoder layer, as (N, T, S)."""
     model = looks.model
     ids_1T = torch.tensor([looks.input_ids])
+    if isinstance(model, Recurrent):
+        return _record_alignment(model, looks, ids_1T)
+    assert isinstance(model, Transformer)
     if looks.source_ids is None:
         recording = RecordingAttention(model.config, model.rotary)
         model.hidden(ids_1T, recording)
@@ -175,6 +198,18 @@ def record(looks: Looks) -> list[WeightsArray]:
     recording = RecordingAttention(model.config, model.rotary, cross)
     model.hidden(ids_1T, recording)
     return [weights_NTS.numpy() for weights_NTS in recording.cross_weights]
+
+
+def _record_alignment(model: Recurrent, looks: Looks, ids_1T: Tensor) -> list[WeightsArray]:
+    """One layer with one head, whatever the cells."""
+    if model.attention is None:
+        raise RequestError(
+            "the model's context is fixed: it has the source in one vector and looks at no token"
+        )
+    source_1S = torch.tensor([looks.source_ids])
+    memory = model.cached(model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool)))
+    model.hidden(ids_1T, memory)
+    return [torch.stack(memory.weights, dim=1).numpy()] * model.config.num_layers
 
 
 def _without_future(weights_NTT: Tensor) -> WeightsArray:

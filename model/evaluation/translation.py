@@ -13,7 +13,7 @@ import sacrebleu
 from quill.model.data.dataset import pair_tokens
 from quill.model.data.splits import Pair
 from quill.model.data.tokenizer import Tokenizer
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.progress import track
 from quill.model.reference.beam_search import BeamParameters, beam_search
 from quill.model.reference.generate import generate
@@ -60,7 +60,7 @@ class Evaluation:
 class Translator:
     """Translates one text after another; one beam is greedy."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, num_beams: int) -> None:
+    def __init__(self, model: Network, tokenizer: Tokenizer, num_beams: int) -> None:
         self.name = beams_name(num_beams)
         self._model = model
         self._tokenizer = tokenizer
@@ -103,7 +103,7 @@ def translate_all(translator: Translator, sources: Sequence[str]) -> list[Transl
 
 
 def evaluate_translation(
-    model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], num_beams: int
+    model: Network, tokenizer: Tokenizer, pairs: Sequence[Pair], num_beams: int
 ) -> Evaluation:
     """Copying, greedy and beam search."""
     sources = [pair.source for pair in pairs]
@@ -120,7 +120,7 @@ def evaluate_translation(
 
 
 def write_answers(
-    file: TextIO, model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
+    file: TextIO, model: Network, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
 ) -> None:
     """One line of JSON for each pair: `quill bench fidelity` asks a server the same."""
     translator = Translator(model, tokenizer, 1)

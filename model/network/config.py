@@ -1,4 +1,4 @@
-"""The shape of a Transformer: one frozen value that says everything a network is built from.
+"""The shape of a network: one frozen value that says everything a network is built from.
 
 Knows: which settings exist and which go together.
 Does not know: tensors, training, where a checkpoint comes from.
@@ -12,11 +12,13 @@ from typing import Any, Literal, get_args, get_type_hints
 from quill.model.errors import ConfigError
 
 Family = Literal["causal", "seq2seq", "encoder"]
-Positions = Literal["sinusoidal", "learned", "rotary"]
+Positions = Literal["sinusoidal", "learned", "rotary", "none"]
 Norm = Literal["layer", "rms"]
 NormPlacement = Literal["pre", "post"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
 ScalingKind = Literal["linear", "llama3"]
+CellKind = Literal["rnn", "gru", "lstm"]
+ContextKind = Literal["fixed", "bahdanau"]
 
 # Far above any network there is. A config out of nowhere must not take all memory, or for ever.
 MAX_LAYERS = 2**10
@@ -46,6 +48,32 @@ class RotaryScaling:
             )
         if self.original_context < 1:
             raise ConfigError(f"original_context is {self.original_context}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """A network without self-attention: what it has read is a state, one token after another."""
+
+    cell: CellKind
+    context: ContextKind  # what is known of the source: its last state, or attention to all states
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+# What a recurrent network doesn't have, and what stands there instead.
+NOT_RECURRENT: dict[str, object] = {
+    "family": "seq2seq",
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "positions": "none",
+    "norm": "layer",
+    "norm_placement": "pre",
+    "activation": "relu",
+    "qkv_bias": False,
+    "attention_out_bias": False,
+    "ff_bias": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +107,7 @@ class ModelConfig:
     num_segments: int = 0  # BERT's token types: each has a vector that is added; 0: there are none
     embedding_norm: bool = False  # a norm after the sum of embeddings
     masked_head: bool = False  # dense, activation and norm before an encoder's projection
+    recurrence: Recurrence | None = None  # not a Transformer, but what there was before it
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -128,6 +157,24 @@ class ModelConfig:
                 f"a {self.family} model with num_segments {self.num_segments} and masked_head "
                 f"{self.masked_head}; only an encoder has segments and a masked head"
             )
+        if self.recurrence is not None:
+            self._check_recurrence()
+        elif self.positions == "none":
+            raise ConfigError(
+                "positions is 'none'; only a recurrent network knows the order of tokens without"
+            )
+
+    def _check_recurrence(self) -> None:
+        """A state is one head as wide as the network."""
+        wanted = NOT_RECURRENT | {"head_size": self.d_model, "d_ff": self.d_model}
+        for name, value in wanted.items():
+            if (found := getattr(self, name)) != value:
+                raise ConfigError(f"{name} is {found}; in a recurrent network it must be {value}")
+        if self.d_model % 2:
+            raise ConfigError(
+                f"d_model is {self.d_model}; a recurrent encoder reads in both directions and "
+                "needs an even number"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -136,15 +183,22 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Builds a config from JSON, refusing unknown, missing and mistyped entries by name."""
         values = dict(values)
-        scaling = values.get("rotary_scaling")
-        if scaling is not None:
-            if not isinstance(scaling, dict):
-                raise ConfigError(f"rotary_scaling is {scaling!r}; it must be an object or null")
-            values["rotary_scaling"] = RotaryScaling(**_checked_fields(RotaryScaling, scaling))
+        for name, part in _PARTS.items():
+            value = values.get(name)
+            if value is not None:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{name} is {value!r}; it must be an object or null")
+                values[name] = part(**_checked_fields(part, value))
         return cls(**_checked_fields(cls, values))
 
 
-def _check_choices(config: ModelConfig | RotaryScaling) -> None:
+_PARTS: dict[str, type[RotaryScaling] | type[Recurrence]] = {
+    "rotary_scaling": RotaryScaling,
+    "recurrence": Recurrence,
+}
+
+
+def _check_choices(config: ModelConfig | RotaryScaling | Recurrence) -> None:
     for name, hint in get_type_hints(type(config)).items():
         choices = get_args(hint)
         if not all(isinstance(choice, str) for choice in choices) or not choices:
@@ -161,7 +215,7 @@ def _require_within(config: ModelConfig, name: str, least: int, most: int) -> No
 
 
 def _checked_fields(
-    cls: type[ModelConfig] | type[RotaryScaling], values: dict[str, Any]
+    cls: type[ModelConfig] | type[RotaryScaling] | type[Recurrence], values: dict[str, Any]
 ) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))

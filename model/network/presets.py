@@ -6,7 +6,7 @@ Knows: the sizes. Does not know: how each is trained (see model/training/recipes
 from collections.abc import Callable
 
 from quill.model.errors import ConfigError
-from quill.model.network.config import ModelConfig
+from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
 
 PAPER_VOCAB_SIZE = 37_000  # "Attention Is All You Need", section 5.1: shared, English-German
 
@@ -150,12 +150,51 @@ def _paper_shape(
     )
 
 
+def rnn_fixed_tiny() -> ModelConfig:
+    """The plainest: a whole sentence in one vector, and cells without gates."""
+    return _recurrent_shape("rnn", "fixed")
+
+
+def gru_bahdanau_tiny() -> ModelConfig:
+    """The first translator that looked at its source (2014)."""
+    return _recurrent_shape("gru", "bahdanau")
+
+
+def lstm_bahdanau_tiny() -> ModelConfig:
+    return _recurrent_shape("lstm", "bahdanau")
+
+
+def _recurrent_shape(cell: CellKind, context: ContextKind) -> ModelConfig:
+    """As wide as `seq2seq-tiny`."""
+    return ModelConfig(
+        family="seq2seq",
+        vocab_size=4096,
+        context=128,
+        d_model=256,
+        num_layers=1,
+        num_encoder_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=256,
+        d_ff=256,
+        positions="none",
+        norm="layer",
+        activation="relu",
+        dropout=0.1,
+        scale_embeddings=True,
+        recurrence=Recurrence(cell=cell, context=context),
+    )
+
+
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": tiny,
     "small": small,
     "llama-smollm2-135m": llama_smollm2_135m,
     "seq2seq-tiny": seq2seq_tiny,
     "bert-tiny": bert_tiny,
+    "rnn-fixed-tiny": rnn_fixed_tiny,
+    "gru-bahdanau-tiny": gru_bahdanau_tiny,
+    "lstm-bahdanau-tiny": lstm_bahdanau_tiny,
     "transformer-base": transformer_base,
     "transformer-big": transformer_big,
 }

@@ -27,12 +27,13 @@ from quill.model.network.layers import (
     MaskedHead,
     make_norm,
 )
+from quill.model.network.network import Network
 from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
 
 # B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
 
 
-class Transformer(nn.Module):
+class Transformer(Network):
     """Token ids in, logits out. `hidden` and `project` are apart so that a caller who needs one
     position's logits doesn't pay for all."""
 
@@ -151,10 +152,6 @@ class Transformer(nn.Module):
         """Hidden states become logits over the vocabulary."""
         return F.linear(self.head(x_BTD), self.output_weight_VD, self.output_bias)
 
-    def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
-        """The logits at every position, with no cache."""
-        return self.project(self.hidden(ids_BT, self.uncached(cross)))
-
     def uncached(self, cross: CrossKeyValue | None = None) -> Uncached:
         return Uncached(self.config, self.rotary, cross)
 
@@ -177,7 +174,3 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.segment_embedding(segments)
         y_BTD: Tensor = self.dropout(self.embedding_norm(x_BTD))
         return y_BTD
-
-    def num_parameters(self) -> int:
-        """How many numbers training changes; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.parameters())

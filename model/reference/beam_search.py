@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from quill.model.errors import RequestError
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.reference.generate import (
     FinishReason,
     LogitsArray,
@@ -92,7 +92,7 @@ class Beam(NamedTuple):
 
 
 def beam_search(
-    model: Transformer,
+    model: Network,
     prompt_ids: Sequence[int],
     parameters: BeamParameters,
     *,

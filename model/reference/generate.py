@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quill.model.errors import CheckpointError, RequestError
 from quill.model.network.attention import CrossKeyValue
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.randomness import MAX_SEED, uniform
 from quill.model.reference.sampling import SamplingParameters, choose, log_probabilities
 
@@ -38,7 +38,7 @@ class Generation:
 
 
 def generate(
-    model: Transformer,
+    model: Network,
     prompt_ids: Sequence[int],
     parameters: SamplingParameters,
     seed: int = 0,
@@ -63,13 +63,13 @@ def generate(
     return Generation(tuple(generated), tuple(logprobs), "length")
 
 
-def num_new_tokens(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
+def num_new_tokens(model: Network, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
     """How many tokens may follow: prompt and answer together fit into the context."""
     return min(max_new_tokens, model.config.context - len(prompt_ids))
 
 
 def check_request(
-    model: Transformer,
+    model: Network,
     prompt_ids: Sequence[int],
     source_ids: Sequence[int] | None,
     other_ids: Collection[int],
@@ -105,7 +105,7 @@ class NextLogits(Protocol):
 
 
 def open_decoder(
-    model: Transformer, source_ids: Sequence[int] | None, cached: bool
+    model: Network, source_ids: Sequence[int] | None, cached: bool
 ) -> "RecomputedLogits | CachedLogits":
     assert not model.training, "dropout would make the answer random: call model.eval() first"
     cross = None if source_ids is None else _encode(model, source_ids)
@@ -115,7 +115,7 @@ def open_decoder(
 class RecomputedLogits:
     """Reads every row from its first token, alone, every time."""
 
-    def __init__(self, model: Transformer, cross: CrossKeyValue | None) -> None:
+    def __init__(self, model: Network, cross: CrossKeyValue | None) -> None:
         self._model = model
         self._cross = cross
 
@@ -128,7 +128,7 @@ class RecomputedLogits:
 class CachedLogits:
     """Reads only the tokens that are new, all rows at once."""
 
-    def __init__(self, model: Transformer, cross: CrossKeyValue | None) -> None:
+    def __init__(self, model: Network, cross: CrossKeyValue | None) -> None:
         self._model = model
         self._attending = model.cached(cross)
         self._num_read = 0
@@ -143,12 +143,12 @@ class CachedLogits:
 
 
 @torch.no_grad()
-def _encode(model: Transformer, source_ids: Sequence[int]) -> CrossKeyValue:
+def _encode(model: Network, source_ids: Sequence[int]) -> CrossKeyValue:
     source_1S = _tensor(model, [source_ids])
     return model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
 
 
-def _tensor(model: Transformer, ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+def _tensor(model: Network, ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(ids, device=model.output_weight_VD.device)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quill.model.data.batches import IGNORED, Batch
 from quill.model.network.attention import CrossKeyValue
+from quill.model.network.network import Network
 from quill.model.network.transformer import Transformer
 
 
@@ -21,7 +22,7 @@ class Objective(nn.Module):
     of different sizes weigh what they should.
     """
 
-    def __init__(self, model: Transformer, label_smoothing: float = 0.0) -> None:
+    def __init__(self, model: Network, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self._label_smoothing = label_smoothing
@@ -44,10 +45,10 @@ class Predicted(NamedTuple):
     targets_N: Tensor
 
 
-def predict(model: Transformer, batch: Batch) -> Predicted:
+def predict(model: Network, batch: Batch) -> Predicted:
     """The logits at all of a batch's positions; for an encoder at those with a target alone."""
     targets_N = batch.targets_BT.flatten()
-    if model.config.family == "encoder":
+    if isinstance(model, Transformer) and model.config.family == "encoder":
         counts_N = targets_N != IGNORED
         hidden_ND = model.states(batch.inputs_BT).flatten(0, 1)[counts_N]
         return Predicted(model.project(hidden_ND), targets_N[counts_N])
@@ -55,7 +56,7 @@ def predict(model: Transformer, batch: Batch) -> Predicted:
     return Predicted(logits_BTV.flatten(0, 1), targets_N)
 
 
-def encode_source(model: Transformer, batch: Batch) -> CrossKeyValue | None:
+def encode_source(model: Network, batch: Batch) -> CrossKeyValue | None:
     """What the decoder looks at in a seq2seq batch; nothing in a causal one."""
     if batch.source_BS is None or batch.source_mask_BS is None:
         return None

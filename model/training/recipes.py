@@ -104,6 +104,21 @@ def _pretraining(batch_tokens: int, learning_rate: float) -> Recipe:
     )
 
 
+def _recurrent(learning_rate: float, num_steps: int) -> Recipe:
+    """As long as `seq2seq-tiny` takes."""
+    return Recipe(
+        num_steps=num_steps,
+        batch_tokens=1024,
+        learning_rate=learning_rate,
+        warmup_steps=300,
+        beta2=0.98,
+        weight_decay=0.01,
+        label_smoothing=0.1,
+        evaluate_every=400,
+        save_every=400,
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "tiny": Recipe(
         num_steps=1200,
@@ -134,6 +149,9 @@ RECIPES: dict[str, Recipe] = {
         evaluate_every=250,
         save_every=500,
     ),
+    "rnn-fixed-tiny": _recurrent(1e-3, 2800),
+    "gru-bahdanau-tiny": _recurrent(2e-3, 2800),
+    "lstm-bahdanau-tiny": _recurrent(2e-3, 2800),
     "transformer-base": _paper(100_000, 512),
     "transformer-big": _paper(300_000, 1024),
 }

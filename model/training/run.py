@@ -15,7 +15,7 @@ from typing import Any
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.run_directory import LOG_FILE, save_step
 from quill.model.data.batches import Batch
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.progress import Display
 from quill.model.training.distributed import Peers
 from quill.model.training.log import (
@@ -225,7 +225,7 @@ class Run:
             provenance=self._provenance,
         )
 
-    def _eval_model(self) -> Transformer:
+    def _eval_model(self) -> Network:
         return self._trainer.model.eval()
 
     def _stop_early(self, display: Display) -> Outcome:

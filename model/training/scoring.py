@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate, mix
 from quill.model.data.masking import Marks, framed, hide
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.training.loss import predict
 
 # B rows · T tokens · V vocabulary
@@ -57,7 +57,7 @@ class Loss:
 
 
 @torch.no_grad()
-def total_loss(model: Transformer, batches: Iterable[Batch], device: torch.device) -> Loss:
+def total_loss(model: Network, batches: Iterable[Batch], device: torch.device) -> Loss:
     """The cross-entropy of every target that counts."""
     nats, num_tokens, num_right = 0.0, 0, 0
     for batch in batches:
@@ -102,7 +102,7 @@ def pair_batches(pairs: list[TokenPair], special: PairTokens, num_rows: int) -> 
 
 
 def score_text(
-    model: Transformer,
+    model: Network,
     ids: Tensor,
     num_bytes: int,
     device: torch.device,
@@ -133,7 +133,7 @@ def masked_batches(
 
 
 def score_masked(
-    model: Transformer,
+    model: Network,
     ids: Tensor,
     marks: Marks,
     device: torch.device,

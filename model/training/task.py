@@ -24,7 +24,7 @@ from quill.model.data.splits import PairCorpus, TextCorpus
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, Tokenizer
 from quill.model.errors import ConfigError
 from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.model.training.recipes import Recipe
@@ -55,11 +55,11 @@ class Task(Protocol):
     def describe(self) -> str: ...
 
     def score(
-        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+        self, model: Network, device: torch.device, quick: bool, track: Track = iter
     ) -> Score:
         """How well held-out data is predicted; quick looks at a sample of it."""
 
-    def sample(self, model: Transformer, seed: int) -> str:
+    def sample(self, model: Network, seed: int) -> str:
         """Something to look at: what the network writes now."""
 
 
@@ -87,14 +87,14 @@ class TextTask:
         return f"{num_train:,} training tokens, {num_held_out:,} held out"
 
     def score(
-        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+        self, model: Network, device: torch.device, quick: bool, track: Track = iter
     ) -> Score:
         ids = self._data.held_out_ids
         sparse = max(self._context, len(ids) // NUM_QUICK_WINDOWS)
         stride = sparse if quick else max(self._context // 2, 1)
         return score_text(model, ids, self._data.num_held_out_bytes, device, stride, track)
 
-    def sample(self, model: Transformer, seed: int) -> str:
+    def sample(self, model: Network, seed: int) -> str:
         """Continues the beginning of the held-out text."""
         prompt = self._data.held_out_ids[: min(NUM_PROMPT_TOKENS, self._context // 2)].tolist()
         parameters = SamplingParameters(
@@ -129,14 +129,14 @@ class MaskedTask(TextTask):
         return MaskedBatches(windows, self._marks, recipe.seed)
 
     def score(
-        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+        self, model: Network, device: torch.device, quick: bool, track: Track = iter
     ) -> Score:
         ids, length = self._data.held_out_ids, self._context - self._marks.num_around
         stride = max(length, len(ids) // NUM_QUICK_WINDOWS) if quick else length
         return score_masked(model, ids, self._marks, device, stride, track)
 
     @torch.no_grad()
-    def sample(self, model: Transformer, seed: int) -> str:
+    def sample(self, model: Network, seed: int) -> str:
         """The beginning of the held-out text, with what the network finds in hidden places."""
         ids = self._data.held_out_ids[: min(NUM_SAMPLE_TOKENS, self._context - 2)].to(torch.int64)
         batch = hide(
@@ -181,13 +181,13 @@ class PairTask:
         return f"{num_train:,} training pairs, {num_held_out:,} held out{dropped}"
 
     def score(
-        self, model: Transformer, device: torch.device, quick: bool, track: Track = iter
+        self, model: Network, device: torch.device, quick: bool, track: Track = iter
     ) -> Score:
         batches = pair_batches(self._data.held_out, self._data.special, SCORE_ROWS)
         loss = total_loss(model, track(batches), device)
         return Score(loss.nats, loss.num_tokens, self._num_bytes)
 
-    def sample(self, model: Transformer, seed: int) -> str:
+    def sample(self, model: Network, seed: int) -> str:
         special = self._data.special
         parameters = SamplingParameters(
             temperature=0.0, max_new_tokens=NUM_SAMPLE_TOKENS, stop_ids=frozenset({special.eos})

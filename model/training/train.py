@@ -29,8 +29,9 @@ from quill.model.data.source import DataSource, choose_source
 from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, ConfigError, InterruptedWorkError
 from quill.model.network.config import ModelConfig
+from quill.model.network.network import Network
+from quill.model.network.networks import make_network
 from quill.model.network.presets import preset
-from quill.model.network.transformer import Transformer
 from quill.model.progress import track
 from quill.model.training.allocator import keep_freed_memory
 from quill.model.training.distributed import Peers, join_peers
@@ -108,7 +109,7 @@ def _start(args: argparse.Namespace, peers: Peers) -> Outcome:
     if peers.leads:
         write_run(args.out, order.to_dict())
     torch.manual_seed(order.recipe.seed)
-    return _train(args.out, order, Transformer(order.config), task, peers, None)
+    return _train(args.out, order, make_network(order.config), task, peers, None)
 
 
 def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
@@ -138,7 +139,7 @@ def _resume(args: argparse.Namespace, peers: Peers) -> Outcome:
         return _train(path, order, _copy_into_model(checkpoint), task, peers, state)
     # Killed before its first checkpoint: it begins again.
     torch.manual_seed(order.recipe.seed)
-    return _train(path, order, Transformer(order.config), task, peers, None)
+    return _train(path, order, make_network(order.config), task, peers, None)
 
 
 def _check_alone(args: argparse.Namespace) -> None:
@@ -190,14 +191,14 @@ def _load(order: Order, tokenizer: Tokenizer | None, peers: Peers) -> Task:
     return load_task(order.config, order.source, tokenizer, encoding)
 
 
-def _copy_into_model(checkpoint: Checkpoint) -> Transformer:
+def _copy_into_model(checkpoint: Checkpoint) -> Network:
     """Fills a new network with the weights.
 
     Sharing memory with what the file's reader made would be quicker, but there tensors begin at
     any address, and the matrix library promises the same rounding only where they are aligned
     alike: the resumed run must end at exactly the same weights.
     """
-    model = Transformer(checkpoint.config)
+    model = make_network(checkpoint.config)
     check_weights(model, checkpoint.weights)
     model.load_state_dict(checkpoint.weights)
     return model
@@ -206,7 +207,7 @@ def _copy_into_model(checkpoint: Checkpoint) -> Transformer:
 def _train(
     path: Path,
     order: Order,
-    model: Transformer,
+    model: Network,
     task: Task,
     peers: Peers,
     state: TrainingState | None,

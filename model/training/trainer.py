@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quill.model.checkpoint.run_directory import TrainingState, pack_optimiser, unpack_optimiser
 from quill.model.data.batches import Batch, Batches, mix
 from quill.model.errors import ConfigError, ModelError
-from quill.model.network.transformer import Transformer
+from quill.model.network.network import Network
 from quill.model.training.distributed import Peers
 from quill.model.training.loss import Objective
 from quill.model.training.recipes import Recipe
@@ -38,7 +38,7 @@ class StepResult:
 class Trainer:
     """Computes one step after another. The network's weights change in place."""
 
-    def __init__(self, model: Transformer, batches: Batches, recipe: Recipe, peers: Peers) -> None:
+    def __init__(self, model: Network, batches: Batches, recipe: Recipe, peers: Peers) -> None:
         if recipe.num_pieces % peers.num_processes:
             raise ConfigError(
                 f"{recipe.num_pieces} pieces of a batch can't be shared among "

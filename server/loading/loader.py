@@ -66,7 +66,8 @@ def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
         share=settings.prefix_cache,
-        guess=settings.guess,
+        guess=settings.guess and not choice.graphs.one_token_steps,
+        one_token_steps=choice.graphs.one_token_steps,
     )
 
 

@@ -202,6 +202,8 @@ class _Step:
         num_tokens = min(affordable, self._quantum(row), self._left)
         if group.scores:
             num_tokens = min(num_tokens, self._max_scored - given)
+        if self._all._limits.one_token_steps:
+            num_tokens = min(num_tokens, 1 - given)
         if self._given and self._source_s(row) > self._left_s:
             return 0
         if group is not self._oldest:  # nobody else may set others back

@@ -13,7 +13,7 @@ from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantised_weight import QuantisedWeight
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
+from quill.model.network.networks import make_network
 
 LLAMA = ModelConfig(
     family="causal",
@@ -93,7 +93,7 @@ ENCODER = ModelConfig(
 def make_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
     """Random weights, large enough that every part of the network matters to its logits."""
     torch.manual_seed(seed)
-    model = Transformer(config)
+    model = make_network(config)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, std=0.15)
         if "norm.weight" in name:

@@ -1,7 +1,7 @@
 """A small network with a bundle made of it: what the tests of the engine run on."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
-from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
+from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
+from quill.model.network.network import Network
+from quill.model.network.networks import make_network
 from quill.server.runtime.blocks import Blocks, BlockShape
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.runtime.onnx_session import SessionSettings, open_graph
@@ -79,8 +80,27 @@ ENCODER = ModelConfig(
     embedding_norm=True,
     masked_head=True,
 )
+RECURRENT = ModelConfig(
+    family="seq2seq",
+    vocab_size=512,
+    context=CONTEXT,
+    d_model=64,
+    num_layers=2,
+    num_encoder_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=64,
+    d_ff=64,
+    positions="none",
+    norm="layer",
+    activation="relu",
+    scale_embeddings=True,
+    recurrence=Recurrence(cell="gru", context="bahdanau"),
+)
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0), "encoder": (4.0, 4.0)}
+# A state that grows from token to token would make much of every rounding.
+RECURRENT_SCALES = (1.0, 3.0)
 
 
 # The network is tiny; threads that wait for each other only make it slower.
@@ -91,7 +111,7 @@ torch.set_num_threads(1)
 class TinyBundle:
     directory: Path
     manifest: Manifest
-    model: Transformer
+    model: Network
 
     def session(self, precision: str, num_blocks: int = NUM_BLOCKS) -> OrtSession:
         graphs, sizes = self.manifest.graphs_in(precision), self.manifest.sizes
@@ -105,7 +125,7 @@ class TinyBundle:
         return OrtSession(decoder, blocks, sizes, encoder, hidden=graphs.hidden)
 
 
-def rounding_error(model: Transformer, num_sources: int = 24) -> float:
+def rounding_error(model: Network, num_sources: int = 24) -> float:
     """How far float32 is from float64 in a translator's logits, by PyTorch on both sides.
 
     Two programs that compute in float32, each in its own order, may differ by as much. How much
@@ -157,6 +177,16 @@ def make_tiny_encoder(directory: Path) -> TinyBundle:
     )
 
 
+def make_tiny_recurrent(
+    directory: Path, cell: CellKind, context: ContextKind, precisions: tuple[Precision, ...]
+) -> TinyBundle:
+    config = replace(RECURRENT, recurrence=Recurrence(cell=cell, context=context))
+    special = SpecialTokens(bos=0, eos=EOS)
+    return _make_bundle(
+        directory, config, precisions, tokenizer=byte_tokenizer(), special_tokens=special
+    )
+
+
 def make_talker(directory: Path) -> TinyBundle:
     """The small network with a tokenizer and a chat template: it takes every kind of prompt."""
     return _make_bundle(
@@ -175,10 +205,11 @@ def _make_bundle(
 ) -> TinyBundle:
     """Untrained, but with weights large enough that its distributions have peaks."""
     torch.manual_seed(0)
-    weights = Transformer(config).state_dict()
+    weights = make_network(config).state_dict()
+    scales = SCALES[config.family] if config.recurrence is None else RECURRENT_SCALES
     for name, weight in weights.items():
         if weight.ndim == 2:
-            weights[name] = weight * SCALES[config.family][name == "embedding.weight"]
+            weights[name] = weight * scales[name == "embedding.weight"]
     checkpoint = Checkpoint(config, weights, **rest)
     wishes = Wishes(precisions=precisions, verify=False)
     manifest = write_bundle(directory, checkpoint, wishes)

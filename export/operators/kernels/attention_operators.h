@@ -5,7 +5,7 @@
 //   quill::CrossAttention(q, key_cache, value_cache, query_starts, source_lengths, source_table)
 //       -> attended
 //   quill::EncoderAttention(qkv, query_starts, cosines?, sines?) -> attended
-//   quill::Store(keys, values, key_cache, value_cache, query_starts, block_table)
+//   quill::Store(keys, values, key_cache, value_cache, query_starts, block_table, past_lengths?)
 //       -> key_cache, value_cache
 //
 // Knows: the runtime. Does not know: threads, how attention is computed.
@@ -316,14 +316,14 @@ template <bool HALVES>
 class Store : public HeadsOperator {
  public:
   static constexpr const char* kName = "Store";
-  static constexpr size_t kNumInputs = 6;
+  static constexpr size_t kNumInputs = 7;
   static constexpr size_t kNumOutputs = 2;
   static int input_type(size_t index) {
     if (index == 2 || index == 3) return kCacheType<HALVES>;
     return index > 3 ? runtime::kInt32 : runtime::kFloat;
   }
   static int output_type(size_t) { return kCacheType<HALVES>; }
-  static int input_kind(size_t) { return runtime::kRequired; }
+  static int input_kind(size_t index) { return index < 6 ? runtime::kRequired : runtime::kOptional; }
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
@@ -336,10 +336,11 @@ class Store : public HeadsOperator {
     Dims dims;
     TRY(read_caches(given[2], given[3], &work.heads, &dims));
     TRY(read_starts(given[4], work.tokens, &work.all));
-    static thread_local std::vector<int32_t> lengths;  // all at position 0
+    static thread_local std::vector<int32_t> lengths;  // all at position 0, unless it is said
     lengths.assign(static_cast<size_t>(work.all.num), 0);
     work.all.causal = true;
     work.all.lengths = lengths.data();
+    if (given[6]) TRY(read_lengths(given[6], &work.all));
     TRY(read_table(given[5], dims.sizes[0], &work.all));
     TRY(give_back(context, 0, dims, &work.heads));
     return work.tokens ? append_tokens(context, &work) : nullptr;

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cells.h"
 #include "heads.h"
 
 namespace quill {
@@ -60,6 +61,13 @@ struct Kernels {
   void (*attend)(const Chunk& chunk, const Query* queries, int64_t num);
   // Merges what a query has seen of each chunk, in their order, and divides it by its weights.
   void (*finish)(float* seen, int64_t num_chunks, int64_t size, float* to);
+  // Changes a recurrent state by a token.
+  void (*update)(const Cell& cell, const Gates& gates);
+  // Multiplies one row with weights that aren't rounded.
+  void (*multiply_row)(const RowProduct& of, const float* x, float* y);
+  // Lets a query look at a source additively. There is room for a score at each position of its blocks.
+  void (*attend_additively)(const Heads& heads, const AdditiveQuery& query, float* scores,
+                            float* out);
 };
 
 Kernels plain_kernels();

@@ -8,6 +8,7 @@
 #include "attention_operators.h"
 #include "linear_operators.h"
 #include "processor.h"
+#include "recurrent_operators.h"
 
 namespace quill {
 namespace {
@@ -81,6 +82,8 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
       describe<Attention<true>>(),  describe<CrossAttention<true>>(),  describe<Store<true>>(),
       describe<Attention<false>>(), describe<CrossAttention<false>>(), describe<Store<false>>(),
       describe<EncoderAttention>(),
+      describe<Recurrence>(),       describe<Update>(),                describe<Ends>(),
+      describe<Recall>(),           describe<AdditiveAttention>(),
   };
   static std::mutex registering;
   static runtime::Domain* domain;

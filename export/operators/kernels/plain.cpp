@@ -1,4 +1,7 @@
 #include "attention.h"
 #include "kernels.h"
+#include "recurrent.h"
 
-quill::Kernels quill::plain_kernels() { return {round, multiply, append, attend, finish}; }
+quill::Kernels quill::plain_kernels() {
+  return {round, multiply, append, attend, finish, update, multiply_row, attend_additively};
+}

@@ -35,7 +35,13 @@ class Quill:
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
         context = opened.manifest.sizes.context
         num_blocks = 2 * MAX_ROWS * -(-context // BLOCK)  # of source and answer
-        limits = Limits(max_rows=MAX_ROWS, context=context, num_blocks=num_blocks)
+        limits = Limits(
+            max_rows=MAX_ROWS,
+            context=context,
+            num_blocks=num_blocks,
+            guess=not opened.graphs.one_token_steps,
+            one_token_steps=opened.graphs.one_token_steps,
+        )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
         self._names = map(str, itertools.count())
 

@@ -55,6 +55,7 @@ def test_recording_attends_as_the_network_does() -> None:
     ids = torch.tensor([[5, 3, 8, 8, 1]])
     for config in (CAUSAL, SEQ2SEQ):
         model = make_checkpoint(config).build()
+        assert isinstance(model, Transformer)
         source, mask = torch.tensor([[9, 7, 6]]), torch.ones(1, 3, dtype=torch.bool)
         cross = model.encode(source, mask) if config.family == "seq2seq" else None
         recording = RecordingAttention(config, model.rotary, cross)

@@ -15,6 +15,7 @@ from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.model.importers.import_weights import find_source
 from quill.model.network.attention import EncoderAttending
+from quill.model.network.transformer import Transformer
 from tests.model.huggingface_models import change_config, randomised, saved
 
 TOLERANCE = 1e-4
@@ -56,6 +57,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     theirs = bert(kind, **changes)
     ours = read_huggingface(saved(theirs, tmp_path)).build()
+    assert isinstance(ours, Transformer)
     ids, mask, segments = batch()
     with torch.inference_mode():
         out = theirs(ids, attention_mask=mask, token_type_ids=segments)
@@ -77,7 +79,9 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, old_names: bool
     ids, mask, _ = batch()
     with torch.inference_mode():
         expected = theirs(ids, attention_mask=mask).last_hidden_state
-        found = checkpoint.build().states(ids, mask.bool())
+        model = checkpoint.build()
+        assert isinstance(model, Transformer)
+        found = model.states(ids, mask.bool())
     assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
     assert checkpoint.special_tokens.mask is None, "without a head nothing can be found"
 

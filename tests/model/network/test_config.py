@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from quill.model.errors import ConfigError
-from quill.model.network.config import ModelConfig, RotaryScaling
+from quill.model.network.config import ModelConfig, Recurrence, RotaryScaling
 from quill.model.network.presets import PRESETS, preset
 
 CAUSAL = preset("tiny")
 SEQ2SEQ = preset("seq2seq-tiny")
+RECURRENT = preset("gru-bahdanau-tiny")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,32 @@ def test_impossible_rotary_scaling_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         RotaryScaling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "causal", "num_encoder_layers": 0}, "family is causal; .* must be seq2seq"),
+        ({"num_heads": 4}, "num_heads is 4; in a recurrent network it must be 1"),
+        ({"head_size": 64}, "head_size is 64; in a recurrent network it must be 256"),
+        ({"d_ff": 1024}, "d_ff is 1024; in a recurrent network it must be 256"),
+        ({"positions": "learned"}, "positions is learned; in a recurrent network it must be none"),
+        ({"qkv_bias": True}, "qkv_bias is True; in a recurrent network it must be False"),
+        ({"d_model": 255, "head_size": 255, "d_ff": 255}, "d_model is 255; .* even number"),
+    ],
+)
+def test_what_a_recurrent_network_has_not_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(RECURRENT, **changes)
+
+
+def test_unknown_cells_and_contexts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="cell is 'lru'; it must be one of rnn, gru, lstm"):
+        Recurrence(cell="lru", context="fixed")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"context is 'luong'; .* fixed, bahdanau"):
+        Recurrence(cell="gru", context="luong")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PRESETS)

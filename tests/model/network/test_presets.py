@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from quill.model.errors import ConfigError
+from quill.model.network.networks import make_network
 from quill.model.network.presets import PRESETS, preset
-from quill.model.network.transformer import Transformer
 
 
 def num_parameters(name: str) -> int:
     with torch.device("meta"):
-        return Transformer(preset(name)).num_parameters()
+        return make_network(preset(name)).num_parameters()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quill.model.network.attention import EncoderAttending
+from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client
@@ -67,6 +68,7 @@ def vectors(response: pb.EmbedResponse) -> list[list[float]]:
 def of_torch(bundle: TinyBundle, ids: list[int]) -> torch.Tensor:
     """All hidden states of a text."""
     model, ids_1T = bundle.model, torch.tensor([ids])
+    assert isinstance(model, Transformer)
     with torch.no_grad():
         if bundle.manifest.family == "causal":
             return model.hidden(ids_1T, model.uncached())[0]

@@ -1,0 +1,1 @@
+"""Translators of several generations, side by side on one page."""

@@ -1,0 +1,14 @@
+"""From a config to its network.
+
+Knows: which kinds there are. Does not know: what they are made of.
+"""
+
+from quill.model.network.config import ModelConfig
+from quill.model.network.network import Network
+from quill.model.network.recurrent import Recurrent
+from quill.model.network.transformer import Transformer
+
+
+def make_network(config: ModelConfig) -> Network:
+    """With weights to begin training from."""
+    return Transformer(config) if config.recurrence is None else Recurrent(config)
