@@ -41,8 +41,8 @@ def make_requests(rng: random.Random, num: int = 24) -> list[Request]:
                 sampling=Sampling(temperature=0.0 if beams or number % 4 == 0 else 0.8),
                 beams=beams,
                 seed=rng.getrandbits(64),
-                max_new_tokens=rng.choice([5, 30, 60]),
-                eos_ids=frozenset({EOS, *range(100, 103)}),
+                max_new_tokens=rng.choice([9, 50, 60]),
+                eos_ids=frozenset({EOS, 100}),
                 logprobs=0,
             )
         )
@@ -50,7 +50,7 @@ def make_requests(rng: random.Random, num: int = 24) -> list[Request]:
 
 
 def serve(bundle: TinyBundle, precision: str, requests: list[Request], num_blocks: int) -> Answers:
-    """All through one engine, arriving at random moments."""
+    """All through one engine, one more arriving before every step."""
     rng = random.Random(1)
     limits = Limits(
         max_rows=MAX_ROWS,
@@ -64,7 +64,7 @@ def serve(bundle: TinyBundle, precision: str, requests: list[Request], num_block
     answers: Answers = {request.request_id: [] for request in requests}
     waiting = list(requests)
     while waiting or not engine.is_idle:
-        if waiting and (num_blocks > 100 or rng.random() < 0.5):
+        if waiting:
             engine.submit(waiting.pop(0), 0.0)
         for event in engine.step().events:
             assert not isinstance(event, FailEvent), event
