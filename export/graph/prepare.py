@@ -17,7 +17,7 @@ from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import EncoderLayer
+from quill.model.network.layers import EncoderLayer, SoftCap
 from quill.model.network.transformer import Transformer
 
 MIN_CONTEXT = 16  # enough to verify a few steps after a prompt
@@ -43,13 +43,13 @@ class Prepared:
 
 def check_exportable(config: ModelConfig) -> None:
     """Refuses shapes that the attention operators can't compute."""
-    size = config.head_size
+    num_kv_heads, size, _ = config.cached
     if size % HEAD_SIZE_STEP or size > MAX_HEAD_SIZE:
         raise UnsupportedModelError(
             f"the head size is {size}; Quill's attention needs a multiple of {HEAD_SIZE_STEP} up "
             f"to {MAX_HEAD_SIZE}. Train the model with such a head size"
         )
-    if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
+    if (group := config.num_heads // num_kv_heads) > MAX_GROUP:
         raise UnsupportedModelError(
             f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
             "the most. Train the model with more K/V heads"
@@ -87,10 +87,12 @@ class Networks:
         """With integers for weights, and Quill's own operators."""
         model = self._checkpoint.build()
         project = use_operators(model, quantisation)
+        if model.config.logit_soft_cap:
+            project = nn.Sequential(project, SoftCap(model.config.logit_soft_cap))
         return Prepared(model, project, torch.float16, quantisation)
 
 
-def use_operators(model: Transformer, quantisation: Quantisation) -> Project:
+def use_operators(model: Transformer, quantisation: Quantisation) -> nn.Module:
     """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
     Answers the vocabulary projection."""
     weights, fuses = quantisation.weights, can_fuse(model.config)

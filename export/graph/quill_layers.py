@@ -111,11 +111,12 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.qkv, self.out = _own(layer.attention.qkv), _own(layer.attention.out)
         self.up, self.down = _own(layer.feed_forward.up), _own(layer.feed_forward.down)
+        self.qk_norm = layer.attention.qk_norm
         self.qkv.take_norm(layer.attention_residual.norm)
         self.up.take_norm(layer.feed_forward_residual.norm)
 
     def forward(self, x_RTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        attended = attending.self_attention(layer, self.qkv(x_RTD))
+        attended = attending.self_attention(layer, self.qk_norm(self.qkv(x_RTD)))
         x_RTD = self.out(attended, x_RTD)
         y_RTD: Tensor = self.down(self.up(x_RTD), x_RTD)
         return y_RTD
