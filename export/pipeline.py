@@ -194,6 +194,7 @@ def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest)
 
 def describe_sizes(checkpoint: Checkpoint) -> Sizes:
     config = checkpoint.config
+    num_kv_heads, key_size, value_size = config.cached
     with torch.device("meta"):
         num_parameters = Transformer(config).num_parameters()
     return Sizes(
@@ -203,10 +204,11 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         num_layers=config.num_layers,
         num_encoder_layers=config.num_encoder_layers,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
+        num_kv_heads=num_kv_heads,
+        head_size=key_size,
         d_ff=config.d_ff,
         num_parameters=num_parameters,
+        value_size=None if value_size == key_size else value_size,
     )
 
 

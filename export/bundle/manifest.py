@@ -44,6 +44,7 @@ class Sizes:
     head_size: int
     d_ff: int
     num_parameters: int
+    value_size: int | None = None  # of values that are narrower than keys; None: they aren't
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,8 @@ class Manifest:
         """Memory for one more token; a seq2seq source takes the same for each token."""
         number_size = 4 if cache_type == "float32" else 2
         sizes = self.sizes
-        return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * number_size
+        width = sizes.head_size + (sizes.value_size or sizes.head_size)
+        return sizes.num_layers * sizes.num_kv_heads * width * number_size
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from quill.export.bundle.manifest import Graphs, Manifest, read_manifest
 from quill.export.cli.stages import Stages
 from quill.export.errors import ExportError, UnsupportedModelError
+from quill.export.graph.prepare import shape_problem
 from quill.export.operators.library import (
     kernels,
     library_path,
@@ -20,7 +21,7 @@ from quill.export.operators.library import (
     operators_problem,
 )
 from quill.export.pipeline import Wishes, check_standing, write_bundle
-from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, family_problem, preferred
+from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from quill.export.quantise.quantisation import check_quantisable
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
@@ -93,7 +94,7 @@ def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
     problems: dict[Precision, str] = {}
     for name, facts in PRECISIONS.items():
         blocks = shape if facts.is_quantised else None
-        if problem := family_problem(name, config.family) or blocks or operators:
+        if problem := shape_problem(name, config) or blocks or operators:
             problems[name] = problem
     return problems
 

@@ -163,8 +163,6 @@ class PagedAttending(PackedAttending):
             "do_rotary": int(bool(tables)),
             "scale": self._config.scale,
         }
-        if window := self._config.window_of(layer):
-            attributes["local_window_size"] = window
         if self._config.attention_soft_cap:
             attributes["softcap"] = self._config.attention_soft_cap
         blocks = self._pool.layers[layer]

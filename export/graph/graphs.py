@@ -193,7 +193,7 @@ def _example(name: str) -> Tensor:
 
 def _caches(model: Transformer, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
-    shapes = graph_contract.block_shapes(device, config.num_kv_heads, config.head_size)
+    shapes = graph_contract.block_shapes(device, *config.cached)
     return [
         torch.zeros((_NUM_BLOCKS, *shape), dtype=cache_type)
         for _ in range(config.num_layers)

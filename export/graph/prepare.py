@@ -13,8 +13,10 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZE
 from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
-from quill.export.precisions import Device, Precision, family_problem
+from quill.export.graph.stacked_layers import stack_operators
+from quill.export.precisions import PRECISIONS, Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
+from quill.export.quantise.quill_layout import COLUMNS
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer, SoftCap
@@ -54,10 +56,46 @@ def check_exportable(config: ModelConfig) -> None:
             f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
             "the most. Train the model with more K/V heads"
         )
+    for name, width in _stacked_widths(config).items():
+        if width % COLUMNS:
+            raise UnsupportedModelError(
+                f"{name} is {width}; Quill's operators for experts and latent attention need "
+                f"multiples of {COLUMNS}. Train the model with such sizes"
+            )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
             f"the context is {config.context} tokens; at least {MIN_CONTEXT} are needed"
         )
+
+
+def _stacked_widths(config: ModelConfig) -> dict[str, int]:
+    """What must be whole groups of columns."""
+    widths = {}
+    if config.experts is not None:
+        widths = {"d_model": config.d_model, "d_expert": config.experts.d_expert}
+    if config.latent is not None:
+        widths |= {"rank": config.latent.rank, "value_size": config.latent.value_size}
+    return widths
+
+
+def shape_problem(precision: Precision, config: ModelConfig) -> str | None:
+    """Why a model has no such graphs, in words."""
+    if problem := family_problem(precision, config.family):
+        return problem
+    if PRECISIONS[precision].device == "cpu":
+        return None
+    own = {"experts": config.experts, "latent attention": config.latent}
+    if found := [name for name, part in own.items() if part is not None]:
+        return (
+            f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's own "
+            "operators compute that, and they are for the CPU"
+        )
+    if config.window:
+        return (
+            f"a model with a window has no {precision} graphs: how the runtime's attention over "
+            "blocks counts its tokens couldn't be tried without a card"
+        )
+    return None
 
 
 class Networks:
@@ -67,7 +105,7 @@ class Networks:
         self._checkpoint = checkpoint
 
     def prepare(self, precision: Precision) -> Prepared:
-        if problem := family_problem(precision, self._checkpoint.config.family):
+        if problem := shape_problem(precision, self._checkpoint.config):
             raise UnsupportedModelError(problem)
         match precision:
             case "fp32":
@@ -81,6 +119,7 @@ class Networks:
 
     def _plain(self, dtype: torch.dtype) -> Prepared:
         model = self._checkpoint.build().to(dtype)
+        stack_operators(model)
         return Prepared(model, model.project, dtype)
 
     def _own(self, quantisation: Quantisation) -> Prepared:
@@ -103,11 +142,12 @@ def use_operators(model: Transformer, quantisation: Quantisation) -> nn.Module:
         embedding.records_CGB = project.records_CGB  # one tensor of the graph, not two
     model.embedding = embedding  # type: ignore[assignment]
     model.projection = None
+    stack_operators(model, weights)
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child_name != "router":
                 weight = weights[f"{parent_name}.{child_name}.weight"]
-                gated = fuses and child_name == "up"
+                gated = fuses and parent_name.endswith(".feed_forward") and child_name == "up"
                 setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
     if fuses:
         for index, layer in enumerate(model.decoder):

@@ -4,6 +4,7 @@ Knows: which weights the source already brought as integers, which need 8 bits. 
 integers are found (export/quantise/quantisers.py) or stored (export/quantise/quill_layout.py).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,8 +19,11 @@ from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 from quill.model.network.config import ModelConfig
 
 EMBEDDING = "embedding.weight"
-# Rows of a table that are added, not multiplied: there is no operator to gain speed with.
-NOT_QUANTISED = "position_embedding.weight"
+# Rows of a table that are added, not multiplied: there is no operator to gain speed with. A router
+# decides by small differences. Latent attention's matrices of each head are small.
+NOT_QUANTISED = re.compile(
+    r"position_embedding\.weight|.*\.router\.weight|.*\.attention\.up\.weight"
+)
 # The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
 HOW = {4: "k-quant", 8: "rounded to 8 bits"}
@@ -36,11 +40,17 @@ class Quantisation:
 
 def check_quantisable(config: ModelConfig) -> None:
     """Refuses shapes whose matrices can't be cut into blocks of 32 inputs."""
+    experts, latent = config.experts, config.latent
     widths = {
         "d_model": config.d_model,
         "d_ff": config.d_ff,
         "num_heads x head_size": config.num_heads * config.head_size,
     }
+    if experts is not None:
+        widths["d_expert"] = experts.d_expert
+    if latent is not None:
+        widths["num_heads x value_size"] = config.num_heads * latent.value_size
+        widths["query_rank"] = latent.query_rank
     for name, width in widths.items():
         if width % BLOCK_SIZE:
             raise UnsupportedModelError(
@@ -57,7 +67,7 @@ def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
     check_quantisable(checkpoint.config)
     weights, num_found = {}, 0
     for name, weight_NI in checkpoint.weights.items():
-        if weight_NI.ndim == 2 and name != NOT_QUANTISED:
+        if weight_NI.ndim == 2 and not NOT_QUANTISED.fullmatch(name):
             wide = bits == 8 or name in EIGHT_BITS
             source = checkpoint.quantised.get(name)
             # Rows are looked up at 8 bits only.

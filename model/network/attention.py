@@ -72,7 +72,9 @@ def attention_weights(
 ) -> Tensor:
     """softmax(q·kᵀ / √d_k + mask): the textbook formula, every score in the open."""
     scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2)
-    scores_BNTS = scores_BNTS / math.sqrt(q_BNTH.shape[-1]) if scale is None else scores_BNTS * scale
+    scores_BNTS = (
+        scores_BNTS / math.sqrt(q_BNTH.shape[-1]) if scale is None else scores_BNTS * scale
+    )
     if soft_cap:
         scores_BNTS = soft_capped(scores_BNTS, soft_cap)
     if mask_TS is not None:
@@ -132,7 +134,7 @@ def _attend(
     k_BNSH, v_BNSH = (repeat_groups(side, num_heads) for side in kv)
     scale = None if config is None else config.scale
     if config is not None and config.attention_soft_cap:
-        assert mask is not None and not causal
+        assert mask is not None, "with a soft cap nothing is causal by itself"
         cap = config.attention_soft_cap
         return merge_heads(attention_weights(q_BNTH, k_BNSH, mask, scale, cap) @ v_BNSH)
     # PyTorch's fast kernel needs keys and values of the same width.

@@ -53,7 +53,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in the place of a feed-forward: a router chooses a few for each token."""
+    """A mixture in the place of a feed-forward: a router chooses a few experts for each token."""
 
     number: int
     per_token: int
@@ -294,9 +294,7 @@ def _require_within(config: ModelConfig | _Part, name: str, least: int, most: in
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
 
 
-def _checked_fields(
-    cls: type[ModelConfig] | type[_Part], values: dict[str, Any]
-) -> dict[str, Any]:
+def _checked_fields(cls: type[ModelConfig] | type[_Part], values: dict[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:

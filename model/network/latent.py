@@ -32,7 +32,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, latent: Latent) -> None:
         super().__init__()
         self.sizes = latent
-        self._num_heads = num_heads = config.num_heads
+        self.num_heads = num_heads = config.num_heads
         inputs = config.d_model
         if latent.query_rank:
             inputs = latent.query_rank
@@ -55,9 +55,9 @@ class LatentAttention(nn.Module):
         latent_BTC = self.latent_norm(latent_BTC)
         if sizes.query_rank:
             x_BTD = self.query_norm(self.query_down(x_BTD))
-        heads = self.query(x_BTD).unflatten(-1, (self._num_heads, -1))
+        heads = self.query(x_BTD).unflatten(-1, (self.num_heads, -1))
         still, turning = heads.split([sizes.nope_size, sizes.rope_size], dim=-1)
-        still = self.into_latent(still.flatten(-2)).unflatten(-1, (self._num_heads, -1))
+        still = self.into_latent(still.flatten(-2)).unflatten(-1, (self.num_heads, -1))
         queries_BTE = torch.cat((still, turning), dim=-1).flatten(-2)
         qkv_BTE = torch.cat((queries_BTE, latent_BTC, turned_BTP, latent_BTC), dim=-1)
         found_BTE = attending.self_attention(layer, qkv_BTE)
@@ -79,5 +79,5 @@ class LatentAttention(nn.Module):
         return self._parts()[1].transpose(1, 2)
 
     def _parts(self) -> tuple[Tensor, ...]:
-        of_heads = self.up.weight.unflatten(0, (self._num_heads, -1))
+        of_heads = self.up.weight.unflatten(0, (self.num_heads, -1))
         return of_heads.split([self.sizes.nope_size, self.sizes.value_size], dim=1)

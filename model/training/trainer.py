@@ -3,9 +3,9 @@
 Knows: batches, losses, the learning rate of a step.
 Does not know: when to measure, save or stop (model/training/run.py), corpora, arguments.
 
-Everything random is a function of (seed, step, piece). So nothing but weights and the
-optimiser's averages need be kept, a resumed run continues to exactly the same weights, and
-several processes compute what one would.
+Everything random is a function of (seed, step, piece). So nothing but weights, experts' balance
+among them, and the optimiser's averages need be kept, a resumed run continues to exactly the same
+weights, and several processes compute what one would.
 """
 
 import contextlib
@@ -70,8 +70,16 @@ class Trainer:
             )
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
+        self._rebalance_experts()
         self.step += 1
         return StepResult(self.step, loss, norm.item(), learning_rate, batch.num_targets)
+
+    def _rebalance_experts(self) -> None:
+        """By what the whole batch asked of each: no loss of its own, so nothing else is pulled."""
+        for layer in self.model.expert_layers():
+            assert layer.load_E is not None
+            layer.rebalance(self._peers.added(layer.load_E), self._recipe.balance_rate)
+            layer.load_E = None
 
     def _accumulate_gradients(self, batch: Batch) -> float:
         """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""

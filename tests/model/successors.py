@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 272,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
@@ -38,7 +38,9 @@ LATENT: dict[str, Any] = {
 
 
 def _made(name: str, **settings: Any) -> Any:
-    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**(SIZES | settings))
+    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(
+        **(SIZES | settings)
+    )
     config._attn_implementation = "eager"  # PyTorch's own knows no soft cap
     model = randomised(getattr(transformers, f"{name}ForCausalLM")(config))
     for buffer_name, buffer in model.named_buffers():

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "attention_operators.h"
+#include "expert_operators.h"
 #include "linear_operators.h"
 #include "processor.h"
 
@@ -45,7 +46,7 @@ Operator describe() {
     }
   };
   op.first_version = [](const Operator*) { return 1; };
-  op.last_version = [](const Operator*) { return 1; };
+  op.last_version = [](const Operator*) { return 2; };  // with what attention and experts need
   return op;
 }
 
@@ -80,7 +81,7 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
       describe<Linear>(),           describe<Embedding>(),
       describe<Attention<true>>(),  describe<CrossAttention<true>>(),  describe<Store<true>>(),
       describe<Attention<false>>(), describe<CrossAttention<false>>(), describe<Store<false>>(),
-      describe<EncoderAttention>(),
+      describe<EncoderAttention>(), describe<Experts>(),               describe<HeadLinear>(),
   };
   static std::mutex registering;
   static runtime::Domain* domain;
