@@ -29,14 +29,15 @@ from quill.export.bundle.manifest import (
     read_manifest,
     write_manifest,
 )
-from quill.export.errors import BundleError, VerificationError
+from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
 from quill.export.graph.prepare import Networks, check_exportable
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
-from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Precision, family_problem
 from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 
 Say = Callable[[str], None]
@@ -139,6 +140,8 @@ def _add_graphs(
     proof = _ask_pytorch(checkpoint, wishes.text, stage) if wishes.verify else None
     for precision in wishes.precisions:
         with stage(f"{precision}: tracing and writing"):
+            if problem := shape_problem(precision, checkpoint.config):
+                raise UnsupportedModelError(problem)
             prepared = networks.prepare(precision)
             graphs = write_graphs(directory, precision, prepared)
         try:
@@ -166,6 +169,26 @@ def _add_graphs(
         if wishes.keep == "best":
             break
     return manifest
+
+
+def shape_problem(precision: Precision, config: ModelConfig) -> str | None:
+    """Why a model has no such graphs, in words."""
+    if problem := family_problem(precision, config.family):
+        return problem
+    if PRECISIONS[precision].device == "cpu":
+        return None
+    own = {"experts": config.experts, "latent attention": config.latent}
+    if found := [name for name, part in own.items() if part is not None]:
+        return (
+            f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's own "
+            "operators compute that, and they are for the CPU"
+        )
+    if config.window:
+        return (
+            f"a model with a window has no {precision} graphs: how the runtime's attention over "
+            "blocks counts its tokens couldn't be tried without a card"
+        )
+    return None
 
 
 def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof:
@@ -208,7 +231,7 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         head_size=key_size,
         d_ff=config.d_ff,
         num_parameters=num_parameters,
-        value_size=None if value_size == key_size else value_size,
+        value_size=0 if value_size == key_size else value_size,
     )
 
 

@@ -57,7 +57,7 @@ def block_size(device: Device) -> int:
 
 
 def block_shapes(
-    device: Device, num_kv_heads: int, head_size: int, value_size: int | None = None
+    device: Device, num_kv_heads: int, head_size: int, value_size: int = 0
 ) -> tuple[Shape, Shape]:
     """One block of a layer's keys, and one of its values."""
     value_size = value_size or head_size

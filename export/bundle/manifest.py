@@ -44,7 +44,7 @@ class Sizes:
     head_size: int
     d_ff: int
     num_parameters: int
-    value_size: int | None = None  # of values that are narrower than keys; None: they aren't
+    value_size: int = 0  # of values that are narrower than keys; 0: they aren't
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
 
 def _check_numbers(path: Path, manifest: Manifest) -> None:
     for name, size in dataclasses.asdict(manifest.sizes).items():
-        if size < (0 if name == "num_encoder_layers" else 1):
+        if size < (0 if name in ("num_encoder_layers", "value_size") else 1):
             raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")
     special = dataclasses.asdict(manifest.special_tokens).values()
     for token in [*manifest.stop_ids, *(token for token in special if token is not None)]:

@@ -13,14 +13,13 @@ from rich.table import Table
 from quill.export.bundle.manifest import Graphs, Manifest, read_manifest
 from quill.export.cli.stages import Stages
 from quill.export.errors import ExportError, UnsupportedModelError
-from quill.export.graph.prepare import shape_problem
 from quill.export.operators.library import (
     kernels,
     library_path,
     operators_are_fast,
     operators_problem,
 )
-from quill.export.pipeline import Wishes, check_standing, write_bundle
+from quill.export.pipeline import Wishes, check_standing, shape_problem, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from quill.export.quantise.quantisation import check_quantisable
 from quill.model.importers.import_weights import open_checkpoint

@@ -14,7 +14,7 @@ from quill.export.graph.attention import HEAD_SIZE_STEP, MAX_GROUP, MAX_HEAD_SIZ
 from quill.export.graph.graphs import Graph, Project, decoder_graph, encoder_graph
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
 from quill.export.graph.stacked_layers import stack_operators
-from quill.export.precisions import PRECISIONS, Device, Precision, family_problem
+from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
 from quill.export.quantise.quill_layout import COLUMNS
 from quill.model.checkpoint.checkpoint import Checkpoint
@@ -78,26 +78,6 @@ def _stacked_widths(config: ModelConfig) -> dict[str, int]:
     return widths
 
 
-def shape_problem(precision: Precision, config: ModelConfig) -> str | None:
-    """Why a model has no such graphs, in words."""
-    if problem := family_problem(precision, config.family):
-        return problem
-    if PRECISIONS[precision].device == "cpu":
-        return None
-    own = {"experts": config.experts, "latent attention": config.latent}
-    if found := [name for name, part in own.items() if part is not None]:
-        return (
-            f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's own "
-            "operators compute that, and they are for the CPU"
-        )
-    if config.window:
-        return (
-            f"a model with a window has no {precision} graphs: how the runtime's attention over "
-            "blocks counts its tokens couldn't be tried without a card"
-        )
-    return None
-
-
 class Networks:
     """A checkpoint's network, made ready in any precision. Its tensors are never changed."""
 
@@ -105,7 +85,7 @@ class Networks:
         self._checkpoint = checkpoint
 
     def prepare(self, precision: Precision) -> Prepared:
-        if problem := shape_problem(precision, self._checkpoint.config):
+        if problem := family_problem(precision, self._checkpoint.config.family):
             raise UnsupportedModelError(problem)
         match precision:
             case "fp32":

@@ -274,8 +274,10 @@ _PARTS: dict[str, type[_Part]] = {
 }
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 _LATER = list(_DEFAULTS)[list(_DEFAULTS).index("rotary_scaling") + 1 :]
-_CAUSAL_ONLY = ("qk_norm", "window", "attention_scale", "attention_soft_cap", "logit_soft_cap")
-_CAUSAL_ONLY += ("experts", "latent")
+_CAUSAL_ONLY = (
+    *("qk_norm", "window", "attention_scale", "attention_soft_cap", "logit_soft_cap"),
+    *("experts", "latent"),
+)
 
 
 def _check_choices(config: ModelConfig | _Part) -> None:

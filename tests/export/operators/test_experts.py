@@ -76,7 +76,8 @@ def save_node(
     constants: dict[str, torch.Tensor],
     attributes: dict[str, Any],
 ) -> Path:
-    node = helper.make_node(operator, [*inputs, *constants], ["y"], domain="quill", **attributes)
+    node = helper.make_node(operator, [*inputs, *constants], ["y"], domain="quill")
+    node.attribute.extend(helper.make_attribute(name, each) for name, each in attributes.items())
     graph = helper.make_graph(
         [node],
         "one",
@@ -112,7 +113,7 @@ def test_they_compute_what_pytorch_does_in_any_company(
     layer.router.weight.data *= 30
     with torch.no_grad():
         expected = layer(torch.from_numpy(feeds["x"])).numpy()
-    assert np.abs(found - expected).max() < (1e-6 if bits == 32 else 0.05) * expected.std() * 8
+    assert np.abs(found - expected).max() < (1e-4 if bits == 32 else 0.4) * expected.std()
     for some in ([3], [69, 3, 10], range(0, 70, 3)):
         part = {name: array[list(some)] for name, array in feeds.items()}
         np.testing.assert_array_equal(run(path, part, 1), found[list(some)])

@@ -15,6 +15,7 @@ from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.engine.engine import Engine
 from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
+from quill.server.runtime.blocks import BlockShape
 from tests.model.huggingface_models import saved
 from tests.model.successors import CONTEXT, SUCCESSORS
 from tests.operators import OWN
@@ -58,6 +59,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> N
     wishes = Wishes(precisions=("fp32", *own), verify=False)
     manifest = write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = TinyBundle(tmp_path / "bundle", manifest, checkpoint.build())
+    block = BlockShape.of(manifest.sizes, manifest.graphs_in("fp32"))
+    assert block.num_bytes == 16 * manifest.cache_bytes_per_token("float32")
     found = answered(bundle, "fp32", max_rows=4)
     for request in requests():
         ids_1T = torch.tensor([request.prompt_ids])
