@@ -28,6 +28,8 @@ Weights = Mapping[str, QuantisedWeight]
 class OwnExperts(nn.Module):
     """A mixture of experts. Without integers for its matrices it keeps their numbers."""
 
+    up: Tensor
+    down: Tensor
     balance_E: Tensor | None
 
     def __init__(

@@ -143,7 +143,7 @@ def _prepared(tensor: Tensor, part: Part) -> Tensor:
     if part.transposed:
         return tensor.T
     if part.interleaved_heads:
-        heads = tensor.unflatten(0, (part.interleaved_heads, -1))
+        heads = torch.unflatten(tensor, 0, (part.interleaved_heads, -1))
         still, turned = heads[:, : -part.interleaved_rows], heads[:, -part.interleaved_rows :]
         return torch.cat((still, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
     return tensor + part.plus if part.plus else tensor

@@ -110,7 +110,8 @@ def split_qkv(
     if rotary is not None and config.rotary_size == key_size:
         qk_BNTH = rotate(qk_BNTH, rotary, first_position)
     elif rotary is not None:
-        still, turned = qk_BNTH.split([key_size - config.rotary_size, config.rotary_size], dim=-1)
+        sizes = [key_size - config.rotary_size, config.rotary_size]
+        still, turned = torch.split(qk_BNTH, sizes, dim=-1)
         qk_BNTH = torch.cat((still, rotate(turned, rotary, first_position)), dim=-1)
     q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
     return QueryKeyValue(q_BNTH, KeyValue(k_BKTH, v_BKTH))

@@ -52,14 +52,14 @@ class ExpertFeedForward(nn.Module):
             self.load_E = counts if self.load_E is None else self.load_E + counts
         per_token = self.experts.per_token
         rows = x_RD.unsqueeze(1).expand(-1, per_token, -1).flatten(0, 1)[order]
-        ups = self.up.weight.unflatten(0, (self.experts.number, -1))
-        downs = self.down.weight.unflatten(0, (self.experts.number, -1))
+        ups = torch.unflatten(self.up.weight, 0, (self.experts.number, -1))
+        downs = torch.unflatten(self.down.weight, 0, (self.experts.number, -1))
         parts = [
             _feed(part, up, down)
-            for part, up, down in zip(rows.split(counts.tolist()), ups, downs, strict=True)
+            for part, up, down in zip(torch.split(rows, counts.tolist()), ups, downs, strict=True)
             if len(part)
         ]
-        y_RKD = torch.cat(parts)[order.argsort()].unflatten(0, (-1, per_token))
+        y_RKD = torch.unflatten(torch.cat(parts)[order.argsort()], 0, (-1, per_token))
         return (y_RKD * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class ExpertFeedForward(nn.Module):
         if experts.balanced:
             scores_RE = scores_RE + self.balance_E
         if experts.groups > 1:
-            groups_RGE = scores_RE.unflatten(-1, (experts.groups, -1))
+            groups_RGE = torch.unflatten(scores_RE, -1, (experts.groups, -1))
             best_RG = groups_RGE.topk(experts.group_best, dim=-1).values.sum(dim=-1)
             kept_RG = torch.zeros_like(best_RG, dtype=torch.bool)
             kept_RG.scatter_(-1, best_RG.topk(experts.top_groups, dim=-1).indices, True)

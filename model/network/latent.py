@@ -22,7 +22,7 @@ NORM_EPS = 1e-6  # DeepSeek's, whatever the other norms have
 
 def by_head(x_BTE: Tensor, weight_NIO: Tensor) -> Tensor:
     """A matrix for each head: (…, heads x inputs) becomes (…, heads x outputs)."""
-    heads_BTNI = x_BTE.unflatten(-1, (len(weight_NIO), -1))
+    heads_BTNI = torch.unflatten(x_BTE, -1, (len(weight_NIO), -1))
     return torch.einsum("...ni,nio->...no", heads_BTNI, weight_NIO).flatten(-2)
 
 
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
             x_BTD = self.query_norm(self.query_down(x_BTD))
         heads = self.query(x_BTD).unflatten(-1, (self.num_heads, -1))
         still, turning = heads.split([sizes.nope_size, sizes.rope_size], dim=-1)
-        still = self.into_latent(still.flatten(-2)).unflatten(-1, (self.num_heads, -1))
+        still = torch.unflatten(self.into_latent(still.flatten(-2)), -1, (self.num_heads, -1))
         queries_BTE = torch.cat((still, turning), dim=-1).flatten(-2)
         qkv_BTE = torch.cat((queries_BTE, latent_BTC, turned_BTP, latent_BTC), dim=-1)
         found_BTE = attending.self_attention(layer, qkv_BTE)
@@ -79,5 +79,5 @@ class LatentAttention(nn.Module):
         return self._parts()[1].transpose(1, 2)
 
     def _parts(self) -> tuple[Tensor, ...]:
-        of_heads = self.up.weight.unflatten(0, (self.num_heads, -1))
-        return of_heads.split([self.sizes.nope_size, self.sizes.value_size], dim=1)
+        of_heads = torch.unflatten(self.up.weight, 0, (self.num_heads, -1))
+        return torch.split(of_heads, [self.sizes.nope_size, self.sizes.value_size], dim=1)

@@ -64,13 +64,13 @@ class QueryKeyNorm(nn.Module):
         self.key = nn.RMSNorm(sizes[1], eps=config.norm_eps)
 
     def forward(self, qkv_BTE: Tensor) -> Tensor:
-        q_BTE, k_BTE, v_BTE = qkv_BTE.split(self._widths, dim=-1)
+        q_BTE, k_BTE, v_BTE = torch.split(qkv_BTE, self._widths, dim=-1)
         return torch.cat((self._of(self.query, q_BTE), self._of(self.key, k_BTE), v_BTE), dim=-1)
 
     def _of(self, norm: nn.Module, x_BTE: Tensor) -> Tensor:
         if self._head_size is None:
             return cast(Tensor, norm(x_BTE))
-        heads = x_BTE.unflatten(-1, (-1, self._head_size))
+        heads = torch.unflatten(x_BTE, -1, (-1, self._head_size))
         return cast(Tensor, norm(heads)).flatten(-2)
 
 
