@@ -232,8 +232,8 @@ def test_a_bundle_with_something_else_in_it_is_not_replaced(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_size": 8}, "head size is 8; .* multiple of 16 up to 256"),
-        ({"head_size": 272}, "head size is 272; .* multiple of 16 up to 256"),
+        ({"head_size": 8}, "head size is 8; .* multiple of 16 up to 640"),
+        ({"head_size": 656}, "head size is 656; .* multiple of 16 up to 640"),
         ({"num_heads": 256, "num_kv_heads": 1}, "256 heads share .* 128 at the most"),
         ({"context": 8}, "context is 8 tokens; at least 16"),
     ],
