@@ -29,15 +29,16 @@ from quill.export.bundle.manifest import (
     read_manifest,
     write_manifest,
 )
-from quill.export.errors import BundleError, VerificationError
+from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
 from quill.export.graph.prepare import Networks, check_exportable
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
-from quill.export.precisions import MAX_PERPLEXITY_RATIO, Precision
+from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Precision, family_problem
 from quill.export.verify.encoder_proof import EncoderProof
 from quill.export.verify.held_out import held_out
 from quill.export.verify.proof import Proof, Tick
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.config import ModelConfig
 from quill.model.network.networks import make_network
 
 Say = Callable[[str], None]
@@ -140,6 +141,8 @@ def _add_graphs(
     proof = _ask_pytorch(checkpoint, wishes.text, stage) if wishes.verify else None
     for precision in wishes.precisions:
         with stage(f"{precision}: tracing and writing"):
+            if problem := shape_problem(precision, checkpoint.config):
+                raise UnsupportedModelError(problem)
             prepared = networks.prepare(precision)
             graphs = write_graphs(directory, precision, prepared)
         try:
@@ -169,6 +172,26 @@ def _add_graphs(
     return manifest
 
 
+def shape_problem(precision: Precision, config: ModelConfig) -> str | None:
+    """Why a model has no such graphs, in words."""
+    if problem := family_problem(precision, config.family):
+        return problem
+    if PRECISIONS[precision].device == "cpu":
+        return None
+    own = {"experts": config.experts, "latent attention": config.latent}
+    if found := [name for name, part in own.items() if part is not None]:
+        return (
+            f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's own "
+            "operators compute that, and they are for the CPU"
+        )
+    if config.window:
+        return (
+            f"a model with a window has no {precision} graphs: how the runtime's attention over "
+            "blocks counts its tokens couldn't be tried without a card"
+        )
+    return None
+
+
 def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof | EncoderProof:
     found = held_out(checkpoint, text)
     kind = EncoderProof if checkpoint.config.family == "encoder" else Proof
@@ -196,6 +219,7 @@ def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest)
 
 def describe_sizes(checkpoint: Checkpoint) -> Sizes:
     config = checkpoint.config
+    num_kv_heads, key_size, value_size = config.cached
     with torch.device("meta"):
         num_parameters = make_network(config).num_parameters()
     return Sizes(
@@ -205,11 +229,12 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         num_layers=config.num_layers,
         num_encoder_layers=config.num_encoder_layers,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
+        num_kv_heads=num_kv_heads,
+        head_size=key_size,
         d_ff=config.d_ff,
         num_parameters=num_parameters,
         num_segments=config.num_segments,
+        value_size=0 if value_size == key_size else value_size,
     )
 
 

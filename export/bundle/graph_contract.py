@@ -4,7 +4,8 @@ Knows: the contract between export and server. Does not know: how either keeps i
 Imports no package: the server uses it.
 
 Format version 2. T new tokens of all sequences, one sequence after another; S sequences, B blocks
-of the longest, L logits; a pool of N blocks with P positions each, K key/value heads, head size H:
+of the longest, L logits; a pool of N blocks with P positions each, K key/value heads, head size H,
+which values may have less of (V; H if nothing is said):
 
     decoder   input_ids (T) int64 · positions (T) int64: past_lengths[s] + 0, 1, 2 …
               query_starts (S + 1) int32: where each sequence's new tokens begin; the last is T
@@ -35,7 +36,7 @@ of the longest, L logits; a pool of N blocks with P positions each, K key/value 
 
 S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
 
-    CPU       P = 16, key_cache_i (N, K, H, P), value_cache_i (N, K, P, H): 16 keys lie side by
+    CPU       P = 16, key_cache_i (N, K, H, P), value_cache_i (N, K, P, V): 16 keys lie side by
               side, as one vector register multiplies them
     CUDA      P = 256, both (N, P, K, H): what com.microsoft::PagedAttention takes
 
@@ -70,11 +71,14 @@ def block_size(device: Device) -> int:
     return BLOCK if device == "cpu" else CUDA_BLOCK
 
 
-def block_shapes(device: Device, num_kv_heads: int, head_size: int) -> tuple[Shape, Shape]:
+def block_shapes(
+    device: Device, num_kv_heads: int, head_size: int, value_size: int = 0
+) -> tuple[Shape, Shape]:
     """One block of a layer's keys, and one of its values."""
+    value_size = value_size or head_size
     if device == "cpu":
-        return (num_kv_heads, head_size, BLOCK), (num_kv_heads, BLOCK, head_size)
-    return (CUDA_BLOCK, num_kv_heads, head_size), (CUDA_BLOCK, num_kv_heads, head_size)
+        return (num_kv_heads, head_size, BLOCK), (num_kv_heads, BLOCK, value_size)
+    return (CUDA_BLOCK, num_kv_heads, head_size), (CUDA_BLOCK, num_kv_heads, value_size)
 
 
 def cache_names(num_layers: int) -> list[str]:

@@ -46,6 +46,7 @@ class Sizes:
     d_ff: int
     num_parameters: int
     num_segments: int = 0  # what a token's segment may be; 0: there are none
+    value_size: int = 0  # of values that are narrower than keys; 0: they aren't
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,8 @@ class Manifest:
         """Memory for one more token; a seq2seq source takes the same for each token."""
         number_size = 4 if cache_type == "float32" else 2
         sizes = self.sizes
-        return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size * number_size
+        width = sizes.head_size + (sizes.value_size or sizes.head_size)
+        return sizes.num_layers * sizes.num_kv_heads * width * number_size
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -241,9 +243,9 @@ def _check_roles(path: Path, family: Family, graphs: Graphs) -> None:
 
 
 def _check_numbers(path: Path, manifest: Manifest) -> None:
-    may_be_none = {"num_encoder_layers", "num_segments"}
+    may_be_none = {"num_encoder_layers", "num_segments", "value_size"}
     if manifest.family == "encoder":
-        may_be_none = {"num_layers", "num_segments"}
+        may_be_none = {"num_layers", "num_segments", "value_size"}
     for name, size in dataclasses.asdict(manifest.sizes).items():
         if size < (0 if name in may_be_none else 1):
             raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")

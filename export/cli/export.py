@@ -19,8 +19,8 @@ from quill.export.operators.library import (
     operators_are_fast,
     operators_problem,
 )
-from quill.export.pipeline import Wishes, check_standing, write_bundle
-from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, family_problem, preferred
+from quill.export.pipeline import Wishes, check_standing, shape_problem, write_bundle
+from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
 from quill.export.quantise.quantisation import check_quantisable
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
@@ -93,7 +93,7 @@ def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
     problems: dict[Precision, str] = {}
     for name, facts in PRECISIONS.items():
         blocks = shape if facts.is_quantised else None
-        if problem := family_problem(name, config.family) or blocks or operators:
+        if problem := shape_problem(name, config) or blocks or operators:
             problems[name] = problem
     return problems
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from quill.export.graph.quill_layers import VERSION
 from quill.model.network.config import ModelConfig
-from quill.model.network.positions import RotaryTables
+from quill.model.network.positions import RotaryTables, tables_of
 
 # S sequences · T new tokens of all · B blocks of the longest · E heads x head size
 
 # What they have kernels for (export/operators/kernels/sequences.h).
 HEAD_SIZE_STEP = 16
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 640
 MAX_GROUP = 128
 # Blocks may be of either precision: the runtime tells operators of one name apart by their types.
 ATTENTION = "quill::Attention"
@@ -34,13 +34,22 @@ PAGED = "com.microsoft::PagedAttention"
 Attributes = Mapping[str, int | float]
 
 
-def own_attributes(config: ModelConfig) -> Attributes:
-    return {
+def own_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
+    num_kv_heads, key_size, value_size = config.cached
+    attributes: dict[str, int | float] = {
         "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_size": config.head_size,
-        "scale": config.head_size**-0.5,
+        "kv_heads": num_kv_heads,
+        "head_size": key_size,
+        "scale": config.scale,
     }
+    # Said only where there is something to say: older versions of the operators know only that.
+    if window := config.window_of(layer):
+        attributes["window"] = window
+    if config.attention_soft_cap:
+        attributes["soft_cap"] = config.attention_soft_cap
+    if config.latent is not None:
+        attributes |= {"value_size": value_size, "rotary_size": config.rotary_size}
+    return attributes
 
 
 class Layer(NamedTuple):
@@ -84,22 +93,26 @@ class PackedEncoding:
 
     def __init__(self, config: ModelConfig, rotary: RotaryTables | None, packed: Packed) -> None:
         self._config = config
-        self._rotary = (None, None) if rotary is None else rotary
+        self._rotary = rotary
         self._packed = packed
 
     def begin(self, ids_T: Tensor) -> Tensor:
         return self._packed.positions_T
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
-        inputs = [qkv_TE, self._packed.starts_S, *self._rotary]
+        inputs = [qkv_TE, self._packed.starts_S, *self._tables(layer)]
         return _write(ENCODER_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         raise AssertionError("an encoder has no cross-attention")
 
+    def _tables(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        tables = tables_of(self._rotary, self._config, layer)
+        return (None, None) if tables is None else (tables.cos_PF, tables.sin_PF)
+
     @property
     def _width(self) -> int:
-        return self._config.num_heads * self._config.head_size
+        return self._config.num_heads * self._config.cached.value_size
 
 
 class PackedAttending(PackedEncoding):
@@ -123,10 +136,10 @@ class PackedAttending(PackedEncoding):
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         """Queries, keys and values side by side, as the projection made them."""
         # They are halves when a graph for a card is tried without one.
-        tables = [None if each is None else each.float() for each in self._rotary]
+        tables = [None if each is None else each.float() for each in self._tables(layer)]
         blocks = self._pool.layers[layer]
         inputs = [qkv_TE.float(), *blocks, *self._where, *tables]
-        attributes = own_attributes(self._config)
+        attributes = own_attributes(self._config, layer)
         out_TE, *extended = _write(ATTENTION, inputs, attributes, self._width, blocks)
         self._pool.replace(layer, extended)
         return out_TE.to(qkv_TE.dtype)
@@ -143,15 +156,18 @@ class PagedAttending(PackedAttending):
     so there is no cross-attention."""
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
-        attributes = {
+        tables = [each for each in self._tables(layer) if each is not None]
+        attributes: dict[str, int | float] = {
             "num_heads": self._config.num_heads,
             "kv_num_heads": self._config.num_kv_heads,
-            "do_rotary": int(self._rotary[0] is not None),
-            "scale": self._config.head_size**-0.5,
+            "do_rotary": int(bool(tables)),
+            "scale": self._config.scale,
         }
+        if self._config.attention_soft_cap:
+            attributes["softcap"] = self._config.attention_soft_cap
         blocks = self._pool.layers[layer]
         inputs = [qkv_TE, None, None, *blocks, *self._where]
-        inputs += [each for each in self._rotary if each is not None]
+        inputs += tables
         out_TE, *extended = _write(PAGED, inputs, attributes, self._width, blocks)
         self._pool.replace(layer, extended)
         return out_TE

@@ -27,6 +27,8 @@ _FLOATS = "float16 float"
 KERNELS: dict[tuple[str, str], dict[str, str]] = {
     ("", "Add"): {"T": _NUMBERS},
     ("", "Cast"): {"T1": _ANY, "T2": _ANY},
+    ("", "Concat"): {"T": _ANY},
+    ("", "Div"): {"T": _NUMBERS},
     ("", "Gather"): {"T": _ANY, "Tind": "int32 int64"},
     ("", "Gelu"): {"T": _FLOATS},
     ("", "Gemm"): {"T": _FLOATS},
@@ -35,8 +37,10 @@ KERNELS: dict[tuple[str, str], dict[str, str]] = {
     ("", "Mul"): {"T": _NUMBERS},
     ("", "RMSNormalization"): {"T": _FLOATS, "V": _FLOATS},
     ("", "Relu"): {"T": _FLOATS},
+    ("", "Reshape"): {"T": _ANY, "shape": "int64"},
     ("", "Sigmoid"): {"T": _FLOATS},
     ("", "Split"): {"T": _ANY},
+    ("", "Tanh"): {"T": _FLOATS},
     (MICROSOFT, "PagedAttention"): {"T": "float16", "T_CACHE": "float16", "S": "int32"},
 }
 

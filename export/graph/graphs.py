@@ -158,8 +158,9 @@ class EncoderModule(nn.Module):
 class TextEncoderModule(nn.Module):
     """An encoder alone: texts in, every token's hidden state and some tokens' logits out."""
 
-    def __init__(self, model: Transformer, project: Project) -> None:
+    def __init__(self, model: Network, project: Project) -> None:
         super().__init__()
+        assert isinstance(model, Transformer)
         self.model = model
         self.project = project
 
@@ -309,7 +310,7 @@ def _example(name: str) -> Tensor:
 
 def _caches(model: Network, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
-    shapes = graph_contract.block_shapes(device, config.num_kv_heads, config.head_size)
+    shapes = graph_contract.block_shapes(device, *config.cached)
     return [
         torch.zeros((_NUM_BLOCKS, *shape), dtype=cache_type)
         for _ in range(config.num_layers)

@@ -20,11 +20,13 @@ from quill.export.graph.graphs import (
 )
 from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear, can_fuse
 from quill.export.graph.recurrent import loop_products
+from quill.export.graph.stacked_layers import stack_operators
 from quill.export.precisions import Device, Precision, family_problem
 from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
+from quill.export.quantise.quill_layout import COLUMNS
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import EncoderLayer
+from quill.model.network.layers import EncoderLayer, SoftCap
 from quill.model.network.network import Network
 from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
@@ -59,13 +61,13 @@ class Prepared:
 
 def check_exportable(config: ModelConfig) -> None:
     """Refuses shapes that the attention operators can't compute."""
-    size = config.head_size
+    num_kv_heads, size, _ = config.cached
     if size % HEAD_SIZE_STEP or size > MAX_HEAD_SIZE:
         raise UnsupportedModelError(
             f"the head size is {size}; Quill's attention needs a multiple of {HEAD_SIZE_STEP} up "
             f"to {MAX_HEAD_SIZE}. Train the model with such a head size"
         )
-    if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
+    if (group := config.num_heads // num_kv_heads) > MAX_GROUP:
         raise UnsupportedModelError(
             f"{group} heads share their keys and values; Quill's attention takes {MAX_GROUP} at "
             "the most. Train the model with more K/V heads"
@@ -75,10 +77,26 @@ def check_exportable(config: ModelConfig) -> None:
             f"d_model is {config.d_model}; a recurrent encoder has half of it in each direction, "
             f"and Quill's operators need a multiple of {2 * HEAD_SIZE_STEP}"
         )
+    for name, width in _stacked_widths(config).items():
+        if width % COLUMNS:
+            raise UnsupportedModelError(
+                f"{name} is {width}; Quill's operators for experts and latent attention need "
+                f"multiples of {COLUMNS}. Train the model with such sizes"
+            )
     if config.context < MIN_CONTEXT:
         raise UnsupportedModelError(
             f"the context is {config.context} tokens; at least {MIN_CONTEXT} are needed"
         )
+
+
+def _stacked_widths(config: ModelConfig) -> dict[str, int]:
+    """What must be whole groups of columns."""
+    widths = {}
+    if config.experts is not None:
+        widths = {"d_model": config.d_model, "d_expert": config.experts.d_expert}
+    if config.latent is not None:
+        widths |= {"rank": config.latent.rank, "value_size": config.latent.value_size}
+    return widths
 
 
 class Networks:
@@ -104,6 +122,8 @@ class Networks:
         model = self._checkpoint.build().to(dtype)
         if isinstance(model, Recurrent):
             loop_products(model)
+        elif isinstance(model, Transformer):
+            stack_operators(model)
         return Prepared(model, model.project, dtype)
 
     def _own(self, quantisation: Quantisation) -> Prepared:
@@ -116,10 +136,12 @@ class Networks:
         elif isinstance(model, Transformer) and can_fuse(model.config):
             norm = model.decoder_norm
         project = use_operators(model, quantisation)
+        if model.config.logit_soft_cap:
+            project = nn.Sequential(project, SoftCap(model.config.logit_soft_cap))
         return Prepared(model, project, cache_type, quantisation, norm)
 
 
-def use_operators(model: Network, quantisation: Quantisation) -> Project:
+def use_operators(model: Network, quantisation: Quantisation) -> nn.Module:
     """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
     Answers the vocabulary projection."""
     weights, fuses = quantisation.weights, can_fuse(model.config)
@@ -130,11 +152,12 @@ def use_operators(model: Network, quantisation: Quantisation) -> Project:
         embedding.records_CGB = project.records_CGB  # one tensor of the graph, not two
     model.embedding = embedding  # type: ignore[assignment]
     model.projection = None
+    stack_operators(model, weights)
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child_name != "router":
                 weight = weights[f"{parent_name}.{child_name}.weight".removeprefix(".")]
-                gated = fuses and child_name == "up"
+                gated = fuses and parent_name.endswith(".feed_forward") and child_name == "up"
                 setattr(parent, child_name, OwnLinear(weight, child.bias, gated=gated))
     if fuses:
         assert isinstance(model, Transformer)

@@ -15,7 +15,7 @@ from quill.export.quantise.quill_layout import lay_out
 from quill.model.checkpoint.quantised_weight import QuantisedWeight
 from quill.model.network.attention import Attending
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import EncoderLayer
+from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
 
 # C groups of columns · G blocks of inputs · B bytes of a record · N outputs · I inputs
 # R rows · T new tokens · D model size
@@ -105,19 +105,38 @@ def can_fuse(config: ModelConfig) -> bool:
 
 
 class FusedLayer(nn.Module):
-    """A layer whose linear layers are own ones already, with nothing around them."""
+    """A layer whose linear layers are own ones already, with nothing around them. A half that is
+    of another shape stays as it is."""
 
     def __init__(self, layer: EncoderLayer) -> None:
         super().__init__()
-        self.qkv, self.out = _own(layer.attention.qkv), _own(layer.attention.out)
-        self.up, self.down = _own(layer.feed_forward.up), _own(layer.feed_forward.down)
-        self.qkv.take_norm(layer.attention_residual.norm)
-        self.up.take_norm(layer.feed_forward_residual.norm)
+        attention, feed_forward = layer.attention, layer.feed_forward
+        self.attention: nn.Module | None = None
+        if isinstance(attention, SelfAttention):
+            self.qkv, self.out = _own(attention.qkv), _own(attention.out)
+            self.qk_norm = attention.qk_norm
+            self.qkv.take_norm(layer.attention_residual.norm)
+        else:
+            self.attention, self.attention_residual = attention, layer.attention_residual
+        self.feed_forward: nn.Module | None = None
+        if isinstance(feed_forward, FeedForward):
+            self.up, self.down = _own(feed_forward.up), _own(feed_forward.down)
+            self.up.take_norm(layer.feed_forward_residual.norm)
+        else:
+            self.feed_forward = feed_forward
+            self.feed_forward_residual = layer.feed_forward_residual
 
     def forward(self, x_RTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        attended = attending.self_attention(layer, self.qkv(x_RTD))
-        x_RTD = self.out(attended, x_RTD)
-        y_RTD: Tensor = self.down(self.up(x_RTD), x_RTD)
+        if (attention := self.attention) is not None:
+            x_RTD = self.attention_residual(x_RTD, lambda x: attention(x, layer, attending))
+        else:
+            attended = attending.self_attention(layer, self.qk_norm(self.qkv(x_RTD)))
+            x_RTD = self.out(attended, x_RTD)
+        y_RTD: Tensor
+        if self.feed_forward is not None:
+            y_RTD = self.feed_forward_residual(x_RTD, self.feed_forward)
+        else:
+            y_RTD = self.down(self.up(x_RTD), x_RTD)
         return y_RTD
 
 

@@ -15,6 +15,10 @@ from quill.export.graph.graphs import Graph
 
 OPSET = 23  # the first with RMSNormalization as one node
 
+# What version 2 of our operators brought: their names, and those of attributes.
+DOMAIN, NEWER_VERSION = "quill", 2
+NEWER = {"Experts", "HeadLinear", "window", "soft_cap", "value_size", "rotary_size"}
+
 # Said by the exporter about its own inner life, whatever is exported.
 _NOISE = (
     "# The axis name: .* will not be used",
@@ -37,7 +41,16 @@ def trace(graph: Graph) -> ir.Model:
         )
     assert program is not None
     _forget_origin(program.model)
+    _ask_for_operators(program.model)
     return program.model
+
+
+def _ask_for_operators(model: ir.Model) -> None:
+    """Names the version of Quill's operators: the first that knows all of the graph. Older ones
+    would compute something else without a word."""
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    if any(node.op_type in NEWER or NEWER & set(node.attributes) for node in nodes):
+        model.opset_imports[DOMAIN] = NEWER_VERSION
 
 
 def _forget_origin(model: ir.Model) -> None:

@@ -19,9 +19,13 @@ from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 from quill.model.network.config import ModelConfig
 
 EMBEDDING = "embedding.weight"
-# Rows of a table that are added, not multiplied: there is no operator to gain speed with. And what
-# an encoder's loop over its tokens multiplies with, which is float32.
-NOT_QUANTISED = re.compile(r"(position|segment)_embedding\.weight|encoder\.\d+\.\d+\.state\.weight")
+# Rows of a table that are added, not multiplied: there is no operator to gain speed with. What an
+# encoder's loop over its tokens multiplies with is float32. A router decides by small differences,
+# and latent attention's matrices of each head are small.
+NOT_QUANTISED = re.compile(
+    r"(position|segment)_embedding\.weight|encoder\.\d+\.\d+\.state\.weight"
+    r"|.*\.router\.weight|.*\.attention\.up\.weight"
+)
 # The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
 HOW = {4: "k-quant", 8: "rounded to 8 bits"}
@@ -38,11 +42,17 @@ class Quantisation:
 
 def check_quantisable(config: ModelConfig) -> None:
     """Refuses shapes whose matrices can't be cut into blocks of 32 inputs."""
+    experts, latent = config.experts, config.latent
     widths = {
         "d_model": config.d_model,
         "d_ff": config.d_ff,
         "num_heads x head_size": config.num_heads * config.head_size,
     }
+    if experts is not None:
+        widths["d_expert"] = experts.d_expert
+    if latent is not None:
+        widths["num_heads x value_size"] = config.num_heads * latent.value_size
+        widths["query_rank"] = latent.query_rank
     for name, width in widths.items():
         if width % BLOCK_SIZE:
             raise UnsupportedModelError(

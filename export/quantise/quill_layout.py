@@ -52,6 +52,20 @@ def lay_out(weight: QuantisedWeight, gated: bool = False) -> Records:
     return Records(torch.cat((head_CGB, body_CGB), dim=-1).contiguous(), bits, halves)
 
 
+def lay_out_floats(weight_NI: Tensor) -> Tensor:
+    """Numbers as they are: an input's 16 columns side by side. Columns are whole groups."""
+    assert len(weight_NI) % COLUMNS == 0
+    groups = weight_NI.detach().float().reshape(-1, COLUMNS, weight_NI.shape[1])
+    return groups.transpose(1, 2).contiguous().view(torch.uint8).flatten()
+
+
+def gated_rows(num_stacked: int, num_columns: int) -> Tensor:
+    """Stacked matrices, of each of which the first half of the columns gates the second: the order
+    in which their groups take turns. A stack of them can then be laid out as one matrix."""
+    places = torch.arange(num_stacked * num_columns).reshape(num_stacked, 2, -1, COLUMNS)
+    return places.transpose(1, 2).flatten()
+
+
 def _grouped(columns: Tensor, gated: bool) -> Tensor:
     """(N, …) as (C, 16, …); what is missing in the last group is zeros."""
     columns = pad(columns, (0, 0, 0, -len(columns) % COLUMNS))

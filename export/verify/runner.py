@@ -166,12 +166,15 @@ class Runner:
             some = cache[blocks]
             heads_BKPH = some if index % 2 else some.swapaxes(2, 3)
             heads_KBPH = heads_BKPH.swapaxes(0, 1)
-            found.append(heads_KBPH.reshape(len(heads_KBPH), -1, self._sizes.head_size)[:, :length])
+            num_heads, _, _, size = heads_KBPH.shape
+            found.append(heads_KBPH.reshape(num_heads, -1, size)[:, :length])
         return found
 
 
 def _pool(graphs: Graphs, sizes: Sizes, num_blocks: int) -> list[Array]:
-    shapes = graph_contract.block_shapes("cpu", sizes.num_kv_heads, sizes.head_size)
+    shapes = graph_contract.block_shapes(
+        "cpu", sizes.num_kv_heads, sizes.head_size, sizes.value_size
+    )
     number = np.dtype(graphs.cache_type)
     return [
         np.zeros((num_blocks, *shape), number) for _ in range(sizes.num_layers) for shape in shapes

@@ -54,6 +54,12 @@ class QuantisedWeight:
         return w_NI
 
 
+def in_order(weight: QuantisedWeight, rows_N: Tensor) -> QuantisedWeight:
+    """The same matrix with its outputs in another order."""
+    minimum_NG = None if weight.minimum_NG is None else weight.minimum_NG[rows_N]
+    return QuantisedWeight(weight.kind, weight.q[rows_N], weight.scale_NG[rows_N], minimum_NG)
+
+
 def concatenate(parts: list[QuantisedWeight]) -> QuantisedWeight | None:
     """Stacks the outputs of several matrices over the same inputs; None if their kinds differ."""
     if len({part.kind for part in parts}) != 1:

@@ -40,7 +40,7 @@ from quill.model.network.attention import (
 )
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
-from quill.model.network.positions import RotaryTables
+from quill.model.network.positions import RotaryTables, tables_of
 from quill.model.network.recurrent import Recurrent
 from quill.model.network.transformer import Transformer
 from quill.model.reference.generate import generate
@@ -235,9 +235,12 @@ class RecordingAttention:
         return torch.arange(ids_BT.shape[1])
 
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
-        q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
-        k_BNTH, v_BNTH = (repeat_groups(x, self._config.num_heads) for x in kv)
-        weights_BNTT = attention_weights(q_BNTH, k_BNTH, look_ahead_mask(*[q_BNTH.shape[2]] * 2))
+        config, num_tokens = self._config, qkv_BTE.shape[1]
+        q_BNTH, kv = split_qkv(qkv_BTE, config, tables_of(self._rotary, config, layer), 0)
+        k_BNTH, v_BNTH = (repeat_groups(x, config.num_heads) for x in kv)
+        mask_TT = look_ahead_mask(num_tokens, num_tokens, config.window_of(layer))
+        cap = config.attention_soft_cap
+        weights_BNTT = attention_weights(q_BNTH, k_BNTH, mask_TT, config.scale, cap)
         self.self_weights.append(weights_BNTT[0])
         return merge_heads(weights_BNTT @ v_BNTH)
 

@@ -1,6 +1,6 @@
 """Reads a Hugging Face directory: config.json, safetensors, tokenizer.json.
 
-Knows: the names of tensors in the Llama family and in GPT-2.
+Knows: the names of tensors in the Llama family, in what came after it, and in GPT-2.
 Does not know: settings (model/importers/huggingface_config.py), files of weights
 (model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py), Marian
 (model/importers/huggingface_marian.py), BERT (model/importers/huggingface_bert.py).
@@ -16,7 +16,7 @@ from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError
 from quill.model.importers.huggingface_bert import bert_layout, takes_no_part
-from quill.model.importers.huggingface_config import read_config
+from quill.model.importers.huggingface_config import read_architecture, read_config
 from quill.model.importers.huggingface_marian import (
     BANNED,
     banned_tokens,
@@ -53,6 +53,36 @@ LLAMA_NAMES = LlamaNames(
     down="mlp.down_proj",
 )
 
+_NAMES = {
+    "Olmo2ForCausalLM": LLAMA_NAMES._replace(
+        attention_norm="post_attention_layernorm", feed_forward_norm="post_feedforward_layernorm"
+    ),
+    "Phi3ForCausalLM": LLAMA_NAMES._replace(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    "MixtralForCausalLM": LLAMA_NAMES._replace(
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{}",
+        expert_parts=("w1", "w3", "w2"),
+    ),
+}
+_NAMES |= dict.fromkeys(
+    ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    LLAMA_NAMES._replace(
+        attention_after="post_attention_layernorm",
+        feed_forward_norm="pre_feedforward_layernorm",
+        feed_forward_after="post_feedforward_layernorm",
+        norm_plus=1.0,
+    ),
+)
+_NAMES |= dict.fromkeys(
+    ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    LLAMA_NAMES._replace(
+        router="mlp.gate",
+        balance="mlp.gate.e_score_correction_bias",
+        expert="mlp.experts.{}",
+        shared_experts="mlp.shared_experts",
+    ),
+)
+
 # Tables that older versions stored beside the weights; everybody computes them now.
 _TABLES = re.compile(
     r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight)$"
@@ -78,7 +108,8 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
     text = read_text(directory, settings, config.vocab_size, masked=config.masked_head)
     embeds = config.family == "encoder" or sentence.pooling is not None
     with open_weights(directory) as files:
-        weights = _read_weights(files, config, directory, track)
+        layout = _layout(config, files, read_architecture(settings))
+        weights = _read_weights(files, config, layout, directory, track)
     return Checkpoint(
         config=config,
         weights=weights,
@@ -96,14 +127,8 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
 
 
 def _read_weights(
-    files: WeightFiles, config: ModelConfig, directory: Path, track: Track
+    files: WeightFiles, config: ModelConfig, layout: Layout, directory: Path, track: Track
 ) -> dict[str, Tensor]:
-    num_layers = config.num_layers + config.num_encoder_layers
-    if num_layers > len(files.shapes):
-        raise CheckpointError(
-            f"{directory} claims {num_layers} layers but has {len(files.shapes)} tensors"
-        )
-    layout = _layout(config, files)
     shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
     for name in _TIED if config.tied_embeddings else ():
         shapes.pop(name, None)
@@ -121,20 +146,32 @@ def _read_weights(
 
 
 def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
-    tensors = [files.read(part.name) for part in parts]
-    tensors = [
-        tensor.T if part.transposed else tensor for tensor, part in zip(tensors, parts, strict=True)
-    ]
+    tensors = [_prepared(files.read(part.name), part) for part in parts]
     return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).contiguous()
 
 
-def _layout(config: ModelConfig, files: WeightFiles) -> Layout:
+def _prepared(tensor: Tensor, part: Part) -> Tensor:
+    if part.transposed:
+        return tensor.T
+    if part.interleaved_heads:
+        heads = torch.unflatten(tensor, 0, (part.interleaved_heads, -1))
+        still, turned = heads[:, : -part.interleaved_rows], heads[:, -part.interleaved_rows :]
+        return torch.cat((still, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
+    return tensor + part.plus if part.plus else tensor
+
+
+def _layout(config: ModelConfig, files: WeightFiles, architecture: str) -> Layout:
+    num_layers = config.num_layers + config.num_encoder_layers
+    if num_layers > len(files.shapes):
+        raise CheckpointError(
+            f"{files.directory} claims {num_layers} layers but has {len(files.shapes)} tensors"
+        )
     if config.family == "seq2seq":
         return marian_layout(config)
     if config.family == "encoder":
         return bert_layout(config, files.shapes)
     if config.positions == "rotary":
-        return llama_layout(config, LLAMA_NAMES, interleaved=False)
+        return llama_layout(config, _NAMES.get(architecture, LLAMA_NAMES), interleaved=False)
     # GPT-2's own checkpoint was saved without its head, and so without this prefix.
     prefix = "transformer." if "transformer.wte.weight" in files.shapes else ""
     return _gpt2_layout(config, prefix)

@@ -29,7 +29,7 @@ class WeightFiles:
     def __init__(self, files: dict[str, Any], places: dict[str, str], directory: Path) -> None:
         self._files = files
         self._places = places  # the file of each tensor
-        self._directory = directory
+        self.directory = directory
         self.shapes = {name: self._shape(name) for name in places}
 
     def read(self, name: str) -> Tensor:
@@ -47,7 +47,7 @@ class WeightFiles:
             ) from error
         if part.get_dtype() not in _FLOATS:
             raise UnsupportedError(
-                f"tensor {name} in {self._directory / file} is of type {part.get_dtype()}; Quill "
+                f"tensor {name} in {self.directory / file} is of type {part.get_dtype()}; Quill "
                 f"reads {', '.join(sorted(_FLOATS))}"
             )
         return tuple(part.get_shape())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quill.model.network.config import ModelConfig
-from quill.model.network.positions import RotaryTables, rotate
+from quill.model.network.positions import RotaryTables, rotate, tables_of
 
 # B rows · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
 # E = heads x head size, flat
@@ -49,15 +49,34 @@ class Attending(Protocol):
         """Attends from the new tokens to the encoder's output."""
 
 
-def look_ahead_mask(num_queries: int, num_keys: int) -> Tensor:
-    """Zero where a query may look, −∞ where the key is in its future."""
-    allowed_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+def look_ahead_mask(num_queries: int, num_keys: int, window: int = 0) -> Tensor:
+    """Zero where a query may look, −∞ where the key is in its future, or before its window."""
+    own = num_keys - num_queries  # the first query's own key
+    allowed_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(own)
+    if window:
+        allowed_TS = allowed_TS.triu(own - window + 1)
     return torch.zeros(num_queries, num_keys).masked_fill(~allowed_TS, -math.inf)
 
 
-def attention_weights(q_BNTH: Tensor, k_BNSH: Tensor, mask_TS: Tensor | None = None) -> Tensor:
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """Smoothly kept between -cap and cap."""
+    return cap * torch.tanh(x / cap)
+
+
+def attention_weights(
+    q_BNTH: Tensor,
+    k_BNSH: Tensor,
+    mask_TS: Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
     """softmax(q·kᵀ / √d_k + mask): the textbook formula, every score in the open."""
-    scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) / math.sqrt(q_BNTH.shape[-1])
+    scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2)
+    scores_BNTS = (
+        scores_BNTS / math.sqrt(q_BNTH.shape[-1]) if scale is None else scores_BNTS * scale
+    )
+    if soft_cap:
+        scores_BNTS = soft_capped(scores_BNTS, soft_cap)
     if mask_TS is not None:
         scores_BNTS = scores_BNTS + mask_TS
     return scores_BNTS.softmax(dim=-1)
@@ -84,12 +103,16 @@ def split_qkv(
     qkv_BTE: Tensor, config: ModelConfig, rotary: RotaryTables | None, first_position: int
 ) -> QueryKeyValue:
     """Takes the fused projection apart and turns queries and keys to their positions."""
-    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-    qk_BNTH, v_BKTH = torch.split(
-        split_heads(qkv_BTE, config.head_size), [num_heads + num_kv_heads, num_kv_heads], dim=1
-    )
-    if rotary is not None:
+    num_heads, (num_kv_heads, key_size, value_size) = config.num_heads, config.cached
+    width, kv_width = (num_heads + num_kv_heads) * key_size, num_kv_heads * value_size
+    qk_BTE, v_BTE = torch.split(qkv_BTE, [width, kv_width], dim=-1)
+    qk_BNTH, v_BKTH = split_heads(qk_BTE, key_size), split_heads(v_BTE, value_size)
+    if rotary is not None and config.rotary_size == key_size:
         qk_BNTH = rotate(qk_BNTH, rotary, first_position)
+    elif rotary is not None:
+        sizes = [key_size - config.rotary_size, config.rotary_size]
+        still, turned = torch.split(qk_BNTH, sizes, dim=-1)
+        qk_BNTH = torch.cat((still, rotate(turned, rotary, first_position)), dim=-1)
     q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
     return QueryKeyValue(q_BNTH, KeyValue(k_BKTH, v_BKTH))
 
@@ -101,17 +124,43 @@ def repeat_groups(x_BKSH: Tensor, num_heads: int) -> Tensor:
 
 
 def _attend(
-    q_BNTH: Tensor, kv: KeyValue, mask: Tensor | None = None, causal: bool = False
+    q_BNTH: Tensor,
+    kv: KeyValue,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    config: ModelConfig | None = None,
 ) -> Tensor:
+    """`config`: with its scale and soft cap."""
     num_heads = q_BNTH.shape[1]
+    k_BNSH, v_BNSH = (repeat_groups(side, num_heads) for side in kv)
+    scale = None if config is None else config.scale
+    if config is not None and config.attention_soft_cap:
+        assert mask is not None, "with a soft cap nothing is causal by itself"
+        cap = config.attention_soft_cap
+        return merge_heads(attention_weights(q_BNTH, k_BNSH, mask, scale, cap) @ v_BNSH)
+    # PyTorch's fast kernel needs keys and values of the same width.
+    missing = k_BNSH.shape[-1] - v_BNSH.shape[-1]
     out_BNTH = F.scaled_dot_product_attention(
         q_BNTH,
-        repeat_groups(kv.k_BKSH, num_heads),
-        repeat_groups(kv.v_BKSH, num_heads),
+        k_BNSH,
+        F.pad(v_BNSH, (0, missing)) if missing else v_BNSH,
         attn_mask=mask,
         is_causal=causal,
+        scale=scale,
     )
-    return merge_heads(out_BNTH)
+    return merge_heads(out_BNTH[..., :-missing] if missing else out_BNTH)
+
+
+def attend_to_past(
+    config: ModelConfig, layer: int, q_BNTH: Tensor, kv: KeyValue, *, from_nothing: bool = False
+) -> Tensor:
+    """Each query looks at its own position and what lies before it. `from_nothing`: there are no
+    keys but those of the queries' own tokens."""
+    window = config.window_of(layer)
+    if from_nothing and not window and not config.attention_soft_cap:
+        return _attend(q_BNTH, kv, causal=True, config=config)
+    mask_TS = look_ahead_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2], window).to(q_BNTH)
+    return _attend(q_BNTH, kv, mask=mask_TS, config=config)
 
 
 class EncoderAttending:
@@ -152,8 +201,9 @@ class Uncached:
         return torch.arange(ids_BT.shape[1], device=ids_BT.device)
 
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
-        q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
-        return _attend(q_BNTH, kv, causal=True)
+        rotary = tables_of(self._rotary, self._config, layer)
+        q_BNTH, kv = split_qkv(qkv_BTE, self._config, rotary, 0)
+        return attend_to_past(self._config, layer, q_BNTH, kv, from_nothing=True)
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
@@ -200,10 +250,9 @@ class Cached:
         return torch.arange(self._length, self._length + self._num_new, device=ids_BT.device)
 
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
-        q_BNTH, new = split_qkv(qkv_BTE, self._config, self._rotary, self._length)
-        kv = self._append(layer, new)
-        mask_TS = look_ahead_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2]).to(qkv_BTE)
-        return _attend(q_BNTH, kv, mask=mask_TS)
+        rotary = tables_of(self._rotary, self._config, layer)
+        q_BNTH, new = split_qkv(qkv_BTE, self._config, rotary, self._length)
+        return attend_to_past(self._config, layer, q_BNTH, self._append(layer, new))
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         assert self._cross is not None, "a decoder with cross-attention needs an encoded source"

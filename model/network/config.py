@@ -7,15 +7,17 @@ Does not know: tensors, training, where a checkpoint comes from.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from quill.model.errors import ConfigError
 
 Family = Literal["causal", "seq2seq", "encoder"]
 Positions = Literal["sinusoidal", "learned", "rotary", "none"]
 Norm = Literal["layer", "rms"]
-NormPlacement = Literal["pre", "post"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
+NormPlacement = Literal["pre", "post", "sandwich", "output"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]
+QueryKeyNorm = Literal["none", "head", "width"]
+Scoring = Literal["softmax", "sigmoid"]
 ScalingKind = Literal["linear", "llama3"]
 CellKind = Literal["rnn", "gru", "lstm"]
 ContextKind = Literal["fixed", "bahdanau"]
@@ -25,6 +27,7 @@ MAX_LAYERS = 2**10
 MAX_CONTEXT = 2**22
 MAX_HEADS = 2**16
 MAX_SIZE = 2**24
+MAX_EXPERTS = 2**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,56 @@ NOT_RECURRENT: dict[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture in the place of a feed-forward: a router chooses a few experts for each token."""
+
+    number: int
+    per_token: int
+    d_expert: int  # the feed-forward size of one
+    num_shared: int = 0  # that every token has besides, as one of so many times the size
+    scoring: Scoring = "softmax"
+    normalise: bool = True  # a token's weights are divided by their sum
+    scale: float = 1.0  # and multiplied by this
+    groups: int = 1  # a token's experts come from `top_groups` of so many groups
+    top_groups: int = 1
+    group_best: int = 1  # a group is as good as so many of its best experts together
+    balanced: bool = False  # a number for each, learnt from its load, is added when it's chosen
+    dense_layers: int = 0  # the first so many have a plain feed-forward
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _require_within(self, "number", 1, MAX_EXPERTS)
+        _require_within(self, "groups", 1, self.number)
+        if self.number % self.groups:
+            raise ConfigError(f"{self.number} experts can't be cut into {self.groups} groups")
+        _require_within(self, "top_groups", 1, self.groups)
+        _require_within(self, "group_best", 1, self.number // self.groups)
+        _require_within(self, "per_token", 1, self.number // self.groups * self.top_groups)
+        _require_within(self, "d_expert", 1, MAX_SIZE)
+        _require_within(self, "num_shared", 0, MAX_EXPERTS)
+        _require_within(self, "dense_layers", 0, MAX_LAYERS)
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ConfigError(f"scale of the experts is {self.scale}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: all heads' keys and values are made of one small vector, and
+    that is what is kept of a token, with one key of positions for all heads."""
+
+    rank: int  # of the latent
+    query_rank: int = 0  # queries come through a bottleneck of this size; 0: they don't
+    rope_size: int  # of a head's part that is turned to its position
+    nope_size: int  # of the part that isn't
+    value_size: int  # of a head's values
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rope_size", "nope_size", "value_size"):
+            _require_within(self, name, 1, MAX_HEADS)
+        _require_within(self, "query_rank", 0, MAX_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Everything needed to build the network; nothing needed only to train it."""
 
@@ -108,11 +161,22 @@ class ModelConfig:
     embedding_norm: bool = False  # a norm after the sum of embeddings
     masked_head: bool = False  # dense, activation and norm before an encoder's projection
     recurrence: Recurrence | None = None  # not a Transformer, but what there was before it
+    # What came later. None of it is written where it says nothing: older versions read that, too.
+    qk_norm: QueryKeyNorm = "none"  # an RMS norm of queries and keys: of each head, or of all
+    window: int = 0  # a token sees so many, itself included; 0: all of its past
+    window_pattern: int = 0  # every so many layers one sees all in spite of it; 0: none does
+    local_rotary_base: float | None = None  # of layers with a window; None: as the others'
+    attention_scale: float | None = None  # of scores; None: one over the root of the head size
+    attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't
+    logit_soft_cap: float = 0.0
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         _check_choices(self)
         self._check_sizes()
         self._check_combinations()
+        self._check_later()
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "d_model", "d_ff"):
@@ -176,29 +240,109 @@ class ModelConfig:
                 "needs an even number"
             )
 
+    def _check_later(self) -> None:
+        _require_within(self, "window", 0, MAX_CONTEXT)
+        _require_within(self, "window_pattern", 0, MAX_LAYERS)
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number, or 0 for none")
+        for name in ("attention_scale", "local_rotary_base"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number or null")
+        if self.window == 0 and (self.window_pattern or self.local_rotary_base is not None):
+            raise ConfigError("window_pattern and local_rotary_base need a window, which is 0")
+        if self.local_rotary_base is not None and self.positions != "rotary":
+            raise ConfigError(f"local_rotary_base is set but positions are {self.positions}")
+        later = [name for name in _CAUSAL_ONLY if getattr(self, name) != _DEFAULTS[name]]
+        if self.family != "causal" and later:
+            raise ConfigError(f"a {self.family} model has {', '.join(later)}; only causal ones can")
+        if self.experts is not None and (self.activation != "swiglu" or self.ff_bias):
+            raise ConfigError("experts need the activation swiglu, and no ff_bias")
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: Latent) -> None:
+        if self.head_size != latent.nope_size + latent.rope_size:
+            raise ConfigError(
+                f"head_size is {self.head_size}; with latent attention it is nope_size + "
+                f"rope_size, {latent.nope_size + latent.rope_size}"
+            )
+        if self.num_kv_heads != self.num_heads or self.positions != "rotary":
+            raise ConfigError("latent attention needs rotary positions and no groups of heads")
+        if latent.rope_size % 2 or self.qkv_bias or self.qk_norm != "none" or self.window:
+            raise ConfigError(
+                "latent attention needs an even rope_size, and goes without qkv_bias, qk_norm and "
+                "window"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def rotary_size(self) -> int:
+        """The last so many numbers of a head are turned."""
+        return self.head_size if self.latent is None else self.latent.rope_size
+
+    @property
+    def cached(self) -> "CachedSizes":
+        """What is kept of a token in each layer."""
+        if self.latent is None:
+            return CachedSizes(self.num_kv_heads, self.head_size, self.head_size)
+        return CachedSizes(1, self.latent.rank + self.latent.rope_size, self.latent.rank)
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens a layer's tokens see; 0: all of their past."""
+        sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
+        return 0 if sees_all else self.window
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        for name in _LATER:
+            if getattr(self, name) == _DEFAULTS[name]:
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Builds a config from JSON, refusing unknown, missing and mistyped entries by name."""
         values = dict(values)
-        for name, part in _PARTS.items():
-            value = values.get(name)
-            if value is not None:
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{name} is {value!r}; it must be an object or null")
-                values[name] = part(**_checked_fields(part, value))
+        for name, kind in _PARTS.items():
+            part = values.get(name)
+            if part is not None:
+                if not isinstance(part, dict):
+                    raise ConfigError(f"{name} is {part!r}; it must be an object or null")
+                values[name] = kind(**_checked_fields(kind, part))
         return cls(**_checked_fields(cls, values))
 
 
-_PARTS: dict[str, type[RotaryScaling] | type[Recurrence]] = {
+class CachedSizes(NamedTuple):
+    """How many K/V heads a cache has, and how wide its keys and values are."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+
+_Part = RotaryScaling | Recurrence | Experts | Latent
+_PARTS: dict[str, type[_Part]] = {
     "rotary_scaling": RotaryScaling,
     "recurrence": Recurrence,
+    "experts": Experts,
+    "latent": Latent,
 }
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+_LATER = list(_DEFAULTS)[list(_DEFAULTS).index("rotary_scaling") + 1 :]
+_CAUSAL_ONLY = (
+    *("qk_norm", "window", "attention_scale", "attention_soft_cap", "logit_soft_cap"),
+    *("experts", "latent"),
+)
 
 
-def _check_choices(config: ModelConfig | RotaryScaling | Recurrence) -> None:
+def _check_choices(config: ModelConfig | _Part) -> None:
     for name, hint in get_type_hints(type(config)).items():
         choices = get_args(hint)
         if not all(isinstance(choice, str) for choice in choices) or not choices:
@@ -208,15 +352,13 @@ def _check_choices(config: ModelConfig | RotaryScaling | Recurrence) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
-def _require_within(config: ModelConfig, name: str, least: int, most: int) -> None:
+def _require_within(config: ModelConfig | _Part, name: str, least: int, most: int) -> None:
     value = getattr(config, name)
     if not least <= value <= most:
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
 
 
-def _checked_fields(
-    cls: type[ModelConfig] | type[RotaryScaling] | type[Recurrence], values: dict[str, Any]
-) -> dict[str, Any]:
+def _checked_fields(cls: type[ModelConfig] | type[_Part], values: dict[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
@@ -230,8 +372,11 @@ def _checked_fields(
         raise ConfigError(f"settings missing from the model's config: {', '.join(missing)}")
     hints = get_type_hints(cls)
     for name, value in values.items():
-        if hints[name] in (int, float, bool) and not _has_type(value, hints[name]):
-            raise ConfigError(f"{name} is {value!r}; it must be of type {hints[name].__name__}")
+        hint = hints[name]
+        if hint == (float | None) and value is not None:
+            hint = float
+        if hint in (int, float, bool) and not _has_type(value, hint):
+            raise ConfigError(f"{name} is {value!r}; it must be of type {hint.__name__}")
     return values
 
 

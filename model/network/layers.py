@@ -6,11 +6,13 @@ model/network/attention.py), embeddings, how many layers there are.
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quill.model.network.attention import Attending, KeyValue, split_heads
+from quill.model.network.attention import Attending, KeyValue, soft_capped, split_heads
 from quill.model.network.config import ModelConfig
 
 # B rows · T new tokens · S source tokens · D model size · F feed-forward size
@@ -24,21 +26,52 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """x + sublayer(x), with the norm before the sublayer (pre) or after the sum (post)."""
+    """x + sublayer(x), with the norm before the sublayer (pre), after the sum (post), between the
+    two (output), or both before the sublayer and between (sandwich)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
-        self._pre = config.norm_placement == "pre"
+        self._placement = config.norm_placement
+        if self._placement == "sandwich":
+            self.after = make_norm(config)
 
     def forward(self, x_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         y_BTD: Tensor
-        if self._pre:
-            y_BTD = x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
-        else:
-            y_BTD = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
+        match self._placement:
+            case "pre":
+                y_BTD = x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
+            case "post":
+                y_BTD = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
+            case "output":
+                y_BTD = x_BTD + self.dropout(self.norm(sublayer(x_BTD)))
+            case "sandwich":
+                y_BTD = x_BTD + self.dropout(self.after(sublayer(self.norm(x_BTD))))
         return y_BTD
+
+
+class QueryKeyNorm(nn.Module):
+    """RMS norms of queries and keys, before they are turned: of each head, or of all together."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        heads = (config.num_heads, config.num_kv_heads)
+        self._head_size = config.head_size if config.qk_norm == "head" else None
+        self._widths = [num * config.head_size for num in (*heads, config.num_kv_heads)]
+        sizes = [self._head_size or width for width in self._widths]
+        self.query = nn.RMSNorm(sizes[0], eps=config.norm_eps)
+        self.key = nn.RMSNorm(sizes[1], eps=config.norm_eps)
+
+    def forward(self, qkv_BTE: Tensor) -> Tensor:
+        q_BTE, k_BTE, v_BTE = torch.split(qkv_BTE, self._widths, dim=-1)
+        return torch.cat((self._of(self.query, q_BTE), self._of(self.key, k_BTE), v_BTE), dim=-1)
+
+    def _of(self, norm: nn.Module, x_BTE: Tensor) -> Tensor:
+        if self._head_size is None:
+            return cast(Tensor, norm(x_BTE))
+        heads = torch.unflatten(x_BTE, -1, (-1, self._head_size))
+        return cast(Tensor, norm(heads)).flatten(-2)
 
 
 class SelfAttention(nn.Module):
@@ -51,9 +84,11 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(
             config.num_heads * config.head_size, config.d_model, bias=config.attention_out_bias
         )
+        self.qk_norm = nn.Identity() if config.qk_norm == "none" else QueryKeyNorm(config)
 
     def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        y_BTD: Tensor = self.out(attending.self_attention(layer, self.qkv(x_BTD)))
+        qkv_BTE = self.qk_norm(self.qkv(x_BTD))
+        y_BTD: Tensor = self.out(attending.self_attention(layer, qkv_BTE))
         return y_BTD
 
 
@@ -84,18 +119,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
+GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what bends the gate
+
+
+class SoftCap(nn.Module):
+    """Keeps numbers smoothly between -cap and cap."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self._cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return soft_capped(x, self._cap)
 
 
 class FeedForward(nn.Module):
-    """Widens, bends, narrows. SwiGLU computes its gate and its value in one projection."""
+    """Widens, bends, narrows. If it is gated, gate and value come of one projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, d_ff: int | None = None) -> None:
         super().__init__()
-        self._gated = config.activation == "swiglu"
-        self._bend = ACTIVATIONS["silu" if self._gated else config.activation]
-        width = config.d_ff * (2 if self._gated else 1)
+        d_ff = d_ff or config.d_ff
+        self._gated = config.activation in GATED
+        self._bend = ACTIVATIONS[GATED.get(config.activation, config.activation)]
+        width = d_ff * (2 if self._gated else 1)
         self.up = nn.Linear(config.d_model, width, bias=config.ff_bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.ff_bias)
+        self.down = nn.Linear(d_ff, config.d_model, bias=config.ff_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.up(x_BTD)
@@ -123,13 +171,18 @@ class MaskedHead(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention in both directions, then feed-forward."""
+    """Self-attention in both directions, then feed-forward; or others in the place of either."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module | None = None,
+        feed_forward: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.attention = SelfAttention(config)
+        self.attention = attention or SelfAttention(config)
         self.attention_residual = Residual(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward or FeedForward(config)
         self.feed_forward_residual = Residual(config)
 
     def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
@@ -141,8 +194,13 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(EncoderLayer):
     """An encoder layer that may also look at an encoded source, between its two halves."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module | None = None,
+        feed_forward: nn.Module | None = None,
+    ) -> None:
+        super().__init__(config, attention, feed_forward)
         self.cross: CrossAttention | None = None
         if config.family == "seq2seq":
             self.cross = CrossAttention(config)

@@ -19,6 +19,7 @@ class RotaryTables(NamedTuple):
 
     cos_PF: Tensor
     sin_PF: Tensor
+    local: "RotaryTables | None" = None  # of layers that see a window only, if they have their own
 
 
 def sinusoidal_table(num_positions: int, d_model: int, base: float = 10_000.0) -> Tensor:
@@ -31,10 +32,25 @@ def sinusoidal_table(num_positions: int, d_model: int, base: float = 10_000.0) -
 
 
 def rotary_tables(config: ModelConfig) -> RotaryTables:
-    frequency_F = rotary_frequencies(config.head_size, config.rotary_base, config.rotary_scaling)
-    position_P = torch.arange(config.context, dtype=torch.float32)
+    size, local = config.rotary_size, None
+    if config.local_rotary_base is not None:
+        # Windows don't grow with the context: nothing is stretched.
+        local = _tables(config.context, rotary_frequencies(size, config.local_rotary_base, None))
+    frequency_F = rotary_frequencies(size, config.rotary_base, config.rotary_scaling)
+    return _tables(config.context, frequency_F)._replace(local=local)
+
+
+def _tables(context: int, frequency_F: Tensor) -> RotaryTables:
+    position_P = torch.arange(context, dtype=torch.float32)
     angle_PF = torch.outer(position_P, frequency_F)
     return RotaryTables(angle_PF.cos(), angle_PF.sin())
+
+
+def tables_of(rotary: RotaryTables | None, config: ModelConfig, layer: int) -> RotaryTables | None:
+    """What a layer turns its queries and keys by."""
+    if rotary is not None and rotary.local is not None and config.window_of(layer):
+        return rotary.local
+    return rotary
 
 
 def rotary_frequencies(head_size: int, base: float, scaling: RotaryScaling | None) -> Tensor:

@@ -3,10 +3,18 @@
 Knows: the sizes. Does not know: how each is trained (see model/training/recipes.py).
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from quill.model.errors import ConfigError
-from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
+from quill.model.network.config import (
+    CellKind,
+    ContextKind,
+    Experts,
+    Latent,
+    ModelConfig,
+    Recurrence,
+)
 
 PAPER_VOCAB_SIZE = 37_000  # "Attention Is All You Need", section 5.1: shared, English-German
 
@@ -27,6 +35,19 @@ def tiny() -> ModelConfig:
         norm="layer",  # on a CPU PyTorch computes it faster than RMSNorm
         activation="swiglu",
     )
+
+
+def moe_tiny() -> ModelConfig:
+    """`tiny` with experts: as much arithmetic a token, and three times the feed-forward weights."""
+    experts = Experts(number=8, per_token=2, d_expert=320, scoring="sigmoid", balanced=True)
+    return dataclasses.replace(tiny(), experts=experts)
+
+
+def mla_tiny() -> ModelConfig:
+    """`tiny` with latent attention: what a token leaves in the cache is 112 numbers a layer where
+    `tiny` has 512. The weights that this saves are in the feed-forward."""
+    latent = Latent(rank=48, rope_size=16, nope_size=48, value_size=64)
+    return dataclasses.replace(tiny(), latent=latent, d_ff=768)
 
 
 def small() -> ModelConfig:
@@ -188,6 +209,8 @@ def _recurrent_shape(cell: CellKind, context: ContextKind) -> ModelConfig:
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": tiny,
+    "moe-tiny": moe_tiny,
+    "mla-tiny": mla_tiny,
     "small": small,
     "llama-smollm2-135m": llama_smollm2_135m,
     "seq2seq-tiny": seq2seq_tiny,

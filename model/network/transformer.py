@@ -18,8 +18,11 @@ from quill.model.network.attention import (
     EncoderAttending,
     KeyValue,
     Uncached,
+    soft_capped,
 )
 from quill.model.network.config import ModelConfig
+from quill.model.network.experts import ExpertFeedForward
+from quill.model.network.latent import LatentAttention
 from quill.model.network.layers import (
     CrossAttention,
     DecoderLayer,
@@ -51,7 +54,7 @@ class Transformer(Network):
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.compute_tables()
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.decoder = nn.ModuleList(_decoder_layer(config, i) for i in range(config.num_layers))
         # With the norm after each sum the last layer's output is normalised already.
         ends_normed = config.norm_placement == "post"
         self.encoder_norm = nn.Identity() if ends_normed or not self.encoder else make_norm(config)
@@ -75,12 +78,19 @@ class Transformer(Network):
             tables = rotary_tables(config)
             self.register_buffer("rotary_cos_PF", tables.cos_PF, persistent=False)
             self.register_buffer("rotary_sin_PF", tables.sin_PF, persistent=False)
+            if tables.local is not None:
+                self.register_buffer("local_cos_PF", tables.local.cos_PF, persistent=False)
+                self.register_buffer("local_sin_PF", tables.local.sin_PF, persistent=False)
 
     @property
     def rotary(self) -> RotaryTables | None:
         if self.config.positions != "rotary":
             return None
-        return RotaryTables(self.get_buffer("rotary_cos_PF"), self.get_buffer("rotary_sin_PF"))
+        local = None
+        if self.config.local_rotary_base is not None:
+            local = RotaryTables(self.get_buffer("local_cos_PF"), self.get_buffer("local_sin_PF"))
+        cos_PF, sin_PF = self.get_buffer("rotary_cos_PF"), self.get_buffer("rotary_sin_PF")
+        return RotaryTables(cos_PF, sin_PF, local)
 
     def _initialise(self) -> None:
         """GPT-2's initialisation; the paper's embedding size where embeddings are scaled up."""
@@ -150,7 +160,9 @@ class Transformer(Network):
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """Hidden states become logits over the vocabulary."""
-        return F.linear(self.head(x_BTD), self.output_weight_VD, self.output_bias)
+        logits_BTV = F.linear(self.head(x_BTD), self.output_weight_VD, self.output_bias)
+        cap = self.config.logit_soft_cap
+        return soft_capped(logits_BTV, cap) if cap else logits_BTV
 
     def uncached(self, cross: CrossKeyValue | None = None) -> Uncached:
         return Uncached(self.config, self.rotary, cross)
@@ -174,3 +186,16 @@ class Transformer(Network):
             x_BTD = x_BTD + self.segment_embedding(segments)
         y_BTD: Tensor = self.dropout(self.embedding_norm(x_BTD))
         return y_BTD
+
+    def expert_layers(self) -> list[ExpertFeedForward]:
+        """The mixtures of experts that training keeps balanced."""
+        modules = [module for module in self.modules() if isinstance(module, ExpertFeedForward)]
+        return [module for module in modules if module.experts.balanced]
+
+
+def _decoder_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    attention = None if config.latent is None else LatentAttention(config, config.latent)
+    experts, feed_forward = config.experts, None
+    if experts is not None and index >= experts.dense_layers:
+        feed_forward = ExpertFeedForward(config, experts)
+    return DecoderLayer(config, attention, feed_forward)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from quill.model.errors import ConfigError
 
@@ -41,6 +42,12 @@ class Peers:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return tensor.item()
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """The sum of all processes' tensors."""
+        if self.together:
+            dist.all_reduce(tensor)
+        return tensor
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

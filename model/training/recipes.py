@@ -31,6 +31,7 @@ class Recipe:
     weight_decay: float = 0.1  # on matrices only
     max_gradient_norm: float = 1.0
     label_smoothing: float = 0.0
+    balance_rate: float = 1e-3  # how fast experts that have too many tokens become less likely
     seed: int = 0
     evaluate_every: int = 250
     save_every: int = 500
@@ -46,6 +47,7 @@ class Recipe:
         for name in ("beta1", "beta2", "label_smoothing"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("adam_eps", 0 < self.adam_eps < math.inf, "a positive number")
+        self._require("balance_rate", 0 <= self.balance_rate < math.inf, "at least 0")
         self._require("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0")
         self._require("max_gradient_norm", self.max_gradient_norm > 0, "a positive number")
         self._require("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
@@ -119,15 +121,19 @@ def _recurrent(learning_rate: float, num_steps: int) -> Recipe:
     )
 
 
+_TINY = Recipe(
+    num_steps=1200,
+    batch_tokens=1024,
+    learning_rate=3e-3,
+    warmup_steps=60,
+    evaluate_every=200,
+    save_every=400,
+)
+
 RECIPES: dict[str, Recipe] = {
-    "tiny": Recipe(
-        num_steps=1200,
-        batch_tokens=1024,
-        learning_rate=3e-3,
-        warmup_steps=60,
-        evaluate_every=200,
-        save_every=400,
-    ),
+    "tiny": _TINY,
+    "moe-tiny": _TINY,
+    "mla-tiny": _TINY,
     "small": _pretraining(batch_tokens=491_520, learning_rate=6e-4),
     "llama-smollm2-135m": _pretraining(batch_tokens=524_288, learning_rate=3e-3),
     "seq2seq-tiny": Recipe(

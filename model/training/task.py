@@ -25,6 +25,7 @@ from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, Tokenizer
 from quill.model.errors import ConfigError
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
+from quill.model.network.transformer import Transformer
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.model.training.recipes import Recipe
@@ -138,6 +139,7 @@ class MaskedTask(TextTask):
     @torch.no_grad()
     def sample(self, model: Network, seed: int) -> str:
         """The beginning of the held-out text, with what the network finds in hidden places."""
+        assert isinstance(model, Transformer)
         ids = self._data.held_out_ids[: min(NUM_SAMPLE_TOKENS, self._context - 2)].to(torch.int64)
         batch = hide(
             framed(ids[None], self._marks), self._marks, torch.Generator().manual_seed(seed)

@@ -3,9 +3,9 @@
 Knows: batches, losses, the learning rate of a step.
 Does not know: when to measure, save or stop (model/training/run.py), corpora, arguments.
 
-Everything random is a function of (seed, step, piece). So nothing but weights and the
-optimiser's averages need be kept, a resumed run continues to exactly the same weights, and
-several processes compute what one would.
+Everything random is a function of (seed, step, piece). So nothing but weights, experts' balance
+among them, and the optimiser's averages need be kept, a resumed run continues to exactly the same
+weights, and several processes compute what one would.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from quill.model.checkpoint.run_directory import TrainingState, pack_optimiser, 
 from quill.model.data.batches import Batch, Batches, mix
 from quill.model.errors import ConfigError, ModelError
 from quill.model.network.network import Network
+from quill.model.network.transformer import Transformer
 from quill.model.training.distributed import Peers
 from quill.model.training.loss import Objective
 from quill.model.training.recipes import Recipe
@@ -70,8 +71,17 @@ class Trainer:
             )
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
+        self._rebalance_experts()
         self.step += 1
         return StepResult(self.step, loss, norm.item(), learning_rate, batch.num_targets)
+
+    def _rebalance_experts(self) -> None:
+        """By what the whole batch asked of each: no loss of its own, so nothing else is pulled."""
+        experts = self.model.expert_layers() if isinstance(self.model, Transformer) else ()
+        for layer in experts:
+            assert layer.load_E is not None
+            layer.rebalance(self._peers.added(layer.load_E), self._recipe.balance_rate)
+            layer.load_E = None
 
     def _accumulate_gradients(self, batch: Batch) -> float:
         """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""

@@ -25,7 +25,7 @@ from quill.server.runtime.copy_graph import identity_graph, input_name, output_n
 from quill.server.runtime.onnx_session import SessionSettings, open_graph
 from quill.server.scheduler.plan import BlockCopy
 
-# Y layers and sides: key 0, value 0, key 1, … · N blocks · E numbers of one side of a block
+# Y layers · N blocks · E numbers of one side of a block
 
 DEVICE_ID = 0  # the first card; CUDA_VISIBLE_DEVICES says which that is
 
@@ -43,16 +43,22 @@ class BlockShape:
 
     @classmethod
     def of(cls, sizes: Sizes, graphs: Graphs) -> "BlockShape":
-        key, value = graph_contract.block_shapes(graphs.device, sizes.num_kv_heads, sizes.head_size)
+        key, value = graph_contract.block_shapes(
+            graphs.device, sizes.num_kv_heads, sizes.head_size, sizes.value_size
+        )
         return cls(sizes.num_layers, graphs.cache_type, key, value)
 
     @property
-    def side_bytes(self) -> int:
-        return prod(self.key) * np.dtype(self.cache_type).itemsize
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.key, self.value
+
+    def side_bytes(self, side: int) -> int:
+        """Of a block of a layer's keys (0) or values (1)."""
+        return prod(self.sides[side]) * np.dtype(self.cache_type).itemsize
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.num_layers * self.side_bytes
+        return self.num_layers * (self.side_bytes(0) + self.side_bytes(1))
 
 
 class View(NamedTuple):
@@ -70,25 +76,28 @@ class Blocks:
 
     def __init__(self, num_blocks: int, shape: BlockShape) -> None:
         self._shape = shape
-        dimensions = (2 * shape.num_layers, num_blocks, prod(shape.key))
+        dimensions = [(shape.num_layers, num_blocks, prod(side)) for side in shape.sides]
         try:
-            self._caches_YNE: CacheArray = np.zeros(dimensions, shape.cache_type)
+            caches: list[CacheArray] = [np.zeros(each, shape.cache_type) for each in dimensions]
         except MemoryError as error:
             raise StartError(_too_many(num_blocks, shape)) from error
-        small_pages(self._caches_YNE)
+        for cache_YNE in caches:
+            small_pages(cache_YNE)
+        self._caches = caches  # keys, values
         self._num = num_blocks
 
     def views(self) -> list[View]:
         """What the graphs' caches are bound to, in the graph's order."""
-        shapes = (self._shape.key, self._shape.value)
         return [
-            view_of(cache_NE.reshape(self._num, *shapes[side % 2]))
-            for side, cache_NE in enumerate(self._caches_YNE)
+            view_of(cache_YNE[layer].reshape(self._num, *side))
+            for layer in range(self._shape.num_layers)
+            for cache_YNE, side in zip(self._caches, self._shape.sides, strict=True)
         ]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         for source, target in copies:
-            self._caches_YNE[:, target] = self._caches_YNE[:, source]
+            for cache_YNE in self._caches:
+                cache_YNE[:, target] = cache_YNE[:, source]
 
 
 class DeviceBlocks:
@@ -128,12 +137,12 @@ class DeviceBlocks:
         for source, target in copies:
             binding = self._copier.io_binding()
             for index, value in enumerate(self._values):
-                binding.bind_input(input_name(index), *self._bytes_at(value, source))
-                binding.bind_output(output_name(index), *self._bytes_at(value, target))
+                size = self._shape.side_bytes(index % 2)
+                binding.bind_input(input_name(index), *self._bytes_at(value, source, size))
+                binding.bind_output(output_name(index), *self._bytes_at(value, target, size))
             self._copier.run_with_iobinding(binding)
 
-    def _bytes_at(self, value: Any, block: int) -> View:
-        size = self._shape.side_bytes
+    def _bytes_at(self, value: Any, block: int, size: int) -> View:
         address = _address(value) + block * size
         return View(self._device, DEVICE_ID, np.dtype(np.uint8), (size,), address)
 

@@ -5,6 +5,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -12,8 +13,18 @@ import torch
 
 from quill.export.bundle.manifest import MANIFEST_FILE, check_files, read_manifest
 from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
-from quill.export.pipeline import Stage, Wishes, check_good, check_replaceable, write_bundle
+from quill.export.pipeline import (
+    Stage,
+    Wishes,
+    check_good,
+    check_replaceable,
+    describe,
+    write_bundle,
+)
 from quill.export.verify.proof import Tick
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.network.config import Experts
+from quill.model.network.presets import preset
 from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantised_at_source
 from tests.operators import OWN
 
@@ -44,6 +55,30 @@ def test_the_manifest_says_what_the_checkpoint_says(llama: Exported) -> None:
     assert manifest.generation == checkpoint.generation
     assert manifest.provenance == checkpoint.provenance
     assert manifest.sizes.num_parameters == checkpoint.build().num_parameters()
+
+
+def test_latent_attention_keeps_less_than_a_quarter_of_what_its_heads_would() -> None:
+    config = preset("mla-tiny")
+    assert config.latent is not None
+    heads = config.num_heads * (config.head_size + config.latent.value_size)
+    kept = describe("mla", Checkpoint(config, {})).cache_bytes_per_token("float16")
+    assert kept == config.num_layers * 112 * 2
+    assert kept <= config.num_layers * heads * 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": Experts(number=4, per_token=2, d_expert=32)}, "a model with experts has no"),
+        ({"window": 20}, "a model with a window has no fp16 graphs"),
+    ],
+)
+def test_what_no_card_computes_is_refused_in_words(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(dataclasses.replace(LLAMA, **changes))
+    with pytest.raises(UnsupportedModelError, match=words):
+        write_bundle(tmp_path / "out", checkpoint, Wishes(precisions=("fp16",), verify=False))
 
 
 def test_a_model_without_a_tokenizer_has_none_in_its_bundle(gpt: Exported) -> None:
@@ -197,8 +232,8 @@ def test_a_bundle_with_something_else_in_it_is_not_replaced(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_size": 8}, "head size is 8; .* multiple of 16 up to 256"),
-        ({"head_size": 272}, "head size is 272; .* multiple of 16 up to 256"),
+        ({"head_size": 8}, "head size is 8; .* multiple of 16 up to 640"),
+        ({"head_size": 656}, "head size is 656; .* multiple of 16 up to 640"),
         ({"num_heads": 256, "num_kv_heads": 1}, "256 heads share .* 128 at the most"),
         ({"context": 8}, "context is 8 tokens; at least 16"),
     ],

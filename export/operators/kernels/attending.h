@@ -23,7 +23,7 @@ struct Attending {
   const float* queries;  // where they are taken from: tokens x stride
   const float* keys;     // null: no token has any
   const float* values;
-  int64_t query_stride, key_stride;
+  int64_t query_stride, key_stride, value_stride;
   int64_t tokens;
   float* turned;  // tokens x heads x size
   float* out;     // the same
@@ -45,7 +45,7 @@ struct Attending {
   float* place(int64_t tile, int64_t kv_head) const {
     const Tile& of = cut->tiles[static_cast<size_t>(tile)];
     return apart + places[static_cast<size_t>(tile)] +
-           kv_head * of.queries * of.chunks * room_of_seen(heads.size);
+           kv_head * of.queries * of.chunks * room_of_seen(heads.value_size);
   }
 };
 
@@ -66,7 +66,7 @@ void append_part(void* data, size_t part) {
     }
     if (work.keys) {
       token.keys = work.keys + t * work.key_stride;
-      token.values = work.values + t * work.key_stride;
+      token.values = work.values + t * work.value_stride;
       token.block = all.blocks(s)[position / kPositions];
     }
     kernels.append(work.heads, token);
@@ -83,19 +83,19 @@ void attend_part(void* data, size_t) {
     const Tile& of = work.cut->tiles[static_cast<size_t>(tile)];
     const Walk walk = work.walk(tile, kv_head);
     if (work.ranges > 1) {
-      const int64_t range = i % work.ranges;
-      walk.go(of.chunks * range / work.ranges, of.chunks * (range + 1) / work.ranges,
+      const int64_t range = i % work.ranges, first = of.first_chunk, num = of.chunks - first;
+      walk.go(first + num * range / work.ranges, first + num * (range + 1) / work.ranges,
               work.place(tile, kv_head), true);
       continue;
     }
-    const size_t needed = static_cast<size_t>(of.queries * room_of_seen(work.heads.size));
+    const size_t needed = static_cast<size_t>(of.queries * room_of_seen(work.heads.value_size));
     try {
       if (room.size() < needed) room.resize(needed);
     } catch (const std::bad_alloc&) {
       work.no_memory = true;  // an exception would end the process in the runtime's thread
       return;
     }
-    walk.go(0, of.chunks, room.data(), false);
+    walk.go(of.first_chunk, of.chunks, room.data(), false);
     walk.finish(room.data(), false, work.out);
   }
 }
@@ -121,8 +121,8 @@ void cut_into_ranges(Attending* work, int64_t scores) {
   work->places.clear();
   for (const Tile& tile : work->cut->tiles) {
     work->places.push_back(size);
-    longest = std::max(longest, tile.chunks);
-    size += work->heads.num_kv * tile.queries * tile.chunks * room_of_seen(work->heads.size);
+    longest = std::max(longest, tile.chunks - tile.first_chunk);
+    size += work->heads.num_kv * tile.queries * tile.chunks * room_of_seen(work->heads.value_size);
   }
   work->ranges = std::max(std::min(work->ranges, longest), int64_t{1});
   if (work->ranges == 1) return;

@@ -27,11 +27,13 @@ INLINE Floats subtracted(Floats a, Floats b) { return fused(b, all(-1.f), a); }
 
 // Turns a head to its position: pairs are half a head apart.
 INLINE void turn(const Heads& heads, const float* from, int64_t position, float factor, float* to) {
-  const int64_t half = heads.size / 2;
+  const int64_t half = heads.rotary_size / 2, still = heads.size - heads.rotary_size;
   if (!heads.cosines) {
     for (int64_t i = 0; i < heads.size; i++) to[i] = from[i] * factor;
     return;
   }
+  for (int64_t i = 0; i < still; i++) to[i] = from[i] * factor;
+  from += still, to += still;
   const float* cosines = heads.cosines + position * half;
   const float* sines = heads.sines + position * half;
   for (int64_t i = 0; i < half; i++) {
@@ -44,18 +46,16 @@ INLINE void turn(const Heads& heads, const float* from, int64_t position, float 
 
 template <typename T>
 INLINE void keep_token(const Heads& heads, const Token& token) {
-  const int64_t size = heads.size, lane = token.position % kPositions;
+  const int64_t size = heads.size, width = heads.value_size, lane = token.position % kPositions;
   for (int64_t h = 0; h < heads.num_kv; h++) {
-    const int64_t block = (token.block * heads.num_kv + h) * heads.block_size();
-    T* keys = static_cast<T*>(heads.keys) + block + lane;
-    T* values = static_cast<T*>(heads.values) + block + lane * size;
+    const int64_t block = token.block * heads.num_kv + h;
+    T* keys = static_cast<T*>(heads.keys) + block * heads.key_block() + lane;
+    T* values = static_cast<T*>(heads.values) + block * heads.value_block() + lane * width;
     float turned[kMaxHeadSize];
     T key[kMaxHeadSize];
     turn(heads, token.keys + h * size, token.position, 1.f, turned);
-    for (int64_t i = 0; i < size; i += 16) {
-      keep(key + i, load(turned + i));
-      keep(values + i, load(token.values + h * size + i));
-    }
+    for (int64_t i = 0; i < size; i += 16) keep(key + i, load(turned + i));
+    for (int64_t i = 0; i < width; i += 16) keep(values + i, load(token.values + h * width + i));
     for (int64_t i = 0; i < size; i++) keys[i * kPositions] = key[i];
   }
 }
@@ -72,9 +72,9 @@ void append(const Heads& heads, const Token& token) {
 }
 
 // Memory takes its time: a block is asked for while another one is multiplied.
-INLINE void expect(const Chunk& chunk, const void* block) {
+INLINE void expect(const Chunk& chunk, const void* block, int64_t width) {
   const char* from = static_cast<const char*>(block);
-  const int64_t size = block ? chunk.size * kPositions * (chunk.halves ? 2 : 4) : 0;
+  const int64_t size = block ? width * kPositions * (chunk.halves ? 2 : 4) : 0;
   for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i);
 }
 
@@ -118,23 +118,26 @@ INLINE Merged merged(Floats old_most, Floats new_most) {
 }
 
 // Some queries with 16, or a few times 16, numbers of their values. What lies behind a query's
-// positions may be anything: it is never multiplied, not even by zero.
+// positions may be anything: it is never multiplied, not even by zero. What lies before them are its
+// own tokens, with weights of zero.
 template <typename T, int ROWS, int WIDE>
 INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* weights,
                        const float* of_old, const float* of_new, int64_t at) {
   Floats sums[ROWS][WIDE];
-  int64_t common = queries[0].num, longest = common;
+  int64_t common = queries[0].num, longest = common, earliest = queries[0].first;
   UNROLLED
   for (int r = 0; r < ROWS; r++) {
+    earliest = queries[r].first < earliest ? queries[r].first : earliest;
     common = queries[r].num < common ? queries[r].num : common;
     longest = queries[r].num > longest ? queries[r].num : longest;
     UNROLLED
     for (int w = 0; w < WIDE; w++) sums[r][w] = all(0.f);
   }
-  for (int64_t start = 0; start < common; start += kPositions) {
+  earliest = earliest / kPositions * kPositions;
+  for (int64_t start = earliest; start < common; start += kPositions) {
     const T* values = static_cast<const T*>(chunk.values[start / kPositions]) + at;
     const int64_t end = common - start < kPositions ? common : start + kPositions;
-    for (int64_t i = start; i < end; i++, values += chunk.size) {
+    for (int64_t i = start; i < end; i++, values += chunk.value_size) {
       UNROLLED
       for (int w = 0; w < WIDE; w++) {
         const Floats value = load(values + 16 * w);
@@ -147,7 +150,7 @@ INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* we
   }
   for (int64_t i = common; i < longest; i++) {
     const T* values = static_cast<const T*>(chunk.values[i / kPositions]) + at;
-    values += i % kPositions * chunk.size;
+    values += i % kPositions * chunk.value_size;
     UNROLLED
     for (int r = 0; r < ROWS; r++) {
       if (i >= queries[r].num) continue;
@@ -163,31 +166,48 @@ INLINE void value_tile(const Chunk& chunk, const Query* queries, const float* we
     for (int w = 0; w < WIDE; w++) {
       float* to = queries[r].seen + at + 16 * w;
       const Floats sum = sums[r][w];
-      if (chunk.is_first) store(to, sum);
+      if (queries[r].is_new) store(to, sum);
       else store(to, fused(sum, all(of_new[r]), multiply(load(to), all(of_old[r]))));
     }
   }
 }
 
-// Scores become weights that aren't divided by their sum yet. What isn't finite stays so.
-INLINE void weigh(float* scores, int64_t num, float* most, float* total) {
+// Scores are kept between -cap and cap. What isn't finite stays so.
+INLINE void soften(float* scores, int64_t num, float cap) {
+  const Floats inverse = all(2.f / cap), one = all(1.f);
+  for (int64_t i = 0; i < num; i += 16) {
+    const Floats twice = multiply(load(scores + i), inverse);
+    const Floats part = divide(all(-2.f), add(exponential(twice), one));
+    store(scores + i, multiply(fused(twice, all(0.f), add(part, one)), all(cap)));
+  }
+}
+
+// Scores become weights that aren't divided by their sum yet. What isn't finite stays so. The first
+// `skipped` ones, fewer than 16, don't count.
+INLINE void weigh(float* scores, int64_t skipped, int64_t num, float* most, float* total) {
+  if (skipped) {
+    store(scores, first_of(skipped, all(kNothing), load(scores)));
+  }
   const int64_t whole = num / 16 * 16, rest = num - whole;
   Floats top = all(kNothing), sum = all(0.f);
   for (int64_t i = 0; i < whole; i += 16) top = larger(load(scores + i), top);
   if (rest) top = larger(first_of(rest, load(scores + whole), all(kNothing)), top);
   *most = most_of(top);
   top = all(*most);
+  if (skipped) store(scores, first_of(skipped, top, load(scores)));  // finite; no weight below
   const auto weight = [&](const float* score) INLINE_LAMBDA {
     const Floats below = subtracted(load(score), top);
     return fused(below, all(0.f), exponential(below));
   };
   for (int64_t i = 0; i < whole; i += 16) {
-    const Floats w = weight(scores + i);
+    Floats w = weight(scores + i);
+    if (skipped && i == 0) w = first_of(skipped, all(0.f), w);
     store(scores + i, w);
     sum = add(sum, w);
   }
   if (rest) {
-    const Floats w = first_of(rest, weight(scores + whole), all(0.f));
+    Floats w = first_of(rest, weight(scores + whole), all(0.f));
+    if (skipped && whole == 0) w = first_of(skipped, all(0.f), w);
     store(scores + whole, w);
     sum = add(sum, w);
   }
@@ -220,14 +240,17 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
   alignas(64) float old_most[kRowsOfTable + 8], new_most[kRowsOfTable + 8], total[kRowsOfTable];
   tiles_of_rows(num, [&](auto rows, int64_t row) {
     constexpr int kRows = decltype(rows)::value, kWide = wide(kRows);
-    int64_t longest = 0;
+    int64_t longest = 0, earliest = kChunk;
     for (int64_t r = row; r < row + kRows; r++) {
       longest = queries[r].num > longest ? queries[r].num : longest;
+      earliest = queries[r].first < earliest ? queries[r].first : earliest;
     }
     const int64_t blocks = (longest + kPositions - 1) / kPositions;
-    int64_t block = 0;
+    int64_t block = earliest / kPositions;
     for (; block + kWide <= blocks; block += kWide) {
-      for (int64_t b = block; row == 0 && b < block + kWide; b++) expect(chunk, chunk.values[b]);
+      for (int64_t b = block; row == 0 && b < block + kWide; b++) {
+        expect(chunk, chunk.values[b], chunk.value_size);
+      }
       score_tile<T, kRows, kWide>(chunk, queries + row, block, weights + row * kRow);
     }
     if constexpr (kWide > 1) {
@@ -236,24 +259,31 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
       }
     }
   });
-  const int64_t size = chunk.size;
+  const int64_t size = chunk.value_size;
+  bool all_new = true;
   for (int64_t r = 0; r < num; r++) {
-    weigh(weights + r * kRow, queries[r].num, new_most + r, total + r);
-    old_most[r] = queries[r].seen[size];
+    const int64_t start = queries[r].first / kPositions * kPositions;
+    float* scores = weights + r * kRow + start;
+    if (chunk.soft_cap > 0) soften(scores, queries[r].num - start, chunk.soft_cap);
+    weigh(scores, queries[r].first - start, queries[r].num - start, new_most + r, total + r);
+    for (int64_t i = 0; i < start; i++) weights[r * kRow + i] = 0;
+    old_most[r] = queries[r].is_new ? new_most[r] : queries[r].seen[size];
+    all_new = all_new && queries[r].is_new;
   }
   alignas(64) float of_old[kRowsOfTable + 8], of_new[kRowsOfTable + 8];
-  if (chunk.is_first) {
-    for (int64_t r = 0; r < num; r++) {
-      queries[r].seen[size] = new_most[r];
-      queries[r].seen[size + 1] = total[r];
-    }
-  } else {
+  for (int64_t r = 0; r < num; r++) {
+    if (!queries[r].is_new) continue;
+    queries[r].seen[size] = new_most[r];
+    queries[r].seen[size + 1] = total[r];
+  }
+  if (!all_new) {
     for (int64_t r = num; r < (num + 15) / 16 * 16; r++) old_most[r] = new_most[r] = 0;
     for (int64_t r = 0; r < num; r += 16) {
       const Merged both = merged(load(old_most + r), load(new_most + r));
       store(of_old + r, both.of_old), store(of_new + r, both.of_new), store(old_most + r, both.most);
     }
     for (int64_t r = 0; r < num; r++) {
+      if (queries[r].is_new) continue;
       float* seen = queries[r].seen + size;
       seen[0] = old_most[r];
       seen[1] = seen[1] * of_old[r] + total[r] * of_new[r];
@@ -265,7 +295,9 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
     int64_t at = 0, asked = 0;
     for (; at + 16 * kWide <= size; at += 16 * kWide) {
       const int64_t due = kBlocksOfChunk * (at + 16 * kWide) / size;
-      for (; row == 0 && asked < due; asked++) expect(chunk, chunk.next_keys[asked]);
+      for (; row == 0 && asked < due; asked++) {
+        expect(chunk, chunk.next_keys[asked], chunk.size);
+      }
       value_tile<T, kRows, kWide>(chunk, queries + row, of_rows, of_old + row, of_new + row, at);
     }
     if constexpr (kWide > 1) {

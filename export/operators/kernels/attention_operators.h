@@ -8,6 +8,10 @@
 //   quill::Store(keys, values, key_cache, value_cache, query_starts, block_table, past_lengths?)
 //       -> key_cache, value_cache
 //
+// Attributes heads, kv_heads, head_size, scale; and if they are there: window (tokens that a token
+// sees, itself included), soft_cap (of scores), value_size (of values that are narrower than keys),
+// rotary_size (the last so many numbers of a head that are turned).
+//
 // Knows: the runtime. Does not know: threads, how attention is computed.
 // Caches that are given back are meant to be the memory of those that came: then nothing is copied.
 #pragma once
@@ -30,20 +34,27 @@ class HeadsOperator {
     TRY(ort->int_attribute(info, "kv_heads", &heads_.num_kv));
     TRY(ort->int_attribute(info, "head_size", &heads_.size));
     TRY(ort->float_attribute(info, "scale", &heads_.scale));
+    heads_.value_size = heads_.rotary_size = heads_.size;
+    TRY(absent(ort->int_attribute(info, "window", &window_)));
+    TRY(absent(ort->int_attribute(info, "value_size", &heads_.value_size)));
+    TRY(absent(ort->int_attribute(info, "rotary_size", &heads_.rotary_size)));
+    TRY(absent(ort->float_attribute(info, "soft_cap", &heads_.soft_cap)));
     const int64_t num = heads_.num, num_kv = heads_.num_kv, size = heads_.size;
+    const int64_t width = heads_.value_size, turned = heads_.rotary_size;
     const bool fits = num_kv > 0 && num >= num_kv && num <= kMaxHeads && num % num_kv == 0 &&
                       num / num_kv <= kMaxGroup && size > 0 && size <= kMaxHeadSize &&
-                      size % 16 == 0;
+                      size % 16 == 0 && width > 0 && width <= size && width % 16 == 0 &&
+                      turned >= 0 && turned <= size && turned % 2 == 0 && window_ >= 0 &&
+                      heads_.soft_cap >= 0;
     return fits ? nullptr : failed("no such heads");
   }
 
  protected:
-  // Tokens x so many heads. The first that is read says how many tokens there are.
-  Status* read_tokens(const Value* value, int64_t num_heads, const float** to,
-                      int64_t* tokens) const {
+  // Tokens x their numbers. The first that is read says how many tokens there are.
+  Status* read_tokens(const Value* value, int64_t width, const float** to, int64_t* tokens) const {
     Dims dims;
     TRY(read_dims(value, &dims));
-    if (dims.num != 2 || dims.sizes[1] != num_heads * heads_.size) {
+    if (dims.num != 2 || dims.sizes[1] != width) {
       return failed("heads of another width than their operator's");
     }
     if (*tokens >= 0 && dims.sizes[0] != *tokens) return failed("values for other tokens");
@@ -105,7 +116,7 @@ class HeadsOperator {
     for (const Value* value : {cosines, sines}) {
       Dims dims;
       TRY(read_dims(value, &dims));
-      if (dims.num != 2 || dims.sizes[1] != heads_.size / 2) {
+      if (dims.num != 2 || dims.sizes[1] != heads_.rotary_size / 2) {
         return failed("positions of another width");
       }
       longest = std::min(longest, dims.sizes[0]);
@@ -124,7 +135,7 @@ class HeadsOperator {
     for (int side = 0; side < 2; side++) {
       TRY(read_dims(side ? values : keys, dims));
       const bool fits = dims->num == 4 && dims->sizes[1] == heads_.num_kv &&
-                        dims->sizes[side ? 3 : 2] == heads_.size &&
+                        dims->sizes[side ? 3 : 2] == (side ? heads_.value_size : heads_.size) &&
                         dims->sizes[side ? 2 : 3] == kPositions &&
                         (side == 0 || dims->sizes[0] == blocks);
       if (!fits) return failed("a cache of another size than its operator's");
@@ -136,29 +147,30 @@ class HeadsOperator {
 
   // The caches become those that are given back.
   static Status* give_back(Context* context, size_t index, const Dims& of_values, Heads* heads) {
-    int64_t sizes[4] = {of_values.sizes[0], of_values.sizes[1], of_values.sizes[3],
-                        of_values.sizes[2]};
+    const int64_t blocks = of_values.sizes[0], num = of_values.sizes[1];
+    const int64_t of_keys[4] = {blocks, num, heads->size, kPositions};
     for (void** side : {&heads->keys, &heads->values}) {
+      const bool is_keys = side == &heads->keys;
+      const int64_t count = blocks * num * (is_keys ? heads->key_block() : heads->value_block());
       Value* output;
       void* present;
-      TRY(ort->output(context, index++, sizes, 4, &output));
+      TRY(ort->output(context, index++, is_keys ? of_keys : of_values.sizes, 4, &output));
       TRY(read_data(output, &present));
-      if (present != *side && of_values.count()) {
-        std::memcpy(present, *side, static_cast<size_t>(of_values.count() * heads->element()));
+      if (present != *side && count) {
+        std::memcpy(present, *side, static_cast<size_t>(count * heads->element()));
       }
       *side = present;
-      std::swap(sizes[2], sizes[3]);
     }
     return nullptr;
   }
 
   Status* give_out(Context* context, Attending* work) const {
-    const int64_t sizes[2] = {work->tokens, heads_.num * heads_.size};
+    const int64_t sizes[2] = {work->tokens, heads_.num * heads_.value_size};
     Value* output;
     TRY(ort->output(context, 0, sizes, 2, &output));
     TRY(read_data(output, &work->out));
     static thread_local std::vector<float> turned;  // for all operators, kept from step to step
-    const size_t needed = static_cast<size_t>(sizes[0] * sizes[1]);
+    const size_t needed = static_cast<size_t>(work->tokens * heads_.num * heads_.size);
     if (turned.size() < needed) turned.resize(needed);
     work->turned = turned.data();
     return nullptr;
@@ -175,8 +187,11 @@ class HeadsOperator {
     work->queries = qkv;
     work->keys = qkv + heads_.num * heads_.size;
     work->values = work->keys + heads_.num_kv * heads_.size;
-    work->query_stride = work->key_stride = (heads_.num + 2 * heads_.num_kv) * heads_.size;
+    work->query_stride = work->key_stride = work->value_stride = qkv_width();
   }
+  int64_t key_width() const { return heads_.num_kv * heads_.size; }
+  int64_t value_width() const { return heads_.num_kv * heads_.value_size; }
+  int64_t qkv_width() const { return heads_.num * heads_.size + key_width() + value_width(); }
 
   // No tokens yet.
   void begin(Attending* work, bool halves) const {
@@ -186,6 +201,7 @@ class HeadsOperator {
   }
 
   Heads heads_{};
+  int64_t window_ = 0;
 };
 
 template <bool HALVES>
@@ -216,11 +232,12 @@ class Attention : public HeadsOperator {
     Attending work{};
     begin(&work, HALVES);
     const float* qkv = nullptr;
-    TRY(read_tokens(given[0], heads_.num + 2 * heads_.num_kv, &qkv, &work.tokens));
+    TRY(read_tokens(given[0], qkv_width(), &qkv, &work.tokens));
     take_apart(qkv, &work);
     Dims dims;
     TRY(read_caches(given[1], given[2], &work.heads, &dims));
     work.all.causal = true;
+    work.all.window = window_;
     TRY(read_starts(given[3], work.tokens, &work.all));
     TRY(read_lengths(given[4], &work.all));
     TRY(read_table(given[5], dims.sizes[0], &work.all));
@@ -249,7 +266,7 @@ class CrossAttention : public HeadsOperator {
     TRY(read_inputs(context, given));
     Attending work{};
     begin(&work, HALVES);
-    TRY(read_tokens(given[0], heads_.num, &work.queries, &work.tokens));
+    TRY(read_tokens(given[0], heads_.num * heads_.size, &work.queries, &work.tokens));
     work.query_stride = heads_.num * heads_.size;
     Dims dims;
     TRY(read_caches(given[1], given[2], &work.heads, &dims));
@@ -277,7 +294,7 @@ class EncoderAttention : public HeadsOperator {
     Attending work{};
     begin(&work, false);
     const float* qkv = nullptr;
-    TRY(read_tokens(given[0], heads_.num + 2 * heads_.num_kv, &qkv, &work.tokens));
+    TRY(read_tokens(given[0], qkv_width(), &qkv, &work.tokens));
     take_apart(qkv, &work);
     TRY(read_starts(given[1], work.tokens, &work.all));
     make_blocks(&work);
@@ -304,9 +321,10 @@ class EncoderAttention : public HeadsOperator {
         table[static_cast<size_t>(s * all.width + b)] = num++;
       }
     }
-    const size_t needed = static_cast<size_t>(num * heads_.num_kv * heads_.block_size());
-    if (keys.size() < needed) keys.resize(needed);
-    if (values.size() < needed) values.resize(needed);
+    const size_t of_keys = static_cast<size_t>(num * heads_.num_kv * heads_.key_block());
+    const size_t of_values = static_cast<size_t>(num * heads_.num_kv * heads_.value_block());
+    if (keys.size() < of_keys) keys.resize(of_keys);
+    if (values.size() < of_values) values.resize(of_values);
     work->heads.keys = keys.data(), work->heads.values = values.data();
     all.lengths = lengths.data(), all.table = table.data();
   }
@@ -330,9 +348,9 @@ class Store : public HeadsOperator {
     TRY(read_inputs(context, given));
     Attending work{};
     begin(&work, HALVES);
-    TRY(read_tokens(given[0], heads_.num_kv, &work.keys, &work.tokens));
-    TRY(read_tokens(given[1], heads_.num_kv, &work.values, &work.tokens));
-    work.key_stride = heads_.num_kv * heads_.size;
+    TRY(read_tokens(given[0], key_width(), &work.keys, &work.tokens));
+    TRY(read_tokens(given[1], value_width(), &work.values, &work.tokens));
+    work.key_stride = key_width(), work.value_stride = value_width();
     Dims dims;
     TRY(read_caches(given[2], given[3], &work.heads, &dims));
     TRY(read_starts(given[4], work.tokens, &work.all));

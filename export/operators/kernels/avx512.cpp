@@ -1,7 +1,9 @@
 #include "attention.h"
+#include "experts.h"
 #include "kernels.h"
 #include "recurrent.h"
 
 quill::Kernels quill::avx512_kernels() {
-  return {round, multiply, append, attend, finish, update, multiply_row, attend_additively};
+  return {round,  multiply, multiply_floats, choose,       append,           attend,
+          finish, update,   multiply_row,    attend_additively};
 }

@@ -44,6 +44,12 @@ Status* share(Context* context, void (*part)(void*, size_t), int64_t parts, Work
   return nullptr;
 }
 
+// What a graph need not say. It stays as it is if the graph doesn't.
+Status* absent(Status* status) {
+  if (status) ort->release_status(status);
+  return nullptr;
+}
+
 struct Dims {
   int64_t sizes[kMaxDims + 1];
   size_t num = 0;

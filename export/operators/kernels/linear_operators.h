@@ -60,8 +60,9 @@ struct Room {
 
 // Both sides are there, and blocks are whole.
 bool has_size(const Matrix& matrix) {
-  return matrix.inputs > 0 && matrix.inputs <= kMaxWidth && matrix.inputs % kBlock == 0 &&
-         matrix.columns > 0 && matrix.columns <= kMaxWidth;
+  return matrix.inputs > 0 && matrix.inputs <= kMaxWidth &&
+         (matrix.bits == 32 || matrix.inputs % kBlock == 0) && matrix.columns > 0 &&
+         matrix.columns <= kMaxWidth;
 }
 
 class Linear {

@@ -19,7 +19,7 @@ struct Matrix {
   const uint8_t* records;
   int64_t inputs;
   int64_t columns;
-  int64_t bits;  // 4: weight = scale * q + minimum. 8: weight = scale * (q - 128)
+  int64_t bits;  // 4: weight = scale * q + minimum. 8: weight = scale * (q - 128). 32: floats
   bool halves;   // scales and minima have 16 bits, not 32; 4 bits only
   bool gated;    // groups take turns: the output is silu(first) * second
 
@@ -28,7 +28,10 @@ struct Matrix {
   int64_t outputs() const { return gated ? columns / 2 : columns; }
   int64_t head_bytes() const { return bits == 8 || halves ? 64 : 128; }
   int64_t record_bytes() const { return head_bytes() + kBlock * kColumns * bits / 8; }
-  int64_t size() const { return groups() * blocks() * record_bytes(); }
+  int64_t size() const {
+    if (bits == 32) return groups() * inputs * kColumns * 4;  // an input's 16 columns side by side
+    return groups() * blocks() * record_bytes();
+  }
 };
 
 // Rows of inputs, rounded to 8 bits with one scale for each block.
@@ -46,6 +49,18 @@ struct Output {
   float* y;
 };
 
+// How a token's experts are chosen, by what its router said of each.
+struct Routing {
+  int64_t number, per_token;
+  int64_t groups, top_groups;  // experts come from the best groups
+  int64_t group_best;          // a group is as good as so many of its best experts together
+  bool sigmoid;                // scores are each for itself, not shares of a whole
+  bool normalise;              // weights are divided by their sum
+  float scale;
+};
+
+constexpr int64_t kMaxExperts = 1 << 12;
+
 // What is computed. Each row is computed as if it were alone, in the same order of operations on
 // every processor: neither its company nor the machine can change a bit of it.
 struct Kernels {
@@ -55,6 +70,13 @@ struct Kernels {
   // Multiplies all rows with some pairs of groups.
   void (*multiply)(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first,
                    int64_t last, const Output& out);
+  // The same with a matrix of floats.
+  void (*multiply_floats)(const Matrix& matrix, const float* x, int64_t rows, int64_t first,
+                          int64_t last, const Output& out);
+  // A token's experts, the best first, and what each of them counts for. `balance`, which may be
+  // null, is added to scores when they are compared.
+  void (*choose)(const Routing& routing, const float* logits, const float* balance,
+                 int32_t* chosen, float* weights);
   // Puts a token's keys and values into their block, and its queries where they are looked for.
   void (*append)(const Heads& heads, const Token& token);
   // Lets queries look at a chunk together, and adds that to what they have seen.

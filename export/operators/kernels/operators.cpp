@@ -6,6 +6,7 @@
 #include <new>
 
 #include "attention_operators.h"
+#include "expert_operators.h"
 #include "linear_operators.h"
 #include "processor.h"
 #include "recurrent_operators.h"
@@ -46,7 +47,7 @@ Operator describe() {
     }
   };
   op.first_version = [](const Operator*) { return 1; };
-  op.last_version = [](const Operator*) { return 1; };
+  op.last_version = [](const Operator*) { return 2; };  // with what attention and experts need
   return op;
 }
 
@@ -84,6 +85,7 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
       describe<EncoderAttention>(),
       describe<Recurrence>(),       describe<Update>(),                describe<Ends>(),
       describe<Recall>(),           describe<AdditiveAttention>(),
+      describe<Experts>(),          describe<HeadLinear>(),
   };
   static std::mutex registering;
   static runtime::Domain* domain;

@@ -66,7 +66,7 @@ void multiply_row(const RowProduct& of, const float* x, float* y) {
 void attend_additively(const Heads& heads, const AdditiveQuery& query, float* scores, float* out) {
   for (int64_t start = 0; start < query.num; start += kPositions) {
     const int32_t block = query.blocks[start / kPositions];
-    const float* keys = static_cast<const float*>(heads.of_block(heads.keys, block, 0));
+    const float* keys = static_cast<const float*>(heads.keys_of(block, 0));
     Floats sum = all(0.f);
     for (int64_t i = 0; i < heads.size; i++) {
       const Floats suits = hyperbolic(add(load(keys + i * kPositions), all(query.from[i])));
@@ -75,13 +75,13 @@ void attend_additively(const Heads& heads, const AdditiveQuery& query, float* sc
     store(scores + start, sum);
   }
   float most, total;
-  weigh(scores, query.num, &most, &total);
+  weigh(scores, 0, query.num, &most, &total);
   const Floats inverse = all(1.f / total);
   for (int64_t at = 0; at < heads.size; at += 16) {
     Floats sum = all(0.f);
     for (int64_t p = 0; p < query.num; p++) {
       const int32_t block = query.blocks[p / kPositions];
-      const float* values = static_cast<const float*>(heads.of_block(heads.values, block, 0));
+      const float* values = static_cast<const float*>(heads.values_of(block, 0));
       sum = fused(all(scores[p]), load(values + p % kPositions * heads.size + at), sum);
     }
     store(out + at, multiply(sum, inverse));

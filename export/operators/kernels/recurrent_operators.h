@@ -239,8 +239,8 @@ class Recall : public HeadsOperator {
         continue;
       }
       const int64_t block = all.blocks(s)[before / kPositions], lane = before % kPositions;
-      const float* keys = static_cast<const float*>(heads.of_block(heads.keys, block, 0)) + lane;
-      const float* values = static_cast<const float*>(heads.of_block(heads.values, block, 0));
+      const float* keys = static_cast<const float*>(heads.keys_of(block, 0)) + lane;
+      const float* values = static_cast<const float*>(heads.values_of(block, 0));
       for (int64_t i = 0; i < size; i++) h[i] = keys[i * kPositions];
       std::memcpy(c, values + lane * size, static_cast<size_t>(size) * sizeof(float));
     }

@@ -41,7 +41,9 @@ struct Api {
   void* skipped_87[3];
   Status* (*input)(const Context* context, size_t index, const Value** value);  // 90
   Status* (*output)(Context* context, size_t index, const int64_t* dims, size_t num, Value** value);
-  void* skipped_92[7];
+  void* skipped_92[1];
+  void (*release_status)(Status* status);  // 93
+  void* skipped_94[5];
   void (*release_shape)(Shape* shape);  // 99
   void* skipped_100[149];
   Status* (*constant_input)(const Info* info, size_t index, int* is_constant,

@@ -9,6 +9,7 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "matrix.h"
@@ -26,11 +27,16 @@ struct Sequences {
   const int32_t* table;    // sequences x width: blocks
   int64_t width;
   bool causal;
+  int64_t window;  // a token looks at so many positions, its own included; 0: at all before it
 
   int64_t tokens(int64_t s) const { return int64_t{starts[s + 1]} - starts[s]; }
   const int32_t* blocks(int64_t s) const { return table + s * width; }
   // Positions that a sequence's token may look at.
   int64_t seen(int64_t s, int64_t token) const { return lengths[s] + (causal ? token + 1 : 0); }
+  // The first of them.
+  int64_t first(int64_t s, int64_t token) const {
+    return window ? std::max(seen(s, token) - window, int64_t{0}) : 0;
+  }
 };
 
 // Tokens of a sequence, counted in the sequence.
@@ -41,6 +47,7 @@ struct Member {
 struct Tile {
   int64_t first, last;  // members
   int64_t queries, chunks;
+  int64_t first_chunk;  // before it nobody looks
   int64_t scores;
 };
 
@@ -95,18 +102,20 @@ class Tiles {
 
   void begin() {
     const int64_t at = static_cast<int64_t>(members.size());
-    tiles.push_back({at, at, 0, 0, 0});
+    tiles.push_back({at, at, 0, 0, std::numeric_limits<int64_t>::max(), 0});
   }
 
   void add(const Sequences& all, const Member& member, int64_t group) {
     Tile& tile = tiles.back();
     const int64_t queries = (member.last - member.first) * group;
     const int64_t seen = all.seen(member.sequence, member.last - 1);
+    const int64_t first = all.first(member.sequence, member.first);
     members.push_back(member);
     tile.last++;
     tile.queries += queries;
     tile.chunks = std::max(tile.chunks, chunks_of(seen));
-    tile.scores += queries * seen;
+    tile.first_chunk = std::min(tile.first_chunk, first / kChunk);
+    tile.scores += queries * (seen - first);
   }
 
   std::vector<int64_t> few_;
@@ -123,7 +132,7 @@ class Walk {
   // What a query has seen is at `seen`, one after another. `apart`: of each chunk, all the chunks
   // of a query one after another; otherwise all that it has seen up to now.
   void go(int64_t first, int64_t last, float* seen, bool apart) const {
-    const int64_t room = room_of_seen(heads_.size), step = apart ? tile_.chunks * room : room;
+    const int64_t room = room_of_seen(heads_.value_size), step = apart ? tile_.chunks * room : room;
     for (int64_t c = first; c < last; c++) {
       float* of_chunk = seen + (apart ? c * room : 0);
       for (int64_t m = tile_.first, query = 0; m < tile_.last;) {
@@ -140,13 +149,15 @@ class Walk {
   }
 
   void finish(float* seen, bool apart, float* out) const {
-    const int64_t room = room_of_seen(heads_.size), step = apart ? tile_.chunks * room : room;
+    const int64_t width = heads_.value_size;
+    const int64_t room = room_of_seen(width), step = apart ? tile_.chunks * room : room;
     for (int64_t m = tile_.first; m < tile_.last; m++) {
       for (int64_t token = members_[m].first; token < members_[m].last; token++) {
         const int64_t s = members_[m].sequence;
-        const int64_t chunks = apart ? chunks_of(all_.seen(s, token)) : 1;
+        const int64_t before = apart ? all_.first(s, token) / kChunk : 0;
+        const int64_t chunks = apart ? chunks_of(all_.seen(s, token)) - before : 1;
         for (int64_t h = 0; h < heads_.group(); h++, seen += step) {
-          kernels_.finish(seen, chunks, heads_.size, out + place(s, token, h));
+          kernels_.finish(seen + before * room, chunks, width, out + place(s, token, h) * width);
         }
       }
     }
@@ -157,10 +168,13 @@ class Walk {
     return (members_[m].last - members_[m].first) * heads_.group();
   }
   bool looks_at(int64_t m, int64_t c) const {
-    return all_.seen(members_[m].sequence, members_[m].last - 1) > c * kChunk;
+    const Member& of = members_[m];
+    return all_.seen(of.sequence, of.last - 1) > c * kChunk &&
+           all_.first(of.sequence, of.first) < (c + 1) * kChunk;
   }
+  // Of a query among all.
   int64_t place(int64_t s, int64_t token, int64_t h) const {
-    return ((all_.starts[s] + token) * heads_.num + kv_head_ * heads_.group() + h) * heads_.size;
+    return (all_.starts[s] + token) * heads_.num + kv_head_ * heads_.group() + h;
   }
 
   // Some members look at a chunk that is the same for all of them. Returns how many queries.
@@ -171,24 +185,26 @@ class Walk {
       const int64_t s = members_[m].sequence;
       for (int64_t token = members_[m].first; token < members_[m].last; token++) {
         const int64_t left = all_.seen(s, token) - c * kChunk;
+        const int64_t first = all_.first(s, token) - c * kChunk;
         for (int64_t h = 0; h < heads_.group(); h++, passed++) {
-          if (left <= 0) continue;
-          queries[num++] = {queries_ + place(s, token, h), seen + passed * step,
-                            std::min(left, kChunk)};
+          if (left <= 0 || first >= kChunk) continue;
+          queries[num++] = {queries_ + place(s, token, h) * heads_.size, seen + passed * step,
+                            std::max(first, int64_t{0}), std::min(left, kChunk),
+                            apart || c == 0 || first >= 0};
         }
       }
     }
     // If there are several members, each of them looks at all of it.
     const Member& any = members_[begin];
     const int64_t left = all_.seen(any.sequence, any.last - 1) - c * kChunk;
-    Chunk chunk{{}, {}, {}, heads_.size, heads_.halves, apart || c == 0};
+    Chunk chunk{{}, {}, {}, heads_.size, heads_.value_size, heads_.soft_cap, heads_.halves};
     const int32_t* blocks = all_.blocks(any.sequence) + c * kBlocksOfChunk;
     for (int64_t b = 0; b < kBlocksOfChunk && b * kPositions < left; b++) {
-      chunk.keys[b] = heads_.of_block(heads_.keys, blocks[b], kv_head_);
-      chunk.values[b] = heads_.of_block(heads_.values, blocks[b], kv_head_);
+      chunk.keys[b] = heads_.keys_of(blocks[b], kv_head_);
+      chunk.values[b] = heads_.values_of(blocks[b], kv_head_);
     }
     for (int64_t b = kBlocksOfChunk; b < 2 * kBlocksOfChunk && b * kPositions < left; b++) {
-      chunk.next_keys[b - kBlocksOfChunk] = heads_.of_block(heads_.keys, blocks[b], kv_head_);
+      chunk.next_keys[b - kBlocksOfChunk] = heads_.keys_of(blocks[b], kv_head_);
     }
     kernels_.attend(chunk, queries, num);
     return passed;

@@ -37,11 +37,25 @@ class Shape:
     size: int = 64
     dtype: str = "float16"
     rotary: bool = True
+    window: int = 0
+    soft_cap: float = 0.0
+    value_size: int = 0  # 0: as keys
+    rotary_size: int = 0  # 0: all of a head
 
     @property
     def width(self) -> int:
         """Of a token's queries, keys and values."""
-        return (self.num + 2 * self.num_kv) * self.size
+        return (self.num + self.num_kv) * self.size + self.num_kv * self.of_values
+
+    @property
+    def of_values(self) -> int:
+        return self.value_size or self.size
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Attributes that a graph has only if it needs them."""
+        names = ("window", "soft_cap", "value_size", "rotary_size")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
@@ -58,12 +72,13 @@ def save(directory: Path, shape: Shape, operator: str = "Attention", **changes: 
     """A graph of one operator."""
     num_tables = changes.pop("num_tables", 2) if shape.rotary else 0
     attributes: dict[str, Any] = {"heads": shape.num, "kv_heads": shape.num_kv}
-    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | changes
+    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | shape.extras | changes
     inputs, outputs = INPUTS[operator]
     given_back = [f"new_{name}" if name in CACHES else name for name in outputs]
     if "qkv" not in inputs:
         num_tables = 0
-    constants = dict(zip(TABLES[:num_tables], tables(shape.size), strict=False))
+    turning = tables(shape.rotary_size or shape.size)
+    constants = dict(zip(TABLES[:num_tables], turning, strict=False))
     node = helper.make_node(
         operator, [*inputs, *constants], given_back, domain="quill", **attributes
     )
@@ -110,7 +125,7 @@ class Pool:
         self.session = open_session(path, num_threads)
         kv = (num_blocks, shape.num_kv)
         self.keys = np.full((*kv, shape.size, BLOCK), np.nan, shape.dtype)
-        self.values = np.full((*kv, BLOCK, shape.size), np.nan, shape.dtype)
+        self.values = np.full((*kv, BLOCK, shape.of_values), np.nan, shape.dtype)
 
     def feeds(self, pieces: Sequence[Piece]) -> dict[str, Array]:
         """Of a step of Attention."""
@@ -136,8 +151,8 @@ class Pool:
         """A sequence's keys and values: positions x kv heads x size."""
         keys = self.keys[list(blocks)].transpose(0, 3, 1, 2)
         values = self.values[list(blocks)].transpose(0, 2, 1, 3)
-        shape = (-1, *keys.shape[2:])
-        return keys.reshape(shape)[:length], values.reshape(shape)[:length]
+        keys, values = (side.reshape(-1, *side.shape[2:]) for side in (keys, values))
+        return keys[:length], values[:length]
 
 
 def turned(heads: Array, positions: Array) -> Array:
@@ -155,17 +170,25 @@ def expected(shape: Shape, q: Array, keys: Array, values: Array, causal: bool) -
     for index, token in enumerate(q.astype(np.float64)):
         seen = len(keys) - (len(q) - 1 - index if causal else 0)
         for head in range(shape.num):
-            k, v = (each[:seen, head // group].astype(np.float64) for each in (keys, values))
+            first = max(seen - shape.window, 0) if shape.window else 0
+            k, v = (each[first:seen, head // group].astype(np.float64) for each in (keys, values))
             scores = k @ token[head] * shape.size**-0.5
+            if shape.soft_cap:
+                scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
             weights = np.exp(scores - scores.max())
             out.append(weights / weights.sum() @ v)
     return np.array(out).reshape(len(q), -1)
 
 
 def split_heads(shape: Shape, qkv: Array) -> tuple[Array, Array, Array]:
-    heads = qkv.reshape(len(qkv), -1, shape.size)
-    q, k, v = np.split(heads, [shape.num, shape.num + shape.num_kv], axis=1)
+    width = (shape.num + shape.num_kv) * shape.size
+    heads = qkv[:, :width].reshape(len(qkv), -1, shape.size)
+    q, k = np.split(heads, [shape.num], axis=1)
+    v = qkv[:, width:].reshape(len(qkv), -1, shape.of_values)
     if shape.rotary:
-        positions = np.arange(len(qkv))
-        q, k = turned(q, positions), turned(k, positions)
+        positions, still = np.arange(len(qkv)), shape.size - (shape.rotary_size or shape.size)
+        q, k = (
+            np.concatenate([each[..., :still], turned(each[..., still:], positions)], axis=-1)
+            for each in (q, k)
+        )
     return q, k, v

@@ -38,6 +38,9 @@ SHAPES = [
     Shape(num=7, num_kv=1, size=128),
     Shape(num=2, num_kv=1, size=256, rotary=False),
     Shape(num=50, num_kv=1, size=16, dtype="float32"),
+    Shape(num=4, num_kv=2, size=32, window=100, dtype="float32"),
+    Shape(num=4, num_kv=4, size=16, window=5, soft_cap=1.5, dtype="float32"),
+    Shape(num=5, num_kv=1, size=176, value_size=144, rotary_size=32, dtype="float32"),
 ]
 
 
@@ -70,7 +73,7 @@ def test_it_attends_as_numpy_does_and_keeps_keys_and_values(shape: Shape, tmp_pa
 
 @pytest.mark.portable
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 33, 128, 129])
-@pytest.mark.parametrize("shape", SHAPES[2:5], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[2:5], *SHAPES[9:]], ids=str)
 def test_a_prompt_gets_the_same_bits_however_it_is_cut(
     shape: Shape, chunk: int, tmp_path: Path
 ) -> None:
@@ -109,7 +112,7 @@ class Crowd:
         return max(len(prompt) - last, 0)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], SHAPES[8]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], *SHAPES[8:]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
     shape: Shape, seed: int, tmp_path: Path
@@ -131,9 +134,11 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
             np.testing.assert_array_equal(out, wholes[index][begun[index] :])
 
 
-def test_threads_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [0, 300])
+def test_threads_change_no_bit(window: int, tmp_path: Path) -> None:
     """One token with a long past is cut into ranges of chunks."""
-    path, qkv = save(tmp_path, SHAPE), normal(MAX_POSITIONS, SHAPE.width)
+    shape = replace(SHAPE, window=window)
+    path, qkv = save(tmp_path, shape), normal(MAX_POSITIONS, SHAPE.width)
     whole = alone(path, SHAPE, qkv, num_threads=1)
     np.testing.assert_array_equal(alone(path, SHAPE, qkv), whole)
     for num_threads in (1, 2, 5):
@@ -202,7 +207,12 @@ def test_what_is_not_finite_spoils_no_other_and_is_not_hidden(
         ({"heads": 0}, "no such heads"),
         ({"kv_heads": 0}, "no such heads"),
         ({"head_size": 40}, "no such heads"),
-        ({"head_size": 272}, "no such heads"),
+        ({"head_size": 656}, "no such heads"),
+        ({"window": -1}, "no such heads"),
+        ({"soft_cap": -1.0}, "no such heads"),
+        ({"value_size": 72}, "no such heads"),
+        ({"value_size": 80}, "no such heads"),
+        ({"rotary_size": 66}, "no such heads"),
         ({"heads": 4}, "heads of another width"),
         ({"head_size": 128}, "heads of another width"),
         ({"num_tables": 1}, "cosines without sines"),

@@ -20,6 +20,7 @@ from tests.model.runs import (
     text_arguments,
     train,
     weight_bytes,
+    weights,
     write_text,
 )
 
@@ -127,6 +128,27 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     assert f"quill train --resume {out}" in capfd.readouterr().err
     train(["train", "--resume", str(out)])
     assert weight_bytes(out) == weight_bytes(uninterrupted)
+
+
+def test_the_balance_of_experts_goes_on_where_it_was(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_step = Trainer.run_step
+
+    def interrupted(self: Trainer) -> StepResult:
+        if self.step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return run_step(self)
+
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train(text_arguments(text, whole, "--preset", "moe-tiny"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run_step", interrupted)
+        assert main(text_arguments(text, out, "--preset", "moe-tiny")) == 130
+    train(["train", "--resume", str(out)])
+    assert weight_bytes(out) == weight_bytes(whole)
+    balance = weights(out)["decoder.3.feed_forward.balance_E"]
+    assert 0 < float(balance.abs().max()) < 9 * 1.01e-3
 
 
 @pytest.mark.parametrize(("step", "quick"), [(4, True), (9, False)])

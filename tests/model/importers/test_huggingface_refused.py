@@ -26,7 +26,7 @@ from tests.model.huggingface_models import SIZES, change_config, gpt2, llama, sa
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"use_sliding_window": True}, "sliding_attention"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_what_quill_does_not_know_is_refused_by_name(
@@ -53,15 +53,14 @@ def test_unusual_gpt2_settings_are_refused_by_name(
         read_huggingface(tmp_path)
 
 
-@pytest.mark.parametrize("window", [16, "REMOVED"])
-def test_mistrals_sliding_window_is_refused_even_when_only_implied(
-    tmp_path: Path, window: int | str
+@pytest.mark.parametrize(("window", "read"), [(16, 16), ("REMOVED", 4096), (None, 0), (5000, 0)])
+def test_mistrals_sliding_window_is_read_even_when_only_implied(
+    tmp_path: Path, window: int | str | None, read: int
 ) -> None:
     sizes = SIZES | {"max_position_embeddings": 5000, "sliding_window": None, "head_dim": 8}
     saved(MistralForCausalLM(MistralConfig(**sizes)), tmp_path)
     change_config(tmp_path, sliding_window=window)
-    with pytest.raises(UnsupportedError, match="sliding window"):
-        read_huggingface(tmp_path)
+    assert read_huggingface(tmp_path).config.window == read
 
 
 @pytest.mark.parametrize(

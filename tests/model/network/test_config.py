@@ -112,6 +112,49 @@ def test_a_config_survives_json(name: str) -> None:
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_settings_that_came_later_are_written_only_where_they_say_something() -> None:
+    assert "window" not in CAUSAL.to_dict()
+    assert "experts" not in CAUSAL.to_dict()
+    later = dataclasses.replace(CAUSAL, window=8, attention_scale=0.5)
+    assert later.to_dict() == {**CAUSAL.to_dict(), "window": 8, "attention_scale": 0.5}
+    assert ModelConfig.from_dict(json.loads(json.dumps(later.to_dict()))) == later
+
+
+def test_every_so_many_layers_one_sees_all() -> None:
+    config = dataclasses.replace(CAUSAL, window=8, window_pattern=3)
+    assert [config.window_of(layer) for layer in range(7)] == [8, 8, 0, 8, 8, 0, 8]
+    assert dataclasses.replace(CAUSAL, window=8).window_of(2) == 8
+
+
+LATENT = {"rank": 16, "rope_size": 8, "nope_size": 8, "value_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": -1}, "window is -1"),
+        ({"window_pattern": 2}, "need a window"),
+        ({"attention_soft_cap": -1.0}, r"attention_soft_cap is -1\.0"),
+        ({"attention_scale": 0.0}, r"attention_scale is 0\.0"),
+        ({"attention_scale": "1"}, "attention_scale is '1'; it must be of type float"),
+        ({"qk_norm": "layer"}, "it must be one of none, head, width"),
+        ({"experts": {"number": 4, "per_token": 5, "d_expert": 8}}, "per_token is 5"),
+        (
+            {"experts": {"number": 4, "per_token": 1, "d_expert": 8, "groups": 3}},
+            "4 experts can't be cut into 3 groups",
+        ),
+        ({"experts": {"number": 4, "per_token": 1}}, "settings missing .*: d_expert"),
+        ({"latent": LATENT | {"rope_size": 10}}, "nope_size \\+ rope_size, 18"),
+        ({"latent": LATENT | {"rank": 0}}, "rank is 0"),
+    ],
+)
+def test_impossible_later_settings_are_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict({**CAUSAL.to_dict(), "activation": "swiglu", **changes})
+
+
 def test_rotary_scaling_survives_json() -> None:
     scaling = RotaryScaling(kind="llama3", factor=8.0, original_context=4096)
     config = dataclasses.replace(CAUSAL, rotary_scaling=scaling)

@@ -1,0 +1,37 @@
+"""Experts and latent attention from a checkpoint to a bundle that is proven."""
+
+import dataclasses
+from pathlib import Path
+
+import onnx
+
+from quill.model.network.config import Experts, Latent
+from tests.export.tiny import LLAMA, export, make_checkpoint
+from tests.operators import OWN
+
+EXPERTS = Experts(number=4, per_token=2, d_expert=32, num_shared=1, balanced=True, dense_layers=1)
+LATENT = Latent(rank=16, query_rank=32, rope_size=16, nope_size=16, value_size=16)
+
+
+def test_both_are_proven_with_the_latents_that_the_cache_holds(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        LLAMA, num_kv_heads=4, head_size=32, experts=EXPERTS, latent=LATENT
+    )
+    exported = export(tmp_path / "out", make_checkpoint(config), "fp32", *OWN[:1])
+    for graphs in exported.manifest.graphs:
+        assert graphs.invariance is not None
+        assert graphs.invariance.holds
+        assert graphs.decoder is not None
+        model = onnx.load(exported.directory / graphs.decoder, load_external_data=False)
+        names = [node.op_type for node in model.graph.node if node.domain == "quill"]
+        assert {"Experts", "HeadLinear", "Attention"} <= set(names)
+        assert {opset.domain: opset.version for opset in model.opset_import}["quill"] == 2
+
+
+def test_graphs_that_need_nothing_new_ask_for_the_first_version(tmp_path: Path) -> None:
+    exported = export(tmp_path / "out", make_checkpoint(LLAMA), "fp32")
+    name = exported.manifest.graphs_in("fp32").decoder
+    assert name is not None
+    path = exported.directory / name
+    model = onnx.load(path, load_external_data=False)
+    assert {opset.domain: opset.version for opset in model.opset_import}["quill"] == 1

@@ -1,0 +1,175 @@
+"""Quill's own experts and matrices of heads: PyTorch's numbers, the same bits in any company."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from quill.export.graph.stacked_layers import OwnExperts, OwnHeads
+from quill.export.quantise.quantisers import eight_bits, k_quant
+from quill.export.verify.runner import Array, open_session
+from quill.model.network.config import Experts, ModelConfig
+from quill.model.network.experts import ExpertFeedForward
+from quill.model.network.latent import by_head
+from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.export.tiny import LLAMA
+from tests.operators import needs_operators
+
+pytestmark = needs_operators
+
+PLAIN = Experts(number=5, per_token=2, d_expert=32)
+GROUPED = Experts(
+    number=24,
+    per_token=5,
+    d_expert=64,
+    scoring="sigmoid",
+    scale=2.5,
+    groups=6,
+    top_groups=3,
+    group_best=2,
+    balanced=True,
+)
+UNSCALED = dataclasses.replace(PLAIN, number=17, per_token=1, normalise=False)
+CASES = [(PLAIN, 32), (GROUPED, 32), (UNSCALED, 32), (PLAIN, 8), (GROUPED, 8), (PLAIN, 4)]
+
+
+def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, OwnExperts]:
+    """By PyTorch, with the values that its integers stand for, and by the operator."""
+    torch.manual_seed(experts.number)
+    layer = ExpertFeedForward(config_with(experts), experts).eval()
+    if experts.balanced:
+        layer.balance_E.copy_(torch.randn(experts.number) * 0.2)
+    if bits == 32:
+        return layer, OwnExperts(layer, None, None)
+    find = k_quant if bits == 4 else eight_bits
+    up, down = (find(each.weight.detach()) for each in (layer.up, layer.down))
+    layer.up.weight.data, layer.down.weight.data = up.dequantise(), down.dequantise()
+    return layer, OwnExperts(layer, up, down)
+
+
+def config_with(experts: Experts) -> ModelConfig:
+    return dataclasses.replace(LLAMA, experts=experts)
+
+
+def save(directory: Path, own: OwnExperts, **changes: Any) -> Path:
+    constants = {"up": own.up, "down": own.down}
+    if own.balance_E is not None:
+        constants["balance"] = own.balance_E
+    experts = own.experts
+    names = ("number", "per_token", "d_expert", "groups", "top_groups", "group_best", "scale")
+    attributes: dict[str, Any] = {name: getattr(experts, name) for name in names}
+    attributes |= {"inputs": LLAMA.d_model, "bits": own.bits, "normalise": int(experts.normalise)}
+    attributes |= {"sigmoid": int(experts.scoring == "sigmoid")}
+    attributes |= {"up_halves": int(own.halves[0]), "down_halves": int(own.halves[1])} | changes
+    return save_node(directory, "Experts", ["x", "logits"], constants, attributes)
+
+
+def save_node(
+    directory: Path,
+    operator: str,
+    inputs: list[str],
+    constants: dict[str, torch.Tensor],
+    attributes: dict[str, Any],
+) -> Path:
+    node = helper.make_node(operator, [*inputs, *constants], ["y"], domain="quill")
+    node.attribute.extend(helper.make_attribute(name, each) for name, each in attributes.items())
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inputs],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(each.numpy(), name) for name, each in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 2)]
+    path = directory / f"{operator}.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def tokens(layer: ExpertFeedForward, num: int) -> dict[str, Array]:
+    x_RD = torch.randn(num, LLAMA.d_model)
+    with torch.no_grad():
+        return {"x": x_RD.numpy(), "logits": layer.router(x_RD).numpy() * 30}
+
+
+def run(path: Path, feeds: dict[str, Array], num_threads: int = 2) -> Array:
+    y: Array = open_session(path, num_threads).run(None, feeds)[0]
+    return y
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize(("experts", "bits"), CASES, ids=str)
+def test_they_compute_what_pytorch_does_in_any_company(
+    experts: Experts, bits: int, tmp_path: Path
+) -> None:
+    layer, own = mixture(experts, bits)
+    path, feeds = save(tmp_path, own), tokens(layer, 70)
+    found = run(path, feeds)
+    layer.router.weight.data *= 30
+    with torch.no_grad():
+        expected = layer(torch.from_numpy(feeds["x"])).numpy()
+    assert np.abs(found - expected).max() < (1e-4 if bits == 32 else 0.4) * expected.std()
+    for some in ([3], [69, 3, 10], range(0, 70, 3)):
+        part = {name: array[list(some)] for name, array in feeds.items()}
+        np.testing.assert_array_equal(run(path, part, 1), found[list(some)])
+
+
+@pytest.mark.parametrize(("experts", "bits"), CASES[1:4], ids=str)
+def test_all_kernels_compute_the_same_bits(experts: Experts, bits: int, tmp_path: Path) -> None:
+    layer, own = mixture(experts, bits)
+    path, feeds = save(tmp_path, own), tokens(layer, 23)
+    found = {kernels: computed_with(kernels, path, feeds) for kernels in KERNELS}
+    plain = found.pop("plain")
+    assert plain is not None
+    for outputs in found.values():
+        if outputs is not None:
+            np.testing.assert_array_equal(outputs, plain)
+
+
+def test_a_token_that_is_not_finite_spoils_no_other(tmp_path: Path) -> None:
+    layer, own = mixture(GROUPED, 32)
+    path, feeds = save(tmp_path, own), tokens(layer, 9)
+    good = run(path, feeds)
+    feeds["x"][4], feeds["logits"][4] = np.nan, np.nan
+    found = run(path, feeds)
+    assert not np.isfinite(found[4]).any()
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(good, 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"number": 0}, "no such experts"),
+        ({"number": 6}, "weights of another size"),
+        ({"per_token": 6}, "no such experts"),
+        ({"groups": 2}, "no such experts"),
+        ({"d_expert": 24}, "no such experts"),
+        ({"bits": 16}, "no such experts"),
+        ({"inputs": 80}, "weights of another size"),
+    ],
+    ids=str,
+)
+def test_experts_that_do_not_fit_are_errors_not_crashes(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    layer, own = mixture(PLAIN, 32)
+    with pytest.raises(Exception, match=words):
+        run(save(tmp_path, own, **changes), tokens(layer, 3))
+
+
+@pytest.mark.portable
+def test_each_head_has_a_matrix_of_its_own(tmp_path: Path) -> None:
+    weight_NIO, x = torch.randn(3, 20, 32), torch.randn(37, 60)
+    own = OwnHeads(weight_NIO)
+    attributes = {"heads": 3, "inputs": 20, "columns": 32}
+    path = save_node(tmp_path, "HeadLinear", ["x"], {"records": own.records}, attributes)
+    found = run(path, {"x": x.numpy()})
+    np.testing.assert_allclose(found, by_head(x, weight_NIO).numpy(), atol=1e-4)
+    np.testing.assert_array_equal(run(path, {"x": x[7:8].numpy()}, 1), found[7:8])
+    with pytest.raises(Exception, match="heads of another width"):
+        run(path, {"x": x[:, :40].numpy()})
