@@ -71,7 +71,10 @@ class Trainer:
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        return StepResult(self.step, loss, norm.item(), learning_rate, batch.num_targets)
+        # An encoder's targets are few; what it reads is all of its tokens.
+        reads_all = self.model.config.family == "encoder"
+        num_tokens = batch.inputs_BT.numel() if reads_all else batch.num_targets
+        return StepResult(self.step, loss, norm.item(), learning_rate, num_tokens)
 
     def _accumulate_gradients(self, batch: Batch) -> float:
         """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""
