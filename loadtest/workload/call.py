@@ -142,7 +142,7 @@ class TimedCall:
             late_ms=self._ms(self.sent_s),
             first_token_ms=arrivals_ms[0] if arrivals_ms else None,
             total_ms=self._ms(self.ended_s),
-            server_first_token_ms=last.timings.first_token_ms if last else None,
+            server_first_token_ms=(last.timings.first_token_ms or None) if last else None,
             server_queue_ms=last.timings.queue_ms if last else None,
             finish_reason=finish_name(last) if last else "",
             prompt_tokens=last.usage.prompt_tokens if last else 0,

@@ -73,7 +73,10 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         self._rebalance_experts()
         self.step += 1
-        return StepResult(self.step, loss, norm.item(), learning_rate, batch.num_targets)
+        # An encoder's targets are few; what it reads is all of its tokens.
+        reads_all = self.model.config.family == "encoder"
+        num_tokens = batch.inputs_BT.numel() if reads_all else batch.num_targets
+        return StepResult(self.step, loss, norm.item(), learning_rate, num_tokens)
 
     def _rebalance_experts(self) -> None:
         """By what the whole batch asked of each: no loss of its own, so nothing else is pulled."""

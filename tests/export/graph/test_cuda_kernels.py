@@ -31,8 +31,11 @@ def test_every_node_of_a_half_precision_graph_has_a_kernel(
         dataclasses.replace(GPT, activation="silu", norm_placement="post"),
         dataclasses.replace(GPT, activation="relu", output_bias=True),
         dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True),
+        dataclasses.replace(
+            LLAMA, qk_norm="head", attention_soft_cap=20.0, logit_soft_cap=10.0, activation="geglu"
+        ),
     ],
-    ids=["gelu", "silu", "relu", "sinusoidal"],
+    ids=["gelu", "silu", "relu", "sinusoidal", "what came after"],
 )
 def test_other_settings_have_kernels_too(config: ModelConfig) -> None:
     graph = Networks(make_checkpoint(config)).prepare("fp16").decoder("cuda")
