@@ -107,7 +107,8 @@ def _pretraining(batch_tokens: int, learning_rate: float) -> Recipe:
 
 
 def _recurrent(learning_rate: float, num_steps: int) -> Recipe:
-    """As long as `seq2seq-tiny` takes."""
+    """As long as `seq2seq-tiny` takes. A step of 1,000 tokens costs it 0.66 s of one busy core of an
+    EPYC, a plain network 0.2 s, a GRU or an LSTM with attention 0.36 s."""
     return Recipe(
         num_steps=num_steps,
         batch_tokens=1024,
@@ -155,9 +156,9 @@ RECIPES: dict[str, Recipe] = {
         evaluate_every=500,
         save_every=250,
     ),
-    "rnn-fixed-tiny": _recurrent(1e-3, 2800),
-    "gru-bahdanau-tiny": _recurrent(2e-3, 2800),
-    "lstm-bahdanau-tiny": _recurrent(2e-3, 2800),
+    "rnn-fixed-tiny": _recurrent(1e-3, 9000),
+    "gru-bahdanau-tiny": _recurrent(2e-3, 5000),
+    "lstm-bahdanau-tiny": _recurrent(2e-3, 5000),
     "transformer-base": _paper(100_000, 512),
     "transformer-big": _paper(300_000, 1024),
 }

@@ -35,7 +35,7 @@ RECURRENT = ModelConfig(
 
 @needs_operators
 def test_graphs_are_proven_against_pytorch_states_and_all(tmp_path: Path) -> None:
-    manifest = export(tmp_path / "bundle", make_checkpoint(RECURRENT), "fp32", *OWN).manifest
+    manifest = export(tmp_path / "bundle", make_checkpoint(RECURRENT), "fp32", *OWN[:1]).manifest
     for graphs in manifest.graphs:
         assert graphs.one_token_steps
         assert graphs.cache_type == "float32", "a state that is rounded is rounded again and again"

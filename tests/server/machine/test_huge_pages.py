@@ -80,8 +80,9 @@ def resident_kb():
 
 blocks = Blocks(512, BlockShape(30, "float32", (1, 64, 16), (1, 16, 64)))
 before = resident_kb()
-for cache in blocks._caches_YNE:
-    cache[0] = 1.0
+for side in blocks._caches:
+    for cache in side:
+        cache[0] = 1.0
 print(resident_kb() - before)
 """
 
