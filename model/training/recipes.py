@@ -107,8 +107,8 @@ def _pretraining(batch_tokens: int, learning_rate: float) -> Recipe:
 
 
 def _recurrent(learning_rate: float, num_steps: int) -> Recipe:
-    """As long as `seq2seq-tiny` takes. A step of 1,000 tokens costs it 0.66 s of one busy core of an
-    EPYC, a plain network 0.2 s, a GRU or an LSTM with attention 0.36 s."""
+    """As long as `seq2seq-tiny` takes. A step of 1,000 tokens costs it 0.66 s of one busy core of
+    an EPYC, a plain network 0.2 s, a GRU or an LSTM with attention 0.36 s."""
     return Recipe(
         num_steps=num_steps,
         batch_tokens=1024,
