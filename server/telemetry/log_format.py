@@ -3,6 +3,7 @@
 Knows: logging's records. Does not know: who writes them, what was said.
 """
 
+import asyncio
 import json
 import logging
 
@@ -34,8 +35,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """gRPC tells with a traceback of each call that was cancelled before it began, as happens when a
+    server stops. How a call ended is in the line of its own."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
+
+
 def set_up_logging(log_format: str) -> None:
     """To stderr: stdout is for what a person asked for."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(is_news)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
