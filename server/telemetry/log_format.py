@@ -36,8 +36,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """gRPC tells with a traceback of each call that was cancelled before it began, as happens when a
-    server stops. How a call ended is in the line of its own."""
+    """gRPC tells with a traceback of each call that was cancelled before it began, as happens when
+    a server stops. How a call ended is in the line of its own."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError)
 
