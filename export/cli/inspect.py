@@ -56,7 +56,7 @@ def speed_table(directory: Path, manifest: Manifest) -> Table:
     best = measure_yardstick(manifest.sizes)
     problem = operators_problem()
     if manifest.family == "encoder":
-        problem = "an encoder has no decode steps to time: see `quill bench embed`"
+        problem = "an encoder has no decode steps, so there is nothing to time"
     if problem is not None:
         table.caption = problem
     for graphs in manifest.graphs:
