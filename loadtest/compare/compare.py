@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> None:
         raise OptionError(f"--minutes is {args.minutes}; give a number above 0")
     if args.sentences < 1:
         raise OptionError(f"--sentences is {args.sentences}; at least 1 is needed")
+    for each in args.runs or ():
+        stages.read_run(each)  # before minutes of work
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     runs = args.runs or [out / "runs" / preset for preset in PRESETS]
