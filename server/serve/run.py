@@ -32,6 +32,10 @@ def run(args: argparse.Namespace) -> None:
         os._exit(0)
 
 
+# A call of which gRPC hears late that it is over must not keep the process.
+MAX_ENDING_S = 1.0
+
+
 async def serve(load: Load, settings: Settings, load_again: Load) -> None:
     """Until a signal comes."""
     server = Server(load, settings, load_again)
@@ -45,6 +49,15 @@ async def serve(load: Load, settings: Settings, load_again: Load) -> None:
         loop.add_signal_handler(number, handler)
     try:
         await server.run()
+        await _let_calls_end()
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+async def _let_calls_end() -> None:
+    """gRPC has a task for each call until it knows that it is over, which is a moment after the
+    server stopped. Those that the end of the event loop cancels it tells of with a traceback."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=MAX_ENDING_S)
