@@ -22,7 +22,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
 	@echo "make operators  compile Quill's own operators (the others do it too; with $$CXX, g++, clang++ or PyPI's ziglang)"
-	@echo "make protos  make the Python code of protos/generation.proto"
+	@echo "make protos  make the Python code of protos/*.proto"
 	@echo "make peers   install the programs that quill bench compares with, and compile llama.cpp (20 minutes)"
 
 $(VENV)/base: constraints.txt pyproject.toml

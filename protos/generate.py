@@ -16,7 +16,11 @@ from grpc_tools import protoc
 # Each source, and what is made of it.
 MESSAGES = ("pb2.py", "pb2.pyi")
 SERVICES = ("pb2_grpc.py", "pb2_grpc.pyi")
-SOURCES = {"generation": (*MESSAGES, *SERVICES), "error_details": MESSAGES}
+SOURCES = {
+    "generation": (*MESSAGES, *SERVICES),
+    "error_details": MESSAGES,
+    "kserve": (*MESSAGES, *SERVICES),
+}
 MADE = tuple(f"protos/{source}_{name}" for source, names in SOURCES.items() for name in names)
 
 

@@ -1,9 +1,11 @@
 """The wire is documented, and the committed code is made from it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from google.protobuf import duration_pb2
-from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 from google.rpc import error_details_pb2 as google_details
 from google.rpc import status_pb2
 from grpc_tools import protoc
@@ -32,7 +34,8 @@ def test_changed_source_makes_the_code_stale(tmp_path: Path) -> None:
     assert stale(tmp_path) == ["protos/generation_pb2.py"]
 
 
-def test_every_call_message_field_and_value_has_a_comment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [SOURCE, "protos/kserve.proto"])
+def test_every_call_message_field_and_value_has_a_comment(source: str, tmp_path: Path) -> None:
     described = tmp_path / "set"
     protoc.main(
         [
@@ -40,19 +43,29 @@ def test_every_call_message_field_and_value_has_a_comment(tmp_path: Path) -> Non
             f"-I{ROOT}",
             "--include_source_info",
             f"--descriptor_set_out={described}",
-            SOURCE,
+            source,
         ]
     )
     file = FileDescriptorSet.FromString(described.read_bytes()).file[0]
     commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments}
     wanted = {(6, 0, 2, i): call.name for i, call in enumerate(file.service[0].method)}
     for i, message in enumerate(file.message_type):
-        for j, field in enumerate(message.field):
-            wanted[4, i, 2, j] = f"{message.name}.{field.name}"
+        wanted |= dict(fields_of(message, (4, i)))
     for i, enum in enumerate(file.enum_type):
         for j, value in enumerate(enum.value):
             wanted[5, i, 2, j] = value.name
     assert [name for path, name in wanted.items() if path not in commented] == []
+
+
+def fields_of(
+    message: DescriptorProto, place: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """With those of the messages within it."""
+    for i, field in enumerate(message.field):
+        yield (*place, 2, i), f"{message.name}.{field.name}"
+    for i, inner in enumerate(message.nested_type):
+        if not inner.options.map_entry:
+            yield from fields_of(inner, (*place, 3, i))
 
 
 def test_unset_differs_from_zero_where_it_must() -> None:
