@@ -17,7 +17,7 @@ from locust import events
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from quill.loadtest.environment.own_server import own_server
+from quill.loadtest.environment.own_server import guess_grpc, own_server
 from quill.loadtest.locust_users.collector import Collector
 from quill.loadtest.locust_users.options import add_options
 from quill.loadtest.locust_users.quill_user import QuillUser, Shared
@@ -44,8 +44,10 @@ def on_init(environment: Environment, **_: Any) -> None:
     if not environment.host:
         directory = Shared.servers.enter_context(tempfile.TemporaryDirectory())
         server = Shared.servers.enter_context(own_server(Path(directory) / "server.log"))
-        environment.host = server.address
-        print(f"started the default server at {server.address}", flush=True)
+        Shared.grpc_address = server.address
+        is_http = options.protocol == "http"
+        environment.host = server.http_address if is_http else server.address
+        print(f"started the default server at {environment.host}", flush=True)
     gevent.spawn(Shared.collector.tell_progress)
 
 
@@ -54,11 +56,11 @@ def on_test_start(environment: Environment, **_: Any) -> None:
     """A plan is made and the model asked for once; a master's workers get both with its options."""
     options, runner = environment.parsed_options, environment.runner
     assert options is not None
-    QuillUser.access = read_access(options)
+    QuillUser.access, QuillUser.door = read_access(options), options.protocol
     if not isinstance(runner, WorkerRunner):
         plan = Plan.from_options(options).with_seed()
         known = json.loads(options.facts) if options.facts else None
-        facts = Facts(**known) if known else ask_facts(environment.host, QuillUser.access)
+        facts = Facts(**known) if known else ask_facts(grpc_address(environment), QuillUser.access)
         options.shared = {"plan": asdict(plan), "facts": asdict(facts), "num_parts": 1}
         logger.info("%s, with seed %d", plan.scenario, plan.seed)
     if isinstance(runner, MasterRunner):
@@ -81,8 +83,16 @@ def on_quit(**_: Any) -> None:
     Shared.collector.close()
 
 
-def ask_facts(host: str | None, access: Access) -> Facts:
-    with access.channel(address_of(host), ()) as channel:
+def grpc_address(environment: Environment) -> str:
+    """Of the server whose door the load goes through."""
+    if Shared.grpc_address is not None:
+        return Shared.grpc_address
+    address, options = address_of(environment.host), environment.parsed_options
+    return guess_grpc(address) if options and options.protocol == "http" else address
+
+
+def ask_facts(address: str, access: Access) -> Facts:
+    with access.channel(address, ()) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
         request, metadata = pb.GetModelRequest(), access.metadata
         model = stub.GetModel(request, timeout=60, wait_for_ready=True, metadata=metadata)

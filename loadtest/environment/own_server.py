@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +24,7 @@ from quill.loadtest.errors import NoServerError
 from quill.server.client.access import Access
 from quill.server.client.connection_errors import Diagnosis, diagnose
 
+HTTP_DISTANCE = 2
 _LOOK_S = 0.05
 _STOP_S = 60.0
 
@@ -31,6 +33,7 @@ _STOP_S = 60.0
 class OwnServer:
     address: str
     metrics_url: str | None
+    http_address: str | None
     pid: int
 
 
@@ -48,7 +51,9 @@ def own_server(
     try:
         ready = _wait_until_ready(process, log, arguments)
         wait_until_healthy(ready["address"], access=access)
-        yield OwnServer(ready["address"], ready.get("metrics"), process.pid)
+        http = ready.get("http")
+        http_address = None if http is None else urlsplit(http).netloc
+        yield OwnServer(ready["address"], ready.get("metrics"), http_address, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         wait_or_kill(process, _STOP_S)
@@ -65,6 +70,21 @@ def read_log(log: Path) -> list[dict[str, Any]]:
         if isinstance(entry, dict):
             entries.append(entry)
     return entries
+
+
+def guess_http(address: str) -> str:
+    """A server's HTTP is at the port after the next, if nobody chose otherwise."""
+    return _beside(address, HTTP_DISTANCE)
+
+
+def guess_grpc(http_address: str) -> str:
+    """The other way round."""
+    return _beside(http_address, -HTTP_DISTANCE)
+
+
+def _beside(address: str, distance: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + distance}"
 
 
 def wait_until_healthy(address: str, timeout_s: float = 60.0, access: Access | None = None) -> None:

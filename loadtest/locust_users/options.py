@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from locust.argument_parser import LocustArgumentParser
 
+from quill.loadtest.doors.names import DOORS
 from quill.loadtest.workload.scenarios import SCENARIOS
 from quill.loadtest.workload.schedule import Plan
 
@@ -17,6 +18,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         choices = {"choices": list(SCENARIOS)} if each.name == "scenario" else {}
         kind, text = type(each.default), each.metadata["help"]
         add(f"--{each.metadata['option']}", type=kind, default=each.default, help=text, **choices)
+    add("--protocol", choices=DOORS, default="grpc", help="the door: HTTP has a port of its own")
     add("--facts", default="", help="of the model, as JSON", include_in_web_ui=False)
     add(
         "--records", default="", help="write a CSV file with every request", include_in_web_ui=False

@@ -25,6 +25,7 @@ class Shared:
     collector: Collector
     schedule: Schedule
     servers = ExitStack()
+    grpc_address: str | None = None  # of a server of our own
 
 
 class QuillUser(StreamUser):

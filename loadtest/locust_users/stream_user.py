@@ -1,4 +1,4 @@
-"""A Locust user that understands token streams over gRPC.
+"""Locust users that understand token streams: over gRPC, HTTP and KServe.
 
 Knows: Locust, gevent. Does not know: which requests are asked, or when.
 Importing this patches the standard library: only a Locust process does it.
@@ -14,19 +14,21 @@ of its summary, have time to first token, gaps and tokens a second
 """
 
 import time
+from contextlib import closing
 from typing import Any
 
 import gevent
-import grpc
 import grpc.experimental.gevent as grpc_gevent
 from locust import User, events
 from locust.env import Environment
 
+from quill.loadtest.doors.door import Door
+from quill.loadtest.doors.names import DoorName
+from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.locust_users.token_stats import TokenStats
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import TimedCall, call
 from quill.loadtest.workload.records import RequestRecord
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
@@ -36,28 +38,25 @@ grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 # users took 8.9 s with 10 threads and 5.0 s with 100.
 gevent.get_hub().threadpool.maxsize = 4096
 
-# A connection for each user, as from machines of their own.
-_CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-
 
 class StatusError(Exception):
     """Locust groups failures by what this prints: a gRPC status."""
 
 
 class StreamUser(User):
-    """Asks over a channel of its own. `host` is the server's address, without a scheme.
+    """Asks over a connection of its own. `host` is the address of the door, without a scheme.
 
     `access` has TLS and an API key, where the server wants them: set it in a class of your own.
     """
 
     abstract = True
+    door: DoorName = "grpc"
     access = Access()
     token_stats: TokenStats | None = None  # None: no Locust process has begun
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
-        self._channel = self._connect()
-        self._stub = pb_grpc.TextGenerationStub(self._channel)
+        self._door = self._connect()
 
     def generate(
         self,
@@ -77,21 +76,20 @@ class StreamUser(User):
         return record
 
     def on_stop(self) -> None:
-        self._channel.close()
+        self._door.close()
 
     def _call(self, ask: Ask, intended_s: float) -> TimedCall:
         if not ask.reconnect:
-            return call(self._stub, ask, intended_s, metadata=self.access.metadata)
-        with self._connect() as channel:
-            stub = pb_grpc.TextGenerationStub(channel)
-            return call(stub, ask, intended_s, metadata=self.access.metadata)
+            return call(self._door, ask, intended_s)
+        with closing(self._connect()) as door:
+            return call(door, ask, intended_s)
 
-    def _connect(self) -> grpc.Channel:
-        return self.access.channel(address_of(self.host), _CHANNEL_OPTIONS)
+    def _connect(self) -> Door:
+        return open_door(self.door, address_of(self.host), self.access)
 
     def _tell(self, record: RequestRecord, num_bytes: int) -> None:
         self.environment.events.request.fire(
-            request_type="stream",
+            request_type="stream" if self.door == "grpc" else f"{self.door} stream",
             name=record.scenario,
             response_time=record.total_ms,
             response_length=num_bytes,
@@ -102,6 +100,20 @@ class StreamUser(User):
             self.token_stats.log(record)
 
 
+class HttpStreamUser(StreamUser):
+    """The same over OpenAI's HTTP: `host` is that of the HTTP port."""
+
+    abstract = True
+    door = "http"
+
+
+class KserveStreamUser(StreamUser):
+    """The same over KServe v2, which is on the gRPC port."""
+
+    abstract = True
+    door = "kserve"
+
+
 @events.init.add_listener
 def on_init(environment: Environment, **_: Any) -> None:
     StreamUser.token_stats = TokenStats(environment)
@@ -109,4 +121,4 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 def address_of(host: str | None) -> str:
     """Locust's page likes to put a scheme before a host."""
-    return (host or "").removeprefix("http://").removeprefix("grpc://").rstrip("/")
+    return (host or "").rpartition("://")[2].rstrip("/")

@@ -3,13 +3,15 @@
 Knows: records, how to ask. Does not know: how the load was made.
 The same seed must give the same tokens in any company. Whoever left early or was cut off must have
 got the beginning of what it gets alone; whoever was refused for breaking a rule is refused again.
-Vectors must be the same bits.
+Vectors must be the same bits. Through whichever door the load went, it is asked again over gRPC.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.errors import DifferentAnswerError
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import (
@@ -22,7 +24,6 @@ from quill.loadtest.workload.call import (
 )
 from quill.loadtest.workload.records import RequestRecord
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
 
 WHOLE = ("EOS", "LENGTH", "STOP")
@@ -65,13 +66,12 @@ def verify(
     access: Access | None = None,
 ) -> Verdict:
     """One after the other. `show` is told after each."""
-    verdict, access = Verdict(), access or Access()
+    verdict = Verdict()
+    with closing(GrpcDoor(address, access)) as door:
 
-    def replay(ask: Ask) -> StreamResult:
-        return call(stub, ask, 0.0, metadata=access.metadata).heard
+        def replay(ask: Ask) -> StreamResult:
+            return call(door, ask, 0.0).heard
 
-    with access.channel(address, ()) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
         for number, record in enumerate(records, 1):
             judge(record, replay, verdict)
             show(number, verdict)

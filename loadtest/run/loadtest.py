@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import grpc
 
+from quill.loadtest.doors.names import TITLES
 from quill.loadtest.environment.machine import machine_facts
-from quill.loadtest.environment.own_server import own_server, wait_until_healthy
+from quill.loadtest.environment.own_server import guess_http, own_server, wait_until_healthy
 from quill.loadtest.environment.process_stats import ProcessSample, watch_process
 from quill.loadtest.environment.server_metrics import MetricsSample, guess_url, watch_server
-from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
+from quill.loadtest.errors import LoadtestError, NoServerError, OptionError, StoppedError
 from quill.loadtest.results.progress import Line, describe
 from quill.loadtest.results.report import PAGE, Run, search_result, write_report
 from quill.loadtest.results.slo import RateTrial, Slo, next_rate
@@ -46,6 +47,7 @@ CUT_SHORT = (
 
 class Target(NamedTuple):
     address: str
+    door_address: str  # where the load goes
     metrics_url: str | None
     model: pb.Model
     access: Access
@@ -152,12 +154,20 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
         wait_until_healthy(address, access=access)
         scheme = "https" if access.uses_tls else "http"
         url = options.metrics_url or guess_url(address, scheme)
-        yield Target(address, url, _get_model(address, access), access)
+        door_address = address
+        if options.protocol == "http":
+            door_address = options.http_address or guess_http(address)
+        yield Target(address, door_address, url, _get_model(address, access), access)
         return
     log = options.out / "server.log"
     with own_server(log, options.bundle, *options.serve_options, access=access) as server:
-        model = _get_model(server.address, access)
-        yield Target(server.address, server.metrics_url, model, access, server.pid)
+        model, door_address = _get_model(server.address, access), server.address
+        if options.protocol == "http":
+            if server.http_address is None:
+                raise OptionError("--serve turns HTTP off, and --protocol http needs it")
+            door_address = server.http_address
+        places = (server.address, door_address, server.metrics_url)
+        yield Target(*places, model, access, server.pid)
 
 
 def _get_model(address: str, access: Access) -> pb.Model:
@@ -178,7 +188,8 @@ def _load(options: LoadtestOptions, target: Target) -> LoadResult:
     log.unlink(missing_ok=True)
     load = Load(
         plan=_plan(options),
-        address=target.address,
+        door=options.protocol,
+        address=target.door_address,
         records=records,
         log=log,
         num_users=options.users or max(1, options.num_workers),
@@ -251,13 +262,14 @@ def _verify(target: Target, records: list[RequestRecord]) -> Verdict:
 
 def _describe_model(target: Target) -> str:
     model = target.model
-    return f"{model.name}, {model.precision} on {model.device}, at {target.address}"
+    return f"{model.name}, {model.precision} on {model.device}, at {target.door_address}"
 
 
 def _describe_load(options: LoadtestOptions) -> str:
     crowd = f"{options.users} users" if options.users else f"{options.rate:g} requests/s"
     kind = "closed loop" if options.users else "open loop, Poisson arrivals"
-    return f"{options.scenario}, seed {options.seed}, {crowd} ({kind}), {options.shape}"
+    load = f"{options.scenario}, seed {options.seed}, {crowd} ({kind}), {options.shape}"
+    return f"{load}, over {TITLES[options.protocol]}"
 
 
 def _model_facts(model: pb.Model) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quill.loadtest.doors.names import DoorName
 from quill.loadtest.environment.processes import free_port, wait_or_kill
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.workload.ask import Facts
@@ -32,13 +33,14 @@ class Load:
     """A load, the processes that make it, and the file that it leaves."""
 
     plan: Plan
-    address: str
+    address: str  # of the door
     records: Path
     log: Path
     num_users: int = 1
     num_workers: int = 0  # 0: Locust's one process makes the load itself
     access_options: tuple[str, ...] = ()
     facts: Facts | None = None  # None: Locust asks the server itself
+    door: DoorName = "grpc"
 
 
 def run_locust(load: Load, show: Show) -> bool:
@@ -72,6 +74,7 @@ def _main_arguments(load: Load, port: int) -> list[str]:
     return [
         *(master if load.num_workers else []),
         *("--headless", "--only-summary", "--host", load.address, *load.access_options),
+        *("--protocol", load.door),
         *("--users", str(load.num_users), "--spawn-rate", f"{spawn_rate:g}"),
         *(*plan.arguments(), "--records", str(load.records), "--progress"),
         *(() if load.facts is None else ("--facts", json.dumps(asdict(load.facts)))),

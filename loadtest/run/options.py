@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from quill.loadtest.doors.names import DOORS, DoorName
 from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
 from quill.server.cli.access_options import add_proof
@@ -69,6 +70,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--serve", default="", metavar="OPTIONS",
         help="more options for its own server, in quotes: '--max-rows 32'")  # fmt: skip
     add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
+    add("--protocol", choices=DOORS, default="grpc",
+        help="the door that the load comes through (default grpc)")  # fmt: skip
+    add("--http", type=address, metavar="HOST:PORT",
+        help="of --address, for --protocol http (default: the port after the next)")  # fmt: skip
     add_proof(parser)
 
 
@@ -80,6 +85,8 @@ class LoadtestOptions:
     bundle: Path | None
     serve_options: tuple[str, ...]
     metrics_url: str | None
+    protocol: DoorName
+    http_address: str | None
     access_options: tuple[str, ...]  # for Locust's processes: names of files, never a key
     users: int  # 0: open loop
     rate: float  # 0: closed loop
@@ -107,6 +114,8 @@ class LoadtestOptions:
             raise OptionError(
                 "--address names a server; --bundle, --precision and --serve start one"
             )
+        if self.scenario == "embed" and self.protocol != "grpc":
+            raise OptionError("--scenario embed is asked over gRPC only. Leave out --protocol")
         if self.shape == "search" and (not self.slo or not self.rate):
             raise OptionError(
                 "--shape search needs --slo, such as ttft=500ms,gap=100ms, and searches a --rate, "
@@ -128,6 +137,8 @@ def read_options(args: argparse.Namespace) -> LoadtestOptions:
         bundle=args.bundle,
         serve_options=(*precision, *shlex.split(args.serve)),
         metrics_url=args.metrics,
+        protocol=args.protocol,
+        http_address=args.http,
         access_options=_access_options(args),
         users=0 if is_open else args.users or DEFAULT_USERS,
         rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,

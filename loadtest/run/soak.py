@@ -16,11 +16,11 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
-
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer, own_server, read_log
 from quill.loadtest.environment.process_stats import ProcessSample, look_at, watch_process
 from quill.loadtest.errors import LoadtestError
@@ -32,8 +32,6 @@ from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import closed_loop
 from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.scenarios import make_ask
-from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 
 SLOTS, QUEUE = 8, 16
 SERVE = ("--max-rows", str(SLOTS), "--queue", str(QUEUE), "--cache", "512")
@@ -47,13 +45,8 @@ class SoakClient:
     """Asks, and keeps what became of it."""
 
     def __init__(self, address: str, seed: int) -> None:
-        self._channels = [
-            grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-            for _ in range(8)
-        ]
-        self._stubs = [pb_grpc.TextGenerationStub(channel) for channel in self._channels]
-        model = self._stubs[0].GetModel(pb.GetModelRequest(), timeout=60)
-        self._facts, self._address, self._seed = Facts.of(model), address, seed
+        self._doors = [GrpcDoor(address) for _ in range(8)]
+        self._facts, self._address, self._seed = Facts.of(self._doors[0].get_model()), address, seed
         self.records: list[RequestRecord] = []
 
     def ask(self, index: int, due_s: float | None = None) -> None:
@@ -68,15 +61,14 @@ class SoakClient:
     def _call(self, ask: Ask, index: int, due_s: float) -> RequestRecord:
         at_s = time.time() - (time.monotonic() - due_s)
         if not ask.reconnect:
-            stub = self._stubs[index % len(self._stubs)]
-            return call(stub, ask, due_s).record(ask, index, ask.kind, at_s)
-        with grpc.insecure_channel(self._address) as channel:
-            measured = call(pb_grpc.TextGenerationStub(channel), ask, due_s)
-            return measured.record(ask, index, ask.kind, at_s)
+            door = self._doors[index % len(self._doors)]
+            return call(door, ask, due_s).record(ask, index, ask.kind, at_s)
+        with closing(GrpcDoor(self._address)) as door:
+            return call(door, ask, due_s).record(ask, index, ask.kind, at_s)
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        for door in self._doors:
+            door.close()
 
 
 def find_capacity(crowd: SoakClient, indices: Iterator[int], duration_s: float) -> float:

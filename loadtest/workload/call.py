@@ -1,6 +1,6 @@
 """Sends one request and measures what comes back.
 
-Knows: gRPC streams, the clock. Does not know: Locust, gevent: under them its waits let others run.
+Knows: the clock. Does not know: wires; Locust, gevent: under them its waits let others run.
 """
 
 import hashlib
@@ -9,18 +9,17 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
-import grpc
 from google.protobuf import json_format
 
+from quill.loadtest.doors.door import CallError, Door
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.records import RequestRecord
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 
 Clock = Callable[[], float]
-Metadata = tuple[tuple[str, str], ...]
 _PREFIX = "FINISH_REASON_"
 
 
@@ -61,40 +60,30 @@ class StreamResult:
 
 
 def call(
-    stub: pb_grpc.TextGenerationStub,
+    door: Door,
     ask: Ask,
     intended_s: float,
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    metadata: Metadata = (),
 ) -> "TimedCall":
     """One request from its start to its end, however it ends. `intended_s`: of the clock."""
     sent_s = clock()
     heard = StreamResult()
-    if ask.embed is not None:
-        _embed(stub, ask, heard, metadata)
-        return TimedCall(heard, intended_s, sent_s, clock())
-    stream = stub.GenerateStream(ask.request, timeout=ask.timeout_s, metadata=metadata)
     try:
-        _listen(stream, ask, heard, clock, sleep)
-    except grpc.RpcError as error:
-        heard.status, heard.message = error.code().name, (error.details() or "")[:200]
-    finally:
-        stream.cancel()  # if we were stopped in the middle, the server needn't go on
+        if ask.embed is not None:
+            _embed(door, ask, ask.embed, heard)
+        else:
+            # If we are stopped in the middle, the server needn't go on.
+            with closing(door.stream(ask.request, ask.timeout_s)) as stream:
+                _listen(stream, ask, heard, clock, sleep)
+    except CallError as error:
+        heard.status, heard.message = error.status, error.message
     return TimedCall(heard, intended_s, sent_s, clock())
 
 
-def _embed(
-    stub: pb_grpc.TextGenerationStub, ask: Ask, heard: StreamResult, metadata: Metadata
-) -> None:
-    assert ask.embed is not None
-    try:
-        response = stub.Embed(ask.embed, timeout=ask.timeout_s, metadata=metadata)
-        heard.take_vectors(response)
-    except grpc.RpcError as error:
-        heard.status, heard.message = error.code().name, (error.details() or "")[:200]
-        return
-    if len(heard.vectors) != len(ask.embed.inputs) or not all(heard.vectors):
+def _embed(door: Door, ask: Ask, request: pb.EmbedRequest, heard: StreamResult) -> None:
+    heard.take_vectors(door.embed(request, ask.timeout_s))
+    if len(heard.vectors) != len(request.inputs) or not all(heard.vectors):
         heard.status, heard.message = "EMPTY", "OK, and there isn't a vector for each text"
 
 

@@ -48,7 +48,9 @@ def test_every_call_message_field_and_value_has_a_comment(source: str, tmp_path:
     )
     file = FileDescriptorSet.FromString(described.read_bytes()).file[0]
     commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments}
-    wanted = {(6, 0, 2, i): call.name for i, call in enumerate(file.service[0].method)}
+    wanted: dict[tuple[int, ...], str] = {
+        (6, 0, 2, i): call.name for i, call in enumerate(file.service[0].method)
+    }
     for i, message in enumerate(file.message_type):
         wanted |= dict(fields_of(message, (4, i)))
     for i, enum in enumerate(file.enum_type):

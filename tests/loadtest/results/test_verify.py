@@ -1,10 +1,11 @@
 """Asking again, alone: what counts as equal, and that a difference is found."""
 
+from contextlib import closing
 from dataclasses import replace
 
-import grpc
 import pytest
 
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import DifferentAnswerError
 from quill.loadtest.results.verify import Verdict, judge, verify
@@ -12,7 +13,6 @@ from quill.loadtest.workload.ask import Ask, Facts
 from quill.loadtest.workload.call import StreamResult, call
 from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.scenarios import make_ask
-from quill.protos import generation_pb2_grpc as pb_grpc
 from tests.loadtest.made import made
 
 FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
@@ -21,11 +21,10 @@ FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=Fal
 @pytest.fixture(scope="module")
 def records(server: OwnServer) -> list[RequestRecord]:
     """Of the unfriendly crowd, one after the other."""
-    with grpc.insecure_channel(server.address) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
+    with closing(GrpcDoor(server.address)) as door:
         asked = [make_ask("unfriendly", 0, index, FACTS) for index in range(24)]
         return [
-            call(stub, ask, 0.0, sleep=lambda _: None).record(ask, index, ask.kind, 0.0)
+            call(door, ask, 0.0, sleep=lambda _: None).record(ask, index, ask.kind, 0.0)
             for index, ask in enumerate(asked)
         ]
 
@@ -44,10 +43,9 @@ def test_equal_answers_are_equal(server: OwnServer, records: list[RequestRecord]
 
 
 def test_vectors_must_be_the_same_bits(server: OwnServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
+    with closing(GrpcDoor(server.address)) as door:
         asked = [make_ask("embed", 0, index, FACTS) for index in range(6)]
-        records = [call(stub, ask, 0.0).record(ask, i, "embed", 0.0) for i, ask in enumerate(asked)]
+        records = [call(door, ask, 0.0).record(ask, i, "embed", 0.0) for i, ask in enumerate(asked)]
     assert {record.status for record in records} == {"OK"}
     assert all(record.prompt_tokens and not record.token_ids for record in records)
     assert len({record.vectors for record in records}) == 6

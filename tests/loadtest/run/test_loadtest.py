@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import grpc
 import pytest
 
 from quill.__main__ import main
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.run.loadtest import check_all_recorded
@@ -21,7 +21,6 @@ from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call, from_json
 from quill.loadtest.workload.records import RequestRecord, read_records, write_records
 from quill.loadtest.workload.scenarios import make_ask
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.auth.key_file import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
@@ -124,12 +123,11 @@ def recorded(server: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """As a load leaves it."""
     facts = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
     path = tmp_path_factory.mktemp("recorded") / "requests.csv"
-    with grpc.insecure_channel(server.address) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
+    with closing(GrpcDoor(server.address)) as door:
         asked = [make_ask("short-chat", 0, index, facts) for index in range(8)]
         write_records(
             path,
-            [call(stub, ask, 0.0).record(ask, i, ask.kind, 0.0) for i, ask in enumerate(asked)],
+            [call(door, ask, 0.0).record(ask, i, ask.kind, 0.0) for i, ask in enumerate(asked)],
         )
     return path
 

@@ -3,16 +3,16 @@
 import itertools
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import grpc
 import pytest
 
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import StreamResult, call, from_json, to_json
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 
 REQUEST = pb.GenerateRequest(
     prompt_ids=pb.TokenIds(ids=[5, 6, 7]), max_new_tokens=20, temperature=0.7, ignore_eos=True
@@ -20,14 +20,14 @@ REQUEST = pb.GenerateRequest(
 
 
 @pytest.fixture
-def stub(server: OwnServer) -> Iterator[pb_grpc.TextGenerationStub]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield pb_grpc.TextGenerationStub(channel)
+def door(server: OwnServer) -> Iterator[GrpcDoor]:
+    with closing(GrpcDoor(server.address)) as opened:
+        yield opened
 
 
-def test_answer_is_recorded_whole(stub: pb_grpc.TextGenerationStub) -> None:
+def test_answer_is_recorded_whole(door: GrpcDoor) -> None:
     ask = Ask(REQUEST)
-    record = call(stub, ask, 0.0).record(ask, 4, "name", 1000.0, 2.5)
+    record = call(door, ask, 0.0).record(ask, 4, "name", 1000.0, 2.5)
     assert (record.status, record.ok, record.finish_reason) == ("OK", True, "LENGTH")
     assert (record.index, record.scenario, record.offered_rate) == (4, "name", 2.5)
     assert (record.num_tokens, record.prompt_tokens) == (20, 3)
@@ -41,44 +41,44 @@ def test_answer_is_recorded_whole(stub: pb_grpc.TextGenerationStub) -> None:
     assert from_json(record.request) == REQUEST
 
 
-def test_latency_counts_from_the_intended_start(stub: pb_grpc.TextGenerationStub) -> None:
+def test_latency_counts_from_the_intended_start(door: GrpcDoor) -> None:
     ask, ticks = Ask(REQUEST), itertools.count(100)
-    measured = call(stub, ask, 97.0, clock=lambda: float(next(ticks)))
+    measured = call(door, ask, 97.0, clock=lambda: float(next(ticks)))
     record = measured.record(ask, 0, "name", 0.0)
     assert record.late_ms == 3000.0
     assert record.first_token_ms == 4000.0
     assert record.total_ms > record.arrivals_ms[-1] > 4000.0
 
 
-def test_client_that_cancels_keeps_what_it_got(stub: pb_grpc.TextGenerationStub) -> None:
+def test_client_that_cancels_keeps_what_it_got(door: GrpcDoor) -> None:
     ask = Ask(REQUEST, cancel_after=3, expected=("CANCELLED",))
-    record = call(stub, ask, 0.0).record(ask, 0, "name", 0.0)
+    record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
     assert (record.status, record.ok, record.finish_reason) == ("CANCELLED", True, "")
     assert record.num_tokens >= 3
 
 
-def test_slow_reader_rests_after_each_chunk(stub: pb_grpc.TextGenerationStub) -> None:
+def test_slow_reader_rests_after_each_chunk(door: GrpcDoor) -> None:
     rests: list[float] = []
-    heard = call(stub, Ask(REQUEST, pause_s=0.25), 0.0, sleep=rests.append).heard
+    heard = call(door, Ask(REQUEST, pause_s=0.25), 0.0, sleep=rests.append).heard
     assert heard.status == "OK"
     assert rests
     assert set(rests) == {0.25}
 
 
-def test_error_is_its_grpc_status(stub: pb_grpc.TextGenerationStub) -> None:
+def test_error_is_its_grpc_status(door: GrpcDoor) -> None:
     ask = Ask(pb.GenerateRequest())
-    record = call(stub, ask, 0.0).record(ask, 0, "name", 0.0)
+    record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
     assert (record.status, record.ok, record.first_token_ms) == ("INVALID_ARGUMENT", False, None)
     assert record.message
 
 
-def test_deadline_is_the_calls_own(stub: pb_grpc.TextGenerationStub) -> None:
-    heard = call(stub, Ask(REQUEST, timeout_s=1e-6), 0.0).heard
+def test_deadline_is_the_calls_own(door: GrpcDoor) -> None:
+    heard = call(door, Ask(REQUEST, timeout_s=1e-6), 0.0).heard
     assert heard.status == "DEADLINE_EXCEEDED"
 
 
 @contextmanager
-def saying(*chunks: pb.GenerateChunk) -> Iterator[pb_grpc.TextGenerationStub]:
+def saying(*chunks: pb.GenerateChunk) -> Iterator[GrpcDoor]:
     """A server that says just this, and ends with OK."""
     handler = grpc.unary_stream_rpc_method_handler(
         lambda request, context: iter(chunks),
@@ -93,8 +93,8 @@ def saying(*chunks: pb.GenerateChunk) -> Iterator[pb_grpc.TextGenerationStub]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield pb_grpc.TextGenerationStub(channel)
+        with closing(GrpcDoor(f"127.0.0.1:{port}")) as opened:
+            yield opened
     finally:
         server.stop(None).wait()
 
@@ -110,8 +110,8 @@ def saying(*chunks: pb.GenerateChunk) -> Iterator[pb_grpc.TextGenerationStub]:
 )
 def test_empty_success_is_an_error(chunks: tuple[pb.GenerateChunk, ...]) -> None:
     ask = Ask(REQUEST)
-    with saying(*chunks) as stub:
-        record = call(stub, ask, 0.0).record(ask, 0, "name", 0.0)
+    with saying(*chunks) as door:
+        record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
     assert (record.status, record.ok) == ("EMPTY", False)
 
 

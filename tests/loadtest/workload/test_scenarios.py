@@ -1,15 +1,16 @@
 """What the crowd asks: reproducible, within the model's limits, and as unfriendly as it says."""
 
-import grpc
+from contextlib import closing
+
 import pytest
 
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
@@ -77,9 +78,8 @@ def test_unknown_scenario_is_refused() -> None:
 def test_real_server_ends_each_request_as_the_scenario_expects(
     name: str, server: OwnServer
 ) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
+    with closing(GrpcDoor(server.address)) as door:
         for index in range(25 if name == "bad-requests" else 4):
             ask = make_ask(name, 0, index, IDS, max_new_tokens=3 if index % 2 else None)
-            heard = call(stub, ask, 0.0, sleep=lambda _: None).heard
+            heard = call(door, ask, 0.0, sleep=lambda _: None).heard
             assert heard.status in ask.expected, (index, heard.message)
