@@ -28,6 +28,11 @@ class InvalidFieldError(RequestError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field} {reason}")
         self.field = field
+        self.reason = reason
+
+
+class NotFoundError(RequestError):
+    """A model by a name that nothing here has."""
 
 
 class UnsupportedError(RequestError):
@@ -88,6 +93,7 @@ class StepError(RequestError):
 
 STATUS: dict[type[RequestError], str] = {
     InvalidFieldError: "INVALID_ARGUMENT",
+    NotFoundError: "NOT_FOUND",
     UnsupportedError: "FAILED_PRECONDITION",
     UnimplementedError: "UNIMPLEMENTED",
     OverloadedError: "RESOURCE_EXHAUSTED",
@@ -106,4 +112,4 @@ STATUS: dict[type[RequestError], str] = {
 
 def status_name(error: RequestError) -> str:
     """The name of the `grpc.StatusCode` that this error ends a call with."""
-    return STATUS[type(error)]
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)

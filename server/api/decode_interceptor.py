@@ -5,15 +5,17 @@ Knows: how gRPC hands messages to a servicer. Does not know: what they mean.
 Left to itself grpc.aio logs a traceback for bytes that are no message, and answers UNKNOWN.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from quill.server.api.calls import Calls
+from quill.server.api.answering import answering, door_of
 from quill.server.errors import InvalidFieldError
+from quill.server.service.calls import Calls
+from quill.server.service.origin import Door, Origin
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -21,6 +23,9 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 @dataclass(frozen=True)
 class _Unreadable:
     reason: str
+
+    def error(self) -> InvalidFieldError:
+        return InvalidFieldError("message", f"can't be read: {self.reason}")
 
 
 class DecodeInterceptor(grpc.aio.ServerInterceptor):
@@ -39,21 +44,45 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
         _, service, method = str(handler_call_details.method).split("/", 2)
         if handler is None or service not in self._services:
             return handler
-        make = grpc.unary_unary_rpc_method_handler
-        if handler.response_streaming:
+        door = door_of(str(handler_call_details.method))
+        if handler.request_streaming:
+            make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+            behaviour = self._refusing_parts(Origin(method=method, door=door), behaviour)
+        elif handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
+            behaviour = self._refusing(method, door, handler.unary_stream)
+        else:
+            make = grpc.unary_unary_rpc_method_handler
+            behaviour = self._refusing(method, door, handler.unary_unary)
         return make(
-            self._refusing(method, handler.unary_stream or handler.unary_unary),
+            behaviour,
             request_deserializer=_forgiving(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
-    def _refusing(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+    def _refusing(self, method: str, door: Door, behaviour: _Behaviour) -> _Behaviour:
         async def answer(request: Any, context: Any) -> Any:
             if not isinstance(request, _Unreadable):
                 return await behaviour(request, context)
-            async with self._calls.call(method, context):
-                raise InvalidFieldError("message", f"can't be read: {request.reason}")
+            async with answering(method, context, door) as origin, self._calls.call(origin):
+                raise request.error()
+
+        return answer
+
+    def _refusing_parts(self, origin: Origin, behaviour: _Behaviour) -> _Behaviour:
+        """One that can't be read ends the stream: where the next one begins is known, but who
+        sends such things needn't be heard out."""
+
+        async def readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for request in requests:
+                if isinstance(request, _Unreadable):
+                    error = request.error()
+                    self._calls.refuse(origin, error)
+                    raise error
+                yield request
+
+        async def answer(requests: Any, context: Any) -> Any:
+            return await behaviour(readable(requests), context)
 
         return answer
 

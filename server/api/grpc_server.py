@@ -12,16 +12,18 @@ from grpc_reflection.v1alpha import reflection
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.addresses import write_address
 from quill.server.api.administration import Administration
+from quill.server.api.answering import KSERVE
 from quill.server.api.auth_interceptor import AuthInterceptor
-from quill.server.api.calls import Calls
 from quill.server.api.decode_interceptor import DecodeInterceptor
 from quill.server.api.servicer import TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
+from quill.server.service.calls import Calls
 from quill.server.settings import Settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
@@ -43,12 +45,15 @@ def make_server(
     keyring: Keyring | None,
     calls: Calls,
     servicer: TextGeneration,
+    inference: kserve_grpc.GRPCInferenceServiceServicer,
     administration: Administration,
     health_servicer: health.aio.HealthServicer,
 ) -> grpc.aio.Server:
     """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
-    guards: list[grpc.aio.ServerInterceptor] = [DecodeInterceptor((SERVICE, ADMINISTRATION), calls)]
-    names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    guards: list[grpc.aio.ServerInterceptor] = [
+        DecodeInterceptor((SERVICE, ADMINISTRATION, KSERVE), calls)
+    ]
+    names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         guards = [AuthInterceptor(keyring, settings.open_reflection, calls), *guards]
         names.append(ADMINISTRATION)
@@ -62,6 +67,7 @@ def make_server(
     ]
     server = make_unknown_methods_server(guards, options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
+    kserve_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     pb_grpc.add_AdministrationServicer_to_server(administration, server)
     reflection.enable_server_reflection(names, server)

@@ -53,7 +53,7 @@ class Inference:
 
 
 def read_inference(request: kserve.ModelInferRequest, continues: bool) -> Inference:
-    """`continues`: the answer goes on where the text ends, so both are told, as the backend does."""
+    """`continues`: an answer goes on where its text ends, so both are told together."""
     tensors = read_tensors(request, INPUTS)
     if TIMEOUT in request.parameters and timeout_s(request) is None:
         raise InvalidFieldError(TIMEOUT, "must be a number of microseconds above 0")

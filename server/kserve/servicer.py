@@ -10,14 +10,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.protos import kserve_pb2 as kserve
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.protos.generation_pb2 import GenerateChunk
-from quill.server.api.answering import Context, answering, origin_of
-from quill.server.errors import InvalidFieldError, NotFoundError, RequestError, SlowReaderError
+from quill.server.api.answering import Context, answering, origin_of, write
+from quill.server.errors import (
+    InvalidFieldError,
+    NotFoundError,
+    RequestError,
+    SlowReaderError,
+    UnavailableError,
+)
 from quill.server.kserve import model_card
 from quill.server.kserve.model_card import ALIAS, VERSION
 from quill.server.kserve.requests import Inference, read_inference, timeout_s
@@ -126,13 +131,16 @@ class InferenceService(kserve_grpc.GRPCInferenceServiceServicer):
         # It writes instead of yielding: requests of one stream are answered side by side.
         responses = _Responses(context, self._write_timeout_s)
         places = asyncio.Semaphore(MAX_REQUESTS)
-        async with answering("ModelStreamInfer", context, "kserve"), _first_error():
-            async with asyncio.TaskGroup() as group:
-                async for request in request_iterator:
-                    await places.acquire()
-                    origin = _within(origin_of("ModelStreamInfer", context, "kserve"), request)
-                    task = group.create_task(self._answer(request, origin, responses))
-                    task.add_done_callback(lambda _: places.release())
+        async with (
+            answering("ModelStreamInfer", context, "kserve"),
+            _first_error(),
+            asyncio.TaskGroup() as group,
+        ):
+            async for request in request_iterator:
+                await places.acquire()
+                origin = _within(origin_of("ModelStreamInfer", context, "kserve"), request)
+                task = group.create_task(self._answer(request, origin, responses))
+                task.add_done_callback(lambda _: places.release())
 
     async def _answer(
         self, request: kserve.ModelInferRequest, origin: Origin, responses: "_Responses"
@@ -163,7 +171,7 @@ class _Responses:
 
     async def send(self, response: kserve.ModelStreamInferResponse) -> None:
         async with self._writing:
-            await write_within(self._write_timeout_s, self._context, response)
+            await write(response, self._context, self._write_timeout_s)
 
 
 def check_model(name: str, version: str, served: ServedModel) -> None:

@@ -7,7 +7,7 @@ The names are documented in server/README.md: change them there too.
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 from quill.server.events import (
     Batch,
@@ -86,6 +86,12 @@ class Metrics:
         )
         self._queue = histogram("quill_queue_time_seconds", "From arrival to the first step")
         self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
+        self._engine_calls = Summary(
+            "quill_engine_call_seconds",
+            "Calls that the engine worked for, from arrival to end, by how they ended",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
 
     def set_limits(self, limits: Limits) -> None:
@@ -133,6 +139,8 @@ class Metrics:
         """A call has ended."""
         self._requests.labels(record.method, record.outcome).inc()
         self._total.labels(record.method).observe(record.total_ms / 1000)
+        if record.submitted_s is not None:
+            self._engine_calls.labels(record.outcome).observe(record.total_ms / 1000)
         if record.outcome == "CANCELLED":
             self._cancellations.inc()
         self._tokens.labels("prompt").inc(record.num_prompt)

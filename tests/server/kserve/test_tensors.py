@@ -1,5 +1,7 @@
 """Tensors on the wire: both ways to send them, and what is wrong with one, by its name."""
 
+from collections.abc import Callable
+
 import pytest
 
 from quill.protos import kserve_pb2 as kserve
@@ -39,55 +41,65 @@ def test_what_is_packed_is_unpacked(datatype: str, values: list[object]) -> None
     assert unpack(Tensor("any", datatype, -1), pack(datatype, values)) == values
 
 
-def broken(name: str) -> kserve.ModelInferRequest:
-    request = asking(text="a", ids=[1, 2])
-    text, ids = request.inputs
-    match name:
-        case "another tensor":
-            text.name = "prompt"
-        case "another datatype":
-            text.datatype = "INT32"
-        case "twice":
-            request.inputs.append(text)
-            request.raw_input_contents.append(request.raw_input_contents[0])
-        case "shape":
-            ids.shape[:] = [3]
-        case "negative shape":
-            ids.shape[:] = [-1, -2]
-        case "many dimensions":
-            ids.shape[:] = [1] * 9 + [2]
-        case "too many elements":
-            request.raw_input_contents[0] = packed("BYTES", [b"a", b"b"])
-        case "no element":
-            request.raw_input_contents[0] = b""
-        case "cut short":
-            request.raw_input_contents[0] = b"\xff\xff\xff\xffa"
-        case "half a number":
-            request.raw_input_contents[1] = b"\0" * 7
-        case "missing contents":
-            del request.raw_input_contents[1]
-        case "shared memory":
-            text.parameters["shared_memory_region"].string_param = "mine"
-    return request
+Request = kserve.ModelInferRequest
 
 
-@pytest.mark.parametrize(("name", "field", "reason"), [
-    ("another tensor", "inputs", "'prompt'; there are text, flag, ids"),
-    ("another datatype", "text", "it is BYTES"),
-    ("twice", "text", "is given twice"),
-    ("shape", "ids", "go together"),
-    ("negative shape", "ids", "go together"),
-    ("many dimensions", "ids", "go together"),
-    ("too many elements", "text", "exactly 1"),
-    ("no element", "text", "exactly 1"),
-    ("cut short", "text", "ends within an element"),
-    ("half a number", "ids", "each INT32 takes 4"),
-    ("missing contents", "raw_input_contents", "one for each, or none"),
-    ("shared memory", "text", "in shared memory"),
+def rename(request: Request) -> None:
+    request.inputs[0].name = "prompt"
+
+
+def retype(request: Request) -> None:
+    request.inputs[0].datatype = "INT32"
+
+
+def repeat(request: Request) -> None:
+    request.inputs.append(request.inputs[0])
+    request.raw_input_contents.append(request.raw_input_contents[0])
+
+
+def reshape(*shape: int) -> Callable[[Request], None]:
+    def change(request: Request) -> None:
+        request.inputs[1].shape[:] = shape
+
+    return change
+
+
+def refill(place: int, raw: bytes) -> Callable[[Request], None]:
+    def change(request: Request) -> None:
+        request.raw_input_contents[place] = raw
+
+    return change
+
+
+def leave_out(request: Request) -> None:
+    del request.raw_input_contents[1]
+
+
+def share(request: Request) -> None:
+    request.inputs[0].parameters["shared_memory_region"].string_param = "mine"
+
+
+@pytest.mark.parametrize(("change", "field", "reason"), [
+    (rename, "inputs", "'prompt'; there are text, flag, ids"),
+    (retype, "text", "it is BYTES"),
+    (repeat, "text", "is given twice"),
+    (reshape(3), "ids", "go together"),
+    (reshape(-1, -2), "ids", "go together"),
+    (reshape(*[1] * 9, 2), "ids", "go together"),
+    (refill(0, packed("BYTES", [b"a", b"b"])), "text", "exactly 1"),
+    (refill(0, b""), "text", "exactly 1"),
+    (refill(0, b"\xff\xff\xff\xffa"), "text", "ends within an element"),
+    (refill(1, b"\0" * 7), "ids", "each INT32 takes 4"),
+    (leave_out, "raw_input_contents", "one for each, or none"),
+    (share, "text", "in shared memory"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said_by_name(name: str, field: str, reason: str) -> None:
+def test_what_is_wrong_is_said_by_name(
+    change: Callable[[Request], None], field: str, reason: str
+) -> None:
+    request = asking(text="a", ids=[1, 2])
+    change(request)
     with pytest.raises(InvalidFieldError, match=reason) as caught:
-        read_tensors(broken(name), KNOWN)
+        read_tensors(request, KNOWN)
     assert caught.value.field == field
 
 
