@@ -14,11 +14,14 @@ from quill.server.auth.caller import Caller
 from quill.server.auth.keyring import Keyring
 from quill.server.errors import RequestError, StepError
 from quill.server.http.chat import Chat
+from quill.server.http.completions import Completions
+from quill.server.http.embeddings import Embeddings
 from quill.server.http.exchange import Exchange, Message, Receive, Send
 from quill.server.http.guards import Guard, deadline_s
 from quill.server.http.models import Models
 from quill.server.http.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.route import Route
+from quill.server.http.tokens import Detokenize, Tokenize
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
@@ -42,8 +45,8 @@ class App:
         self._guard = Guard(settings.host, keyring)
         self._registry = registry
         self._is_serving = is_serving
-        routes: list[Route] = [Chat(service), Models(service)]
-        self._routes = {route.path: route for route in routes}
+        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models)
+        self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
             "/metrics": self._metrics,
