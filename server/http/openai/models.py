@@ -5,9 +5,9 @@ Knows: OpenAI's shape of a list of models. Does not know: how it is served.
 
 import time
 
-from quill.server.http.exchange import Exchange
-from quill.server.http.refusals import RefusalError
-from quill.server.http.route import Route
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.refusals import RefusalError
+from quill.server.http.wire.route import Route
 from quill.server.protocol.served_model import ServedModel
 from quill.server.service.json_fields import STRING, Field, Json
 from quill.server.service.origin import Origin

@@ -21,7 +21,7 @@ def chat_logprobs(tokens: Sequence[pb.TokenLogprobs]) -> Json:
 
 
 def _chat_token(token: _Token) -> Json:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(_bytes(token))}
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 class CompletionLogprobs:
@@ -35,7 +35,7 @@ class CompletionLogprobs:
         offsets = []
         for each in tokens:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(_bytes(each)))
+            self._offset += len(self._decoder.decode(each.bytes))
         return {
             "tokens": [_name(each) for each in tokens],
             "token_logprobs": [_logprob(each) for each in tokens],
@@ -78,12 +78,7 @@ def _logprob(token: pb.TokenLogprobs) -> float | None:
 
 def _name(token: _Token) -> str:
     """As OpenAI writes parts of characters: they would all look alike, and they are keys."""
-    data = _bytes(token)
     try:
-        return data.decode()
+        return token.bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _bytes(token: _Token) -> bytes:
-    return token.text.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

@@ -11,10 +11,10 @@ import numpy as np
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.http.exchange import Exchange
-from quill.server.http.models import MODEL, check_model
-from quill.server.http.prompts import PROMPTS, Prompt
-from quill.server.http.route import Route
+from quill.server.http.openai.models import MODEL, check_model
+from quill.server.http.openai.prompts import PROMPTS, Prompt
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.route import Route
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import INTEGER, STRING, Field, Json, Kind
 from quill.server.service.origin import Origin

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from quill.server.errors import InvalidFieldError, RequestError
-from quill.server.http.exchange import Exchange
+from quill.server.http.wire.exchange import Exchange
 from quill.server.service.generation_options import as_written
 from quill.server.service.json_fields import Field, Json, Refused, read_fields
 from quill.server.service.origin import Origin

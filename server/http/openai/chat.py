@@ -7,8 +7,7 @@ from typing import Any
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.http.exchange import Events, Exchange
-from quill.server.http.generations import (
+from quill.server.http.openai.generations import (
     COMMON,
     COMMON_REFUSED,
     Facts,
@@ -19,9 +18,10 @@ from quill.server.http.generations import (
     option_message,
     timings_json,
 )
-from quill.server.http.logprobs import chat_logprobs, prompt_logprobs
-from quill.server.http.models import check_model
-from quill.server.http.route import Route
+from quill.server.http.openai.logprobs import chat_logprobs, prompt_logprobs
+from quill.server.http.openai.models import check_model
+from quill.server.http.wire.exchange import Events, Exchange
+from quill.server.http.wire.route import Route
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Kind, Refused, a, refuse
 from quill.server.service.origin import Origin
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.http.exchange import Events, Exchange
-from quill.server.http.generations import (
+from quill.server.http.openai.generations import (
     COMMON,
     COMMON_REFUSED,
     Facts,
@@ -25,10 +24,11 @@ from quill.server.http.generations import (
     option_message,
     timings_json,
 )
-from quill.server.http.logprobs import CompletionLogprobs, prompt_logprobs
-from quill.server.http.models import check_model
-from quill.server.http.prompts import PROMPTS, Prompt
-from quill.server.http.route import Route
+from quill.server.http.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from quill.server.http.openai.models import check_model
+from quill.server.http.openai.prompts import PROMPTS, Prompt
+from quill.server.http.wire.exchange import Events, Exchange
+from quill.server.http.wire.route import Route
 from quill.server.protocol.requests import ParsedRequest
 from quill.server.service.call import Call
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Refused

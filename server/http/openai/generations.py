@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quill.protos import generation_pb2 as pb
-from quill.server.http.models import MODEL, fingerprint
+from quill.server.http.openai.models import MODEL, fingerprint
 from quill.server.protocol.served_model import ServedModel
 from quill.server.service.generation_options import OPTIONS, REFUSED, fill
 from quill.server.service.json_fields import BOOLEAN, INTEGER, OBJECT, Field, Json, Kind, Refused

@@ -5,10 +5,10 @@ Knows: its JSON, generation.proto. Does not know: tokenizers.
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.http.chat import CONVERSATION
-from quill.server.http.exchange import Exchange
-from quill.server.http.models import MODEL, check_model
-from quill.server.http.route import Route
+from quill.server.http.openai.chat import CONVERSATION
+from quill.server.http.openai.models import MODEL, check_model
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.route import Route
 from quill.server.service.call import Call
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import BOOLEAN, INTEGERS, STRING, Field, Json
