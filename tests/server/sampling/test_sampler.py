@@ -38,6 +38,7 @@ class Row:
     seed: int = 0
     prompt: tuple[int, ...] = ()
     generated: tuple[int, ...] = ()
+    banned: frozenset[int] = frozenset()
 
 
 def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
@@ -49,8 +50,8 @@ def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
 def _draw(row: Row) -> Draw:
     sampling = Sampling(**row.sampling)
     adjustments = None
-    if sampling.adjusts:
-        adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1)
+    if sampling.adjusts or row.banned:
+        adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1, row.banned)
         for token in row.generated:
             adjustments.add(token)
     return Draw(sampling, row.seed, len(row.generated), adjustments)
@@ -60,7 +61,11 @@ def slow(logits_RV: Logits, rows: list[Row]) -> list[int]:
     return [
         reference.choose(
             logits_V,
-            reference.SamplingParameters(**row.sampling),
+            reference.SamplingParameters(
+                **row.sampling,
+                stop_ids=row.banned,
+                min_new_tokens=len(row.generated) + 1,
+            ),
             list(row.prompt),
             list(row.generated),
             uniform(row.seed, len(row.generated)),
@@ -91,7 +96,8 @@ def rows(draw: st.DrawFn, vocab_size: int) -> Row:
     bias = draw(st.dictionaries(st.integers(0, vocab_size - 1), biases, max_size=3))
     if bias:
         sampling["logit_bias"] = bias
-    return Row(sampling, draw(st.integers(0, 2**64 - 1)), draw(tokens), draw(tokens))
+    banned = draw(st.frozensets(st.integers(1, vocab_size), max_size=4)) - {vocab_size}
+    return Row(sampling, draw(st.integers(0, 2**64 - 1)), draw(tokens), draw(tokens), banned)
 
 
 @st.composite
@@ -106,6 +112,7 @@ def steps(draw: st.DrawFn) -> tuple[Logits, list[Row]]:
     if draw(st.booleans()):
         logits_RV[rng.random(logits_RV.shape) < 0.3] = -np.inf
         logits_RV[:, rng.integers(vocab_size)] = draw(st.sampled_from([0.0, 12.0]))
+        logits_RV[:, 0] = np.maximum(logits_RV[:, 0], -30)  # which is never banned
     return logits_RV.astype(np.float32), some
 
 
