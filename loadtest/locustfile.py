@@ -45,8 +45,7 @@ def on_init(environment: Environment, **_: Any) -> None:
         directory = Shared.servers.enter_context(tempfile.TemporaryDirectory())
         server = Shared.servers.enter_context(own_server(Path(directory) / "server.log"))
         Shared.grpc_address = server.address
-        is_http = options.protocol == "http"
-        environment.host = server.http_address if is_http else server.address
+        environment.host = server.address_for(options.protocol)
         print(f"started the default server at {environment.host}", flush=True)
     gevent.spawn(Shared.collector.tell_progress)
 

@@ -23,6 +23,7 @@ _STATUS = {
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
 }
+_TIMES = ("queue_ms", "first_token_ms", "total_ms")
 _ENDS = {"length": pb.FINISH_REASON_LENGTH, "deadline": pb.FINISH_REASON_DEADLINE}
 
 
@@ -59,7 +60,7 @@ def _error(error: dict[str, Any], otherwise: str) -> CallError:
 
 
 def read_chunks(request: pb.GenerateRequest, events: Iterable[bytes]) -> Iterator[pb.GenerateChunk]:
-    """What events say, as gRPC's stream says it. A choice's last chunk waits for the usage."""
+    """What events say, as gRPC's stream says it. A choice's end waits for the usage."""
     ends: dict[int, pb.GenerateChunk] = {}
     for data in events:
         if data == DONE:
@@ -69,35 +70,35 @@ def read_chunks(request: pb.GenerateRequest, events: Iterable[bytes]) -> Iterato
         if "error" in event:
             raise _error(event["error"], "INTERNAL")
         for choice in event["choices"]:
-            chunk = _chunk(request, event, choice)
-            if chunk.finish_reason:
-                ends[chunk.sequence] = chunk
-            elif chunk.token_ids or chunk.text:
+            chunk = _chunk(choice)
+            if chunk.token_ids or chunk.text:
                 yield chunk
+            if choice.get("finish_reason"):
+                ends[chunk.sequence] = _end(request, event, choice)
         _note_usage(event.get("usage"), ends)
 
 
-def _chunk(
-    request: pb.GenerateRequest, event: dict[str, Any], choice: dict[str, Any]
-) -> pb.GenerateChunk:
+def _chunk(choice: dict[str, Any]) -> pb.GenerateChunk:
     text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-    chunk = pb.GenerateChunk(
+    return pb.GenerateChunk(
         sequence=choice["index"], text=text or "", token_ids=choice.get("token_ids") or []
     )
-    reason = choice.get("finish_reason")
-    if reason:
-        reason = choice.get("quill", {}).get("finish_reason", reason)
-        # One word for two things: without strings or tokens that stop, it is the model's own end.
-        own = pb.FINISH_REASON_STOP if request.stop or request.stop_token_ids else _EOS
-        chunk.finish_reason = _ENDS.get(reason, own)
-        chunk.seed = event.get("seed", 0)
-        timings = event.get("timings") or {}
-        chunk.timings.CopyFrom(pb.Timings(**{name: timings.get(name, 0.0) for name in _TIMES}))
-    return chunk
 
 
-_EOS = pb.FINISH_REASON_EOS
-_TIMES = ("queue_ms", "first_token_ms", "total_ms")
+def _end(
+    request: pb.GenerateRequest, event: dict[str, Any], choice: dict[str, Any]
+) -> pb.GenerateChunk:
+    reason = choice.get("quill", {}).get("finish_reason", choice["finish_reason"])
+    # One word for two things: without strings or tokens that stop, it is the model's own end.
+    has_stops = request.stop or request.stop_token_ids
+    own_end = pb.FINISH_REASON_STOP if has_stops else pb.FINISH_REASON_EOS
+    timings = event.get("timings") or {}
+    return pb.GenerateChunk(
+        sequence=choice["index"],
+        finish_reason=_ENDS.get(reason, own_end),
+        seed=event.get("seed", 0),
+        timings=pb.Timings(**{name: timings.get(name, 0.0) for name in _TIMES}),
+    )
 
 
 def _note_usage(usage: dict[str, Any] | None, ends: dict[int, pb.GenerateChunk]) -> None:

@@ -36,6 +36,14 @@ class OwnServer:
     http_address: str | None
     pid: int
 
+    def address_for(self, protocol: str) -> str:
+        """HTTP has a port of its own."""
+        if protocol != "http":
+            return self.address
+        if self.http_address is None:
+            raise NoServerError("the server has no HTTP: it was told --http-port off")
+        return self.http_address
+
 
 @contextmanager
 def own_server(

@@ -20,7 +20,7 @@ from quill.loadtest.environment.machine import machine_facts
 from quill.loadtest.environment.own_server import guess_http, own_server, wait_until_healthy
 from quill.loadtest.environment.process_stats import ProcessSample, watch_process
 from quill.loadtest.environment.server_metrics import MetricsSample, guess_url, watch_server
-from quill.loadtest.errors import LoadtestError, NoServerError, OptionError, StoppedError
+from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
 from quill.loadtest.results.progress import Line, describe
 from quill.loadtest.results.report import PAGE, Run, search_result, write_report
 from quill.loadtest.results.slo import RateTrial, Slo, next_rate
@@ -161,13 +161,9 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
         return
     log = options.out / "server.log"
     with own_server(log, options.bundle, *options.serve_options, access=access) as server:
-        model, door_address = _get_model(server.address, access), server.address
-        if options.protocol == "http":
-            if server.http_address is None:
-                raise OptionError("--serve turns HTTP off, and --protocol http needs it")
-            door_address = server.http_address
-        places = (server.address, door_address, server.metrics_url)
-        yield Target(*places, model, access, server.pid)
+        door_address = server.address_for(options.protocol)
+        model, url = _get_model(server.address, access), server.metrics_url
+        yield Target(server.address, door_address, url, model, access, server.pid)
 
 
 def _get_model(address: str, access: Access) -> pb.Model:

@@ -176,7 +176,9 @@ class _Stream:
             index = prompt * parsed.request.num_sequences + chunk.sequence
             if chunk.finish_reason:
                 self._tally.note(chunk.usage, prompt)
-            if chunk.text or chunk.logprobs or chunk.finish_reason or chunk.prompt_logprobs:
+            wants_ids = self._values.get("return_token_ids")
+            says = chunk.text or chunk.logprobs or chunk.finish_reason or chunk.prompt_logprobs
+            if says or wants_ids:
                 await self._tell(index, chunk, parsed)
 
         return send

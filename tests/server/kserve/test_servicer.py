@@ -265,16 +265,17 @@ def test_keys_are_asked_for_here_too(tmp_path: Path) -> None:
 
 
 def test_reader_who_stops_reading_ends_the_stream_for_all_its_requests() -> None:
-    with running_server(write_timeout_s=0.3) as server:
-        with grpc.insecure_channel(server.address) as channel:
-            conversation = Conversation(Stub(channel))
-            # Far more than gRPC's windows hold.
-            for _ in range(4):
-                request = ask("a", stream=True, n=4, logprobs=20, max_tokens=197)
-                request.inputs.add(name="return_logprobs", datatype="BOOL", shape=[1])
-                request.raw_input_contents.append(b"\1")
-                conversation.send(request)
-            assert server.next_record("ABORTED").door == "kserve"
-            server.wait_for_requests(0)
-            conversation.end()
-            assert text_of(Stub(channel).ModelInfer(ask())) == "abcdefg"
+    with (
+        running_server(write_timeout_s=0.3) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        conversation = Conversation(Stub(channel))
+        for _ in range(4):  # far more than gRPC's windows hold
+            request = ask("a", stream=True, n=4, logprobs=20, max_tokens=197)
+            request.inputs.add(name="return_logprobs", datatype="BOOL", shape=[1])
+            request.raw_input_contents.append(b"\1")
+            conversation.send(request)
+        assert server.next_record("ABORTED").door == "kserve"
+        server.wait_for_requests(0)
+        conversation.end()
+        assert text_of(Stub(channel).ModelInfer(ask())) == "abcdefg"
