@@ -28,10 +28,10 @@ TIMEOUT_S = 60.0
 MINE = """
 from locust import task
 from quill.loadtest.workload.ask import Ask
-from quill.loadtest.locust_users.stream_user import StreamUser
+from quill.loadtest.locust_users.stream_user import {user}
 from quill.protos import generation_pb2 as pb
 
-class Mine(StreamUser):
+class Mine({user}):
     @task
     def ask(self):
         ids = pb.TokenIds(ids=[1, 2, 3])
@@ -104,20 +104,24 @@ def test_locust_that_fails_is_an_error_that_names_its_log(tmp_path: Path) -> Non
     assert "invalid choice" in log.read_text()
 
 
+@pytest.mark.parametrize(
+    ("user", "method"), [("StreamUser", "stream"), ("HttpStreamUser", "http stream")]
+)
 def test_only_streams_are_requests_and_errors_have_their_status(
-    server: OwnServer, tmp_path: Path
+    user: str, method: str, server: OwnServer, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text(MINE)
+    mine.write_text(MINE.format(user=user))
+    address = server.address_for(method.partition(" ")[0])
     command = [sys.executable, "-m", "locust", "-f", str(mine), "--headless", "--users", "1"]
     done = subprocess.run(
-        [*command, "--only-summary", "--host", server.address, "--json"],
+        [*command, "--only-summary", "--host", address, "--json"],
         capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     kinds = {(entry["method"], entry["name"]): entry for entry in json.loads(done.stdout)}
-    assert set(kinds) == {("stream", "good"), ("stream", "bad")}
-    assert kinds["stream", "good"]["num_requests"] == 1
-    assert kinds["stream", "bad"]["num_failures"] == 1
+    assert set(kinds) == {(method, "good"), (method, "bad")}
+    assert kinds[method, "good"]["num_requests"] == 1
+    assert kinds[method, "bad"]["num_failures"] == 1
     # Below the summary there are the tokens, by name.
     good = [line.split() for line in done.stderr.splitlines() if line.endswith("1 LENGTH")]
     assert [words[:3] for words in good] == [["good", "1", "5"], ["Aggregated", "2", "5"]]

@@ -108,6 +108,29 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
     assert not any(secret in path.read_text(errors="replace") for path in out.iterdir())
 
 
+@pytest.mark.parametrize("protocol", ["http", "kserve"])
+def test_load_through_another_door_is_verified_and_the_report_names_it(
+    protocol: str, loadtest: Loadtest, server: OwnServer, tmp_path: Path
+) -> None:
+    assert server.http_address is not None
+    done = loadtest(
+        tmp_path,
+        *("--address", server.address, "--http", server.http_address, "--protocol", protocol),
+        *("--users", "6", "--requests", "24", "--scenario", "mixed", "--max-new-tokens", "6"),
+        "--verify",
+    )
+    assert done.code == 0, done.errors
+    assert "verified: 24 of 24 answers are equal alone" in done.out
+    title = {"http": "over HTTP", "kserve": "over KServe v2"}[protocol]
+    assert title in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_vectors_have_one_door(loadtest: Loadtest, tmp_path: Path) -> None:
+    done = loadtest(tmp_path, "--scenario", "embed", "--protocol", "http")
+    assert done.code == 2
+    assert "--scenario embed is asked over gRPC only" in done.errors
+
+
 def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_path: Path) -> None:
     done = loadtest(
         tmp_path,
