@@ -168,6 +168,9 @@ def _add_server(kinds: "Subparsers") -> None:
         help="default 0, which is greedy; above it tokens are drawn, and none is cut off",
     )
     parser.add_argument(
+        "--doors", action="store_true", help="also over HTTP and KServe v2, in turns, and compare"
+    )
+    parser.add_argument(
         "--peers",
         action="store_true",
         help="also llama.cpp's llama-server, in turns. Needs `make peers`, and SmolLM2 as "

@@ -28,6 +28,7 @@ from quill.loadtest.bench.contenders.serving import Load, Serving
 from quill.loadtest.bench.contest import PAUSE_S
 from quill.loadtest.bench.models import LLAMA_SERVER, default_bundle, prepare_peers
 from quill.loadtest.bench.tasks import random_ids
+from quill.loadtest.doors.names import DOORS, TITLES
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.environment.process_stats import peak_bytes_of
 from quill.loadtest.errors import ContenderError, OptionError
@@ -66,8 +67,9 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         logs = Path(directory)
         gguf = prepare_llama() if args.peers else None
-        quill = quill_server(bundle, args.precision, load, logs / "quill.log")
-        servers = [stack.enter_context(quill)]
+        doors = DOORS if args.doors else ("grpc",)
+        quill = quill_server(bundle, args.precision, load, logs / "quill.log", doors)
+        servers = stack.enter_context(quill)
         if gguf is not None:
             peer = llama_server(LLAMA_SERVER, gguf, load, logs / "llama-server.log")
             servers.append(stack.enter_context(peer))
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
     assert peak_bytes is not None, "we started it"
     console = Console(highlight=False)
     console.print(_table(measured))
+    if args.doors:
+        console.print(_shares(measured[: len(DOORS)]))
     console.print(
         f"Quill's peak memory: {peak_bytes / 1e6:.0f} MB, "
         f"{peak_bytes / expected:.2f} of weights and caches ({expected / 1e6:.0f} MB)"
@@ -194,6 +198,14 @@ def _table(measured: Sequence[ServerResult]) -> Table:
             "–" if each.peak_bytes is None else f"{each.peak_bytes / 1e6:.0f}",
         )
     return shown
+
+
+def _shares(doors: Sequence[ServerResult]) -> str:
+    """The first is gRPC."""
+    first, *others = (each.best.served.tokens_a_second for each in doors)
+    names = (TITLES[name] for name in DOORS[1:])
+    pairs = zip(names, others, strict=True)
+    return "\n".join(f"{name} / gRPC, tokens/s: {rate / first:.3f}" for name, rate in pairs)
 
 
 def _write(measured: Sequence[ServerResult], load: Load, expected: int, out: Path) -> None:

@@ -74,8 +74,8 @@ class HttpDoor:
         """A connection that the server has closed meanwhile is no error: another one is made."""
         headers = self._headers | {TIMEOUT_HEADER: f"{timeout_s:g}"}
         while True:
-            is_used = bool(self._idle)
-            connection = self._idle.pop() if is_used else self._connect(timeout_s + PATIENCE_S)
+            connection = self._take_idle() or self._connect(timeout_s + PATIENCE_S)
+            is_used = connection.sock is not None
             try:
                 if connection.sock is not None:
                     connection.sock.settimeout(timeout_s + PATIENCE_S)
@@ -88,6 +88,12 @@ class HttpDoor:
             except BaseException:
                 connection.close()
                 raise
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        try:
+            return self._idle.pop()  # one step for all threads
+        except IndexError:
+            return None
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         host, _, port = self._address.rpartition(":")

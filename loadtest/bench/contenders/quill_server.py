@@ -1,22 +1,26 @@
-"""`quill serve` as a contender, asked by streams over gRPC.
+"""`quill serve` as a contender, asked by streams through its doors.
 
-Knows: its options, the wire. Does not know: who else is measured.
+Knows: its options, what is asked. Does not know: who else is measured.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-
-import grpc
 
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.contenders.serving import Load, Serving, Streamed
+from quill.loadtest.doors.door import CallError, Door
+from quill.loadtest.doors.grpc_door import GrpcDoor
+from quill.loadtest.doors.names import TITLES, DoorName
+from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import own_server
+from quill.loadtest.errors import ContenderError
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client.access import Access
+
+ANSWER_S = 600.0
 
 
 def options(load: Load, precision: str | None, token_bytes: int) -> list[str]:
@@ -52,32 +56,44 @@ def request(ids: Sequence[int], load: Load) -> pb.GenerateRequest:
 
 
 @contextmanager
-def quill_server(bundle: Path, precision: str | None, load: Load, log: Path) -> Iterator[Serving]:
-    with (
-        own_server(
-            log, bundle, *options(load, precision, _token_bytes(bundle, precision))
-        ) as server,
-        standing_server(server.address, load) as standing,
-    ):
-        yield replace(standing, name="Quill", pid=server.pid)
+def quill_server(
+    bundle: Path,
+    precision: str | None,
+    load: Load,
+    log: Path,
+    protocols: Sequence[DoorName] = ("grpc",),
+) -> Iterator[list[Serving]]:
+    """One server, as often as there are doors that it is asked through."""
+    given = options(load, precision, _token_bytes(bundle, precision))
+    with own_server(log, bundle, *given) as server, ExitStack() as stack:
+        kind = stack.enter_context(standing_server(server.address, load)).kind
+        servings = []
+        for protocol in protocols:
+            opened = open_door(protocol, server.address_for(protocol), Access())
+            door = stack.enter_context(closing(opened))
+            name = "Quill" if protocol == "grpc" else f"Quill over {TITLES[protocol]}"
+            servings.append(Serving(name, kind, server.pid, _asking(door, load)))
+        yield servings
 
 
 @contextmanager
 def standing_server(address: str, load: Load) -> Iterator[Serving]:
     """A Quill of any version that somebody has started, with whatever options."""
-    with grpc.insecure_channel(address) as channel:
-        stub = pb_grpc.TextGenerationStub(channel)
-        model = stub.GetModel(pb.GetModelRequest())
-        yield Serving(
-            f"Quill at {address}",
-            *(model.precision, None, lambda ids: _stream(stub, request(ids, load))),
-        )
+    with closing(GrpcDoor(address)) as door:
+        precision = door.get_model().precision
+        yield Serving(f"Quill at {address}", precision, None, _asking(door, load))
 
 
-def _stream(stub: pb_grpc.TextGenerationStub, wanted: pb.GenerateRequest) -> Streamed:
-    asked_s, first_s, num_tokens = time.perf_counter(), 0.0, 0
-    for chunk in stub.GenerateStream(wanted):
-        if not num_tokens:
-            first_s = time.perf_counter() - asked_s
-        num_tokens += len(chunk.token_ids)
-    return Streamed(num_tokens, first_s)
+def _asking(door: Door, load: Load) -> Callable[[Sequence[int]], Streamed]:
+    def stream(ids: Sequence[int]) -> Streamed:
+        asked_s, first_s, num_tokens = time.perf_counter(), 0.0, 0
+        try:
+            for chunk in door.stream(request(ids, load), ANSWER_S):
+                if not num_tokens:
+                    first_s = time.perf_counter() - asked_s
+                num_tokens += len(chunk.token_ids)
+        except CallError as error:
+            raise ContenderError(f"Quill ended a stream: {error}") from error
+        return Streamed(num_tokens, first_s)
+
+    return stream

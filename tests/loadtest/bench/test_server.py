@@ -39,6 +39,21 @@ def test_bench_server_counts_every_token_and_prints_the_memory(
     assert served["peak_bytes"] > record["weights_and_caches"]  # of so small a model
 
 
+def test_bench_server_asks_through_every_door(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small("--doors", "--out", str(tmp_path))
+    assert main(["bench", "server", str(bundle), *options]) == 0
+    said = capsys.readouterr().out
+    assert "HTTP / gRPC, tokens/s: " in said
+    assert "KServe v2 / gRPC, tokens/s: " in said
+    servers = json.loads((tmp_path / "server.json").read_text())["servers"]
+    assert list(servers) == ["Quill fp32", "Quill over HTTP fp32", "Quill over KServe v2 fp32"]
+    for served in servers.values():
+        assert served["num_tokens"] == 5 * served["num_requests"]
+        assert served["peak_bytes"] == servers["Quill fp32"]["peak_bytes"]
+
+
 def test_bench_server_sets_a_peer_beside_it(
     bundle: Path,
     tmp_path: Path,
