@@ -126,6 +126,8 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         self.idle_since_s = time.monotonic()
         super().on_response_complete()
+        if self.is_idle and self.conn.trailing_data[0]:  # the next head has begun already
+            self._expect_head()
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)

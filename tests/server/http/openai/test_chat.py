@@ -78,13 +78,14 @@ def test_usage_isnt_in_a_stream_that_didnt_ask_for_it(client: HttpClient) -> Non
 
 
 def test_same_seed_gives_the_tokens_of_grpc(running: Running, client: HttpClient) -> None:
-    options = {"temperature": 3.0, "seed": 11}
-    whole = chat(client, return_token_ids=True, **options).json
-    chunks = chat(client, return_token_ids=True, stream=True, **options).events
+    whole = chat(client, return_token_ids=True, temperature=3.0, seed=11).json
+    streamed = chat(client, return_token_ids=True, temperature=3.0, seed=11, stream=True)
     with Client(running.address, NEVER) as grpc_client:
         prompt = list(whole["prompt_token_ids"])
-        answer = grpc_client.generate(prompt, max_new_tokens=6, timeout_s=TIMEOUT_S, **options)
-    expected = list(answer.sequences[0].token_ids)
+        answer = grpc_client.generate(
+            prompt, max_new_tokens=6, temperature=3.0, seed=11, timeout_s=TIMEOUT_S
+        )
+    expected, chunks = list(answer.sequences[0].token_ids), streamed.events
     assert whole["choices"][0]["token_ids"] == expected
     told = [token for each in chunks for token in each["choices"][0].get("token_ids", ())]
     assert told == expected
