@@ -7,7 +7,7 @@ import random
 import struct
 from typing import NamedTuple
 
-from tests.server.bad_calls import SERVICE, make_call, mutate, noise
+from tests.server.bad_calls import SERVICE, make_call, mutate, noise, path_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
@@ -77,7 +77,7 @@ def _call(chance: random.Random) -> bytes:
     call = make_call(chance)
     timeout = chance.choice(("1S", "0n", "-1S", "99999999H", "999999999999S", "x", ""))
     encoding = chance.choice(("identity", "gzip", "no-such", ""))
-    path = f"/{SERVICE}/{call.method}"
+    path = path_of(call.method)
     block = headers(path, **{"grpc-timeout": timeout, "grpc-encoding": encoding})
     if chance.random() < 0.3:
         block = mutate(chance, block)

@@ -4,7 +4,9 @@ Knows: the wire's messages. Does not know: servers. Chance may be a seeded `rand
 that hypothesis leads, which then finds the smallest call that does harm.
 """
 
+import json
 import random
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
+from quill.protos import kserve_pb2 as kserve
 
 SERVICE = "quill.v1.TextGeneration"
 STREAMING = "GenerateStream"
@@ -24,6 +27,14 @@ REQUESTS: dict[str, type[Message]] = {
     "Tokenize": pb.TokenizeRequest,
     "Detokenize": pb.DetokenizeRequest,
     "GetModel": pb.GetModelRequest,
+}
+KSERVE = "inference.GRPCInferenceService"
+KSERVE_STREAMING = "ModelStreamInfer"
+KSERVE_REQUESTS: dict[str, type[Message]] = {
+    "ModelInfer": kserve.ModelInferRequest,
+    KSERVE_STREAMING: kserve.ModelInferRequest,
+    "ModelMetadata": kserve.ModelMetadataRequest,
+    "ModelStatistics": kserve.ModelStatisticsRequest,
 }
 INTEGERS = (0, 1, 2, 5, 20, 127, 128, 129, 511, 512, 65_536, 2**31 - 1, 2**53, 2**63 - 1, 2**64 - 1)
 FLOATS: tuple[float, ...] = (0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -1.0, 1e-320, 1e30, 1e308, -1e308)
@@ -54,10 +65,14 @@ class Call(NamedTuple):
 
 
 def make_call(chance: random.Random) -> Call:
-    method = chance.choice([*REQUESTS, "Generate", STREAMING])
+    method = chance.choice([*REQUESTS, "Generate", STREAMING, *KSERVE_REQUESTS])
     make = chance.choice([_hostile, _hostile, _nearly_right, _mutated, _noise])
-    message = make(chance, REQUESTS[method])
+    message = make(chance, (REQUESTS | KSERVE_REQUESTS)[method])
     return Call("Nothing" if chance.random() < 0.01 else method, message)
+
+
+def path_of(method: str) -> str:
+    return f"/{KSERVE if method in KSERVE_REQUESTS else SERVICE}/{method}"
 
 
 def _noise(chance: random.Random, _: type[Message]) -> bytes:
@@ -82,10 +97,30 @@ def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
                 setattr(message, field, chance.choice(values))
     elif isinstance(message, pb.ScoreRequest):
         message.token_ids.ids.extend(_ids(chance))
+    elif isinstance(message, kserve.ModelInferRequest):
+        _fill_tensors(chance, message)
     fields: list[Any] = [each for each in message.DESCRIPTOR.fields if not each.containing_oneof]
     if fields and chance.random() < 0.6:
         _set(chance, message, chance.choice(fields))
     return message.SerializeToString()
+
+
+def _fill_tensors(chance: random.Random, message: kserve.ModelInferRequest) -> None:
+    message.model_name = "quill"
+    ids = _ids(chance)
+    message.inputs.add(name="input_ids", datatype="INT32", shape=[len(ids)])
+    message.raw_input_contents.append(struct.pack(f"<{len(ids)}i", *ids))
+    options: dict[str, Any] = {"max_tokens": chance.randint(1, 12), "seed": chance.getrandbits(64)}
+    for name, values in LIKELY.items():
+        if chance.random() < 0.15:
+            options[name] = chance.choice((*values, *FLOATS, *TEXTS, None, [], {}))
+    text = json.dumps(options).encode()
+    message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(struct.pack("<I", len(text)) + text)
+    for name in ("stream", "return_logprobs", "return_token_ids", "return_cumulative_logprob"):
+        if chance.random() < 0.5:
+            message.inputs.add(name=name, datatype="BOOL", shape=[1])
+            message.raw_input_contents.append(chance.choice((b"\0", b"\1", b"\xff", b"")))
 
 
 def _ids(chance: random.Random) -> list[int]:
@@ -134,8 +169,11 @@ def _set(chance: random.Random, message: Message, field: FieldDescriptor) -> Non
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         for _ in range(chance.randint(1, 3)):
-            value = _value(chance, entry.fields_by_name["value"])
-            getattr(message, field.name)[_value(chance, entry.fields_by_name["key"])] = value
+            key, value = _value(chance, entry.fields_by_name["key"]), entry.fields_by_name["value"]
+            if value.message_type is not None:
+                _fill(chance, getattr(message, field.name)[key])
+            else:
+                getattr(message, field.name)[key] = _value(chance, value)
     elif field.is_repeated:
         for _ in range(chance.choice([1, 1, 3, 40, 300])):
             if entry is not None:
@@ -154,7 +192,8 @@ def _value(chance: random.Random, field: FieldDescriptor) -> Any:
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return chance.random() < 0.5
     if kind == FieldDescriptor.CPPTYPE_STRING:
-        return LONG_TEXT if chance.random() < 0.002 else chance.choice(TEXTS)
+        text = LONG_TEXT if chance.random() < 0.002 else chance.choice(TEXTS)
+        return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
     if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         return chance.choice(FLOATS)
     if kind == FieldDescriptor.CPPTYPE_UINT64:

@@ -16,14 +16,18 @@ import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.protos import kserve_pb2 as kserve
 from tests.server.bad_bytes import Sent, make_bytes
-from tests.server.bad_calls import SERVICE, STREAMING, Call, make_call
+from tests.server.bad_calls import KSERVE_STREAMING, STREAMING, Call, make_call, path_of
 
 HANGS_S = 300.0  # a machine may be slow; nothing here takes a second on an idle one
 ANSWER_S = 0.05  # how long a connection listens before it goes
 # What a call may come to. Anything else is a crash, a hang, or a bug.
 FINE = frozenset(
-    ("OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
+    (
+        *("OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"),
+        "NOT_FOUND",  # a model by another name
+    )
 )
 KNOWN = pb.GenerateRequest(
     prompt_ids=pb.TokenIds(ids=[5, 6, 7]), seed=3, max_new_tokens=8, temperature=1.0
@@ -80,8 +84,14 @@ class Besieger:
 
     async def ask(self, call: Call) -> None:
         channel: Any = self._channel  # messages are bytes here, which the stubs don't foresee
-        path = f"/{SERVICE}/{call.method}"
-        if call.method == STREAMING:
+        path = path_of(call.method)
+        if call.method == KSERVE_STREAMING:
+            stream = channel.stream_stream(path)(iter([call.message]), timeout=HANGS_S)
+            async for answer in stream:
+                told = kserve.ModelStreamInferResponse.FromString(answer).error_message
+                if told and told.partition(":")[0] not in FINE:
+                    raise SiegeError(f"{call.message[:200]!r}: {told}")
+        elif call.method == STREAMING:
             async for _ in channel.unary_stream(path)(call.message, timeout=HANGS_S):
                 pass
         else:
