@@ -45,8 +45,11 @@ def statistics(registry: CollectorRegistry, name: str) -> kserve.ModelStatistics
             success=success,
             fail=numbers.duration(calls, lambda labels: labels["outcome"] != "OK"),
             queue=numbers.duration("quill_queue_time_seconds"),
+            # perf_analyzer wants these three to count the same.
             compute_input=kserve.StatisticDuration(count=success.count),
-            compute_infer=numbers.duration(steps),
+            compute_infer=kserve.StatisticDuration(
+                count=success.count, ns=numbers.duration(steps).ns
+            ),
             compute_output=kserve.StatisticDuration(count=success.count),
             cache_hit=hits,
             cache_miss=misses,

@@ -234,6 +234,8 @@ def test_statistics_are_the_metrics_own(stub: Stub) -> None:
     assert after.inference_count == before.inference_count + 1
     assert after.execution_count >= before.execution_count + 4
     assert after.inference_stats.success.ns > before.inference_stats.success.ns
+    compute = after.inference_stats
+    assert compute.compute_input.count == compute.compute_infer.count == after.inference_count
     assert after.inference_stats.queue.count == before.inference_stats.queue.count + 1
 
 
