@@ -109,7 +109,8 @@ def test_our_description_of_the_protocol_is_theirs(server: Server) -> None:
 
     code = (
         "from quill.protos import kserve_pb2 as k; from google.protobuf import descriptor_pb2 as d;"
-        "p = d.FileDescriptorProto(); k.DESCRIPTOR.CopyToProto(p); print(p.SerializeToString().hex())"
+        "p = d.FileDescriptorProto(); k.DESCRIPTOR.CopyToProto(p);"
+        "print(p.SerializeToString().hex())"
     )
     ours = FileDescriptorProto.FromString(bytes.fromhex(server.ours(code)))
     from tritonclient.grpc import model_config_pb2, service_pb2
@@ -128,7 +129,8 @@ def fields_of(messages: Any, prefix: str = "") -> dict[str, tuple[int, int, int]
     found = {}
     for message in messages:
         name = f"{prefix}{message.name}."
-        found |= {f"{name}{each.name}": (each.number, each.type, each.label) for each in message.field}
+        for each in message.field:
+            found[f"{name}{each.name}"] = (each.number, each.type, each.label)
         found |= fields_of(message.nested_type, name)
     return found
 
