@@ -162,8 +162,8 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     log = options.out / "server.log"
     with own_server(log, options.bundle, *options.serve_options, access=access) as server:
         door_address = server.address_for(options.protocol)
-        model, url = _get_model(server.address, access), server.metrics_url
-        yield Target(server.address, door_address, url, model, access, server.pid)
+        model, metrics = _get_model(server.address, access), server.metrics_url
+        yield Target(server.address, door_address, metrics, model, access, server.pid)
 
 
 def _get_model(address: str, access: Access) -> pb.Model:

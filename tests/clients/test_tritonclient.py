@@ -162,7 +162,7 @@ def test_streamed_answer_is_the_same(
 
 def test_options_may_be_strings_and_outputs_may_be_named(server: Server, client: Any) -> None:
     options = {"max_tokens": "5", "temperature": "0", "logprobs": "2", "n": "2"}
-    flags = {"return_logprobs": True, "return_num_output_tokens": True}
+    flags: dict[str, Any] = {"return_logprobs": True, "return_num_output_tokens": True}
     flags |= {"return_num_input_tokens": True, "return_cumulative_logprob": True}
     names = ("logprobs", "num_output_tokens", "num_input_tokens", "cumulative_logprob")
     result = client.infer(

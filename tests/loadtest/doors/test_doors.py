@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,12 @@ def test_all_doors_tell_the_same_of_the_same_request(server: OwnServer) -> None:
             record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
         assert record.server_first_token_ms
         # Only these are of the moment.
-        moment = {"late_ms": 0.0, "total_ms": 0.0, "arrivals_ms": (), "cached_tokens": 0}
+        moment: dict[str, Any] = {
+            "late_ms": 0.0,
+            "total_ms": 0.0,
+            "arrivals_ms": (),
+            "cached_tokens": 0,
+        }
         moment |= dict.fromkeys(("first_token_ms", "server_first_token_ms", "server_queue_ms"))
         return replace(record, **moment)
 

@@ -20,13 +20,17 @@ def asking(
     """A tensor for each word: text, true or false, or token ids."""
     request = kserve.ModelInferRequest(model_name="quill", id="7", parameters=parameters or {})
     for name, value in tensors.items():
-        match value:
-            case str():
-                datatype, values = "BYTES", [value.encode()]
-            case bool():
-                datatype, values = "BOOL", [value]
-            case _:
-                datatype, values = "INT32", list(value)
+        datatype, values = _typed(value)
         request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
         request.raw_input_contents.append(packed(datatype, values))
     return request
+
+
+def _typed(value: Any) -> tuple[str, list[Any]]:
+    match value:
+        case str():
+            return "BYTES", [value.encode()]
+        case bool():
+            return "BOOL", [value]
+        case _:
+            return "INT32", list(value)

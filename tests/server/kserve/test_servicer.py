@@ -112,7 +112,7 @@ def test_nothing_is_ready_before_the_model_is_loaded() -> None:
 
 def test_same_request_has_the_same_answer_as_over_grpc(running: Running, stub: Stub) -> None:
     options = {"seed": 5, "temperature": 1.5, "max_tokens": 20, "n": 2}
-    flags = {"return_token_ids": True, "exclude_input_in_output": True}
+    flags: dict[str, Any] = {"return_token_ids": True, "exclude_input_in_output": True}
     sampling = json.dumps(options)
     told = stub.ModelInfer(asking(text_input="abc", sampling_parameters=sampling, **flags))
     with grpc.insecure_channel(running.address) as channel:
@@ -241,7 +241,7 @@ def test_statistics_are_the_metrics_own(stub: Stub) -> None:
 
 def test_bytes_that_are_no_message_end_a_stream_in_words(running: Running) -> None:
     with grpc.insecure_channel(running.address) as channel:
-        call = channel.stream_stream(STREAM)
+        call: Any = channel.stream_stream(STREAM)
         with pytest.raises(grpc.RpcError, match="message can't be read") as no:
             list(call(iter([b"\xff\xff"]), timeout=TIMEOUT_S))
         assert no.value.code() is grpc.StatusCode.INVALID_ARGUMENT
