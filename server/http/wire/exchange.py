@@ -105,8 +105,12 @@ class Exchange:
             self.has_left = True
             worker.cancel()
 
-    async def answer_json(self, content: Any, status: int = 200, headers: Headers = ()) -> None:
-        await self.answer(_dump(content), "application/json", status, headers)
+    async def answer_json(
+        self, content: Any, status: int = 200, headers: Headers = (), is_long: bool = False
+    ) -> None:
+        """`is_long`: another thread writes it down."""
+        body = await asyncio.to_thread(_dump, content) if is_long else _dump(content)
+        await self.answer(body, "application/json", status, headers)
 
     async def answer(
         self, body: bytes, kind: str, status: int = 200, headers: Headers = ()
@@ -149,13 +153,16 @@ class Exchange:
         own = [("date", formatdate(usegmt=True)), ("x-request-id", self.request_id)]
         own.append(("x-content-type-options", "nosniff"))
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in (*own, *headers)]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self._tell({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _write(self, data: bytes, more: bool) -> None:
+        await self._tell({"type": "http.response.body", "body": data, "more_body": more})
+        self.is_over = not more
+
+    async def _tell(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self.is_over = not more
+                await self._send(message)
         except TimeoutError:
             self.scope["state"]["abort"]()
             reason = f"nothing was read for {self._write_timeout_s:g} s"

@@ -141,6 +141,7 @@ class _Protocol(H11Protocol):
         """Ends the connection that has been idle longest; if none is, this one."""
         idle = [each for each in self.connections if isinstance(each, _Protocol) and each.is_idle]
         oldest = min(idle, key=lambda each: each.idle_since_s, default=self)
+        self.connections.discard(oldest)  # now: others may come before it has gone
         oldest.transport.abort()
 
 
