@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -24,6 +23,7 @@ from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.wire.route import Route
+from quill.server.service.json_fields import Json
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
@@ -49,6 +49,7 @@ class App:
         self._is_serving = is_serving
         kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models)
         self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
+        self._api = openapi(self._routes.values())
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
             "/metrics": self._metrics,
@@ -92,25 +93,24 @@ class App:
         try:
             caller = self._guard.caller(exchange)
             deadline = deadline_s(exchange)
-            body = None
+            values: Json = {}
             if route.verb == "POST":
-                body = await exchange.read_json(self._settings.max_message_bytes)
-            request = route.read(body)
+                values = await exchange.read_json(self._settings.max_message_bytes, route.read)
         except RequestError as error:
             self._calls.refuse(_origin(exchange, route, caller, deadline), error)
             raise
         origin = _origin(exchange, route, caller, deadline)
-        await exchange.attend(self._serve(route, request, origin, exchange))
+        await exchange.attend(self._serve(route, values, origin, exchange))
 
-    async def _serve(self, route: Route, request: Any, origin: Origin, exchange: Exchange) -> None:
+    async def _serve(self, route: Route, values: Json, origin: Origin, exchange: Exchange) -> None:
         try:
             # By the loop's clock, time.monotonic. The engine stops before, but for long steps.
             async with asyncio.timeout_at(origin.deadline_s):
-                await route.answer(request, origin, exchange)
+                await route.answer(values, origin, exchange)
         except TimeoutError:
             await self._refuse(exchange, DeadlineError("the deadline passed"))
         except RequestError as error:
-            await self._refuse(exchange, route.as_written(error, request))
+            await self._refuse(exchange, route.as_written(error, values))
 
     async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
         """In words, while there is somebody who hears them."""
@@ -130,17 +130,19 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         if not self._settings.open_metrics:
             self._guard.caller(exchange)
-        await exchange.answer(generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        page = await asyncio.to_thread(generate_latest, self._registry)
+        await exchange.answer(page, CONTENT_TYPE_LATEST)
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer_json({"version": metadata.version("quill")})
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.answer_json(openapi(self._routes.values()))
+        await exchange.answer_json(self._api)
 
     async def _docs(self, exchange: Exchange) -> None:
-        page = docs_page(openapi(self._routes.values()))
-        await exchange.answer(page, "text/html; charset=utf-8", headers=DOCS_HEADERS)
+        await exchange.answer(
+            docs_page(self._api), "text/html; charset=utf-8", headers=DOCS_HEADERS
+        )
 
 
 def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | None) -> Origin:
