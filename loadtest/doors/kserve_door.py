@@ -19,7 +19,7 @@ from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.client.access import Access
 
 MODEL = "quill"  # whatever is served
-_SAID = ("stream", "exclude_input_in_output", "return_num_output_tokens", "return_token_ids")
+_SAID = ("stream", "exclude_input_in_output", "return_token_ids")
 
 
 class KserveDoor:
