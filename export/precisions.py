@@ -42,8 +42,8 @@ class Facts:
 
 
 # Quantised graphs are compared with PyTorch on the very same (dequantised) weights: what remains is
-# the rounding of activations. To 8 bits, beside 4-bit weights, that is about 0.15 on average and now
-# and then much more; to 16 bits a hundredth at worst.
+# the rounding of activations. To 8 bits, beside 4-bit weights, that is about 0.15 on average and
+# now and then much more; to 16 bits a hundredth at worst.
 _ROUNDED = Tolerance(worst=math.inf, mean=0.5)
 _FINELY_ROUNDED = Tolerance(worst=0.1, mean=0.02)
 
