@@ -16,13 +16,15 @@ from quill.server.errors import RequestError, StepError
 from quill.server.http.chat import Chat
 from quill.server.http.exchange import Exchange, Message, Receive, Send
 from quill.server.http.guards import Guard, deadline_s
-from quill.server.http.models import Models
+from quill.server.http.models import ModelFacts, Models
+from quill.server.http.page_files import page_files
 from quill.server.http.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.route import Route
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import new_request_id
+from quill.server.telemetry.stats import stats
 from quill.server.telemetry.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,14 @@ class App:
         self._guard = Guard(settings.host, keyring)
         self._registry = registry
         self._is_serving = is_serving
-        routes: list[Route] = [Chat(service), Models(service)]
+        routes: list[Route] = [Chat(service), Models(service), ModelFacts(service)]
         self._routes = {route.path: route for route in routes}
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
             "/metrics": self._metrics,
             "/version": self._version,
+            "/stats": self._stats,
+            **page_files(),
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -120,6 +124,11 @@ class App:
         if not self._settings.open_metrics:
             self._guard.caller(exchange)
         await exchange.answer(generate_latest(self._registry), CONTENT_TYPE_LATEST)
+
+    async def _stats(self, exchange: Exchange) -> None:
+        if not self._settings.open_metrics:
+            self._guard.caller(exchange)
+        await exchange.answer_json(stats(self._registry))
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer_json({"version": metadata.version("quill")})
