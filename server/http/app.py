@@ -13,13 +13,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from quill.server.auth.caller import Caller
 from quill.server.auth.keyring import Keyring
 from quill.server.errors import RequestError, StepError
-from quill.server.http.chat import Chat
-from quill.server.http.exchange import Exchange, Message, Receive, Send
-from quill.server.http.guards import Guard, deadline_s
-from quill.server.http.models import ModelFacts, Models
+from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
+from quill.server.http.model_facts import ModelFacts
+from quill.server.http.openai.chat import Chat
+from quill.server.http.openai.completions import Completions
+from quill.server.http.openai.embeddings import Embeddings
+from quill.server.http.openai.models import Models
+from quill.server.http.openai.tokens import Detokenize, Tokenize
 from quill.server.http.page_files import page_files
-from quill.server.http.refusals import RefusalError, body_of, headers_of, status_of
-from quill.server.http.route import Route
+from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
+from quill.server.http.wire.guards import Guard, deadline_s
+from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
+from quill.server.http.wire.route import Route
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
@@ -44,12 +49,14 @@ class App:
         self._guard = Guard(settings.host, keyring)
         self._registry = registry
         self._is_serving = is_serving
-        routes: list[Route] = [Chat(service), Models(service), ModelFacts(service)]
-        self._routes = {route.path: route for route in routes}
+        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models, ModelFacts)
+        self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
             "/metrics": self._metrics,
             "/version": self._version,
+            "/openapi.json": self._openapi,
+            "/docs": self._docs,
             "/stats": self._stats,
             **page_files(),
         }
@@ -132,6 +139,13 @@ class App:
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer_json({"version": metadata.version("quill")})
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.answer_json(openapi(self._routes.values()))
+
+    async def _docs(self, exchange: Exchange) -> None:
+        page = docs_page(openapi(self._routes.values()))
+        await exchange.answer(page, "text/html; charset=utf-8", headers=DOCS_HEADERS)
 
 
 def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | None) -> Origin:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib import resources
 
-from quill.server.http.exchange import Exchange
+from quill.server.http.wire.exchange import Exchange
 
 _KINDS = {
     "html": "text/html; charset=utf-8",

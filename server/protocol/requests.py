@@ -44,6 +44,11 @@ class ParsedRequest:
     normalise: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
 
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """What is continued, or translated."""
+        return self.request.source_ids or self.request.prompt_ids
+
 
 class RequestReader:
     """Reads requests for one model. May take long for long texts: not for the event loop."""

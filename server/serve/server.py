@@ -22,7 +22,7 @@ from quill.server.engine.admission import Admission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import ReloadError, StartError
 from quill.server.http.app import App
-from quill.server.http.http_server import HttpServer
+from quill.server.http.wire.http_server import HttpServer
 from quill.server.loading.loader import Load
 from quill.server.loading.reload import Reloader
 from quill.server.machine.hang_up import hang_up, stop_listening

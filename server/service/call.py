@@ -6,6 +6,7 @@ Knows: the order of things in a call. Does not know: gRPC, HTTP, how text is mad
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -76,6 +77,11 @@ class Call:
     async def read(self, message: pb.GenerateRequest) -> ParsedRequest:
         """Checks a request, and doesn't begin with it yet."""
         return await _read(RequestReader(self.served).read_generate, message, self._arrival())
+
+    async def read_only(self, message: pb.GenerateRequest) -> ParsedRequest:
+        """The same for one that is only read and rated: of its answer there is no token."""
+        parsed = await self.read(message)
+        return replace(parsed, request=replace(parsed.request, max_new_tokens=0))
 
     async def generate(self, parsed: ParsedRequest) -> pb.GenerateResponse:
         whole = await self._collect(parsed)

@@ -80,6 +80,7 @@ OPTIONS = (
     Field("stop", STRINGS, "strings that end an answer; they aren't part of it", "stop"),
     Field("stop_token_ids", INTEGERS, "tokens that end an answer", "stop_token_ids"),
     Field("ignore_eos", BOOLEAN, "go on after the model's own end", "ignore_eos"),
+    Field("min_tokens", INTEGER, "no end of the model's before so many", "min_new_tokens"),
     Field("n", INTEGER, "how many answers", "num_sequences"),
     Field("prompt_logprobs", INTEGER, "log-probabilities of the prompt", "prompt_logprobs"),
     Field(

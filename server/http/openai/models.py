@@ -1,19 +1,16 @@
-"""`/v1/models` and `/model`: the one model that is served.
+"""`/v1/models`: the one model that is served.
 
 Knows: OpenAI's shape of a list of models. Does not know: how it is served.
 """
 
 import time
 
-from google.protobuf.json_format import MessageToDict
-
-from quill.server.http.exchange import Exchange
-from quill.server.http.refusals import RefusalError
-from quill.server.http.route import Route
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.refusals import RefusalError
+from quill.server.http.wire.route import Route
 from quill.server.protocol.served_model import ServedModel
 from quill.server.service.json_fields import STRING, Field, Json
 from quill.server.service.origin import Origin
-from quill.server.service.service import Service
 
 MODEL = Field("model", STRING, "the name of the model, as /v1/models has it")
 STARTED = int(time.time())
@@ -23,9 +20,6 @@ class Models(Route):
     verb = "GET"
     path = "/v1/models"
     says = "the model that is served"
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         model = await self._service.get_model(origin)
@@ -37,22 +31,6 @@ class Models(Route):
             "max_model_len": model.context,
         }
         await exchange.answer_json({"object": "list", "data": [entry]})
-
-
-class ModelFacts(Route):
-    verb = "GET"
-    path = "/model"
-    says = "everything about the model that is served, as gRPC's GetModel has it"
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
-        model = await self._service.get_model(origin)
-        facts = MessageToDict(
-            model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        await exchange.answer_json(facts)
 
 
 def check_model(values: Json, served: ServedModel) -> None:

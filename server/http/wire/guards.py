@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from quill.server.addresses import is_loopback
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
 from quill.server.auth.keyring import Keyring
-from quill.server.http.exchange import Exchange
-from quill.server.http.refusals import RefusalError
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.refusals import RefusalError
 
 TIMEOUT_HEADER = "x-request-timeout"
 _CLOSE = (("connection", "close"),)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from quill.server.errors import InvalidFieldError, RequestError
-from quill.server.http.exchange import Exchange
+from quill.server.http.wire.exchange import Exchange
 from quill.server.service.generation_options import as_written
 from quill.server.service.json_fields import Field, Json, Refused, read_fields
 from quill.server.service.origin import Origin
+from quill.server.service.service import Service
 
 
 class Route:
@@ -22,6 +23,9 @@ class Route:
     says: ClassVar[str]
     fields: ClassVar[Sequence[Field]] = ()
     refused: ClassVar[Sequence[Refused]] = ()
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     def read(self, body: Any) -> Json:
         """The fields' values, checked by themselves."""

@@ -3,29 +3,27 @@
 Knows: their JSON, generation.proto. Does not know: templates, how an answer is made.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.http.exchange import Events, Exchange
-from quill.server.http.generations import (
+from quill.server.http.openai.generations import (
     COMMON,
     COMMON_REFUSED,
     Facts,
+    Tally,
     beside,
     finish_reason,
+    includes_usage,
     option_message,
     timings_json,
-    usage_json,
 )
-from quill.server.http.models import check_model
-from quill.server.http.route import Route
-from quill.server.protocol.requests import ParsedRequest
-from quill.server.service.call import Call
+from quill.server.http.openai.logprobs import chat_logprobs, prompt_logprobs
+from quill.server.http.openai.models import check_model
+from quill.server.http.wire.exchange import Events, Exchange
+from quill.server.http.wire.route import Route
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Kind, Refused, a, refuse
 from quill.server.service.origin import Origin
-from quill.server.service.service import Service
 
 _ROLES = {"developer": "system"}  # others are what they are
 
@@ -72,7 +70,7 @@ _MESSAGE = {
     },
     "required": ["role"],
 }
-_CONVERSATION = Kind({"type": "array", "items": _MESSAGE}, _messages)
+CONVERSATION = Kind({"type": "array", "items": _MESSAGE}, _messages)
 _NO_TOOLS = "This server calls no tools yet. Leave it out"
 
 
@@ -82,7 +80,7 @@ class Chat(Route):
     fields = (
         Field(
             "messages",
-            _CONVERSATION,
+            CONVERSATION,
             "the conversation, oldest first, each with a role and a content",
             is_required=True,
         ),
@@ -93,17 +91,18 @@ class Chat(Route):
     refused = (
         *COMMON_REFUSED,
         Refused("tools", ([],), _NO_TOOLS),
-        Refused("tool_choice", ("none", "auto"), _NO_TOOLS),
+        Refused("tool_choice", ("none",), _NO_TOOLS),
         Refused("functions", ([],), _NO_TOOLS),
-        Refused("function_call", ("none", "auto"), _NO_TOOLS),
+        Refused("function_call", ("none",), _NO_TOOLS),
         Refused("audio", (), "This model is one of text. Leave it out"),
         Refused("modalities", (["text"],), "This model is one of text. Leave it out"),
         Refused("prediction", (), "Leave it out"),
         Refused("web_search_options", (), "Leave it out"),
+        Refused("echo", (False,), "Use /v1/completions"),
+        Refused("add_generation_prompt", (True,), "The model's turn is always next"),
+        Refused("continue_final_message", (False,), "The model's turn is always next"),
+        Refused("chat_template", (), "The model has its own"),
     )
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         async with self._service.call(origin) as call:
@@ -116,103 +115,92 @@ class Chat(Route):
                 served=call.served,
                 seed=message.seed,
             )
+            rest: Json = {}
+            if values.get("return_token_ids"):
+                rest["prompt_token_ids"] = list(parsed.given_ids)
             if not values.get("stream"):
-                whole = _whole(await call.generate(parsed), facts, values)
-                await exchange.answer_json(whole)
+                response = await call.generate(parsed)
+                await exchange.answer_json(_whole(response, facts, values, rest))
                 return
             async with exchange.events() as events:
-                await _Stream(facts, values, events).run(call, parsed)
+                stream = _Stream(facts, values, events, rest)
+                await call.generate_stream(parsed, stream.send)
+                await stream.end()
 
 
 def _request(values: Json, context: int) -> pb.GenerateRequest:
     message = option_message(values, default_max_tokens=context)
     message.messages.messages.extend(values["messages"])
-    wants = values.get("logprobs", False)
-    if wants:
+    if values.get("logprobs"):
         message.logprobs = values.get("top_logprobs", 0)
-    elif "top_logprobs" in values:
-        message.ClearField("logprobs")
-        if values["top_logprobs"]:
-            raise InvalidFieldError("top_logprobs", "is set, and logprobs isn't true. Set it, too")
+    elif values.get("top_logprobs"):
+        raise InvalidFieldError("top_logprobs", "is set, and logprobs isn't true. Set it, too")
     return message
 
 
-def _whole(response: pb.GenerateResponse, facts: Facts, values: Json) -> Json:
+def _whole(response: pb.GenerateResponse, facts: Facts, values: Json, rest: Json) -> Json:
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": each.text, "refusal": None},
-            "logprobs": _logprobs(each.logprobs, values),
+            "logprobs": chat_logprobs(each.logprobs) if values.get("logprobs") else None,
             "finish_reason": finish_reason(each),
-            **beside(each),
+            **beside(each, values),
         }
         for index, each in enumerate(response.sequences)
     ]
-    return facts.wrap(
-        choices, usage=usage_json([response.usage]), timings=timings_json(response.timings)
-    )
+    tally = Tally()
+    tally.note(response.usage)
+    if "prompt_logprobs" in values:
+        rest = rest | {"prompt_logprobs": prompt_logprobs(response.prompt_logprobs)}
+    timings = timings_json(response.timings)
+    return facts.wrap(choices, usage=tally.json(), timings=timings, **rest)
 
 
 class _Stream:
     """The answer as chunks. A chunk of each choice's role comes before its first words."""
 
-    def __init__(self, facts: Facts, values: Json, events: Events) -> None:
+    def __init__(self, facts: Facts, values: Json, events: Events, first: Json) -> None:
         self._facts = facts
         self._values = values
         self._events = events
-        self._has_usage = values.get("stream_options", {}).get("include_usage", False)
+        self._first = first  # what only the first chunk says
         self._begun: set[int] = set()
-        self._usages: list[pb.Usage] = []
+        self._tally = Tally()
 
-    async def run(self, call: Call, parsed: ParsedRequest) -> None:
-        await call.generate_stream(parsed, self._send)
-        if self._has_usage:
-            await self._events.send(self._facts.wrap([], usage=usage_json(self._usages)))
-        await self._events.end()
-
-    async def _send(self, chunk: pb.GenerateChunk) -> None:
-        index = chunk.sequence
-        if index not in self._begun:
-            self._begun.add(index)
-            await self._say(index, {"role": "assistant", "content": ""})
-        if chunk.text or chunk.logprobs:
-            await self._say(index, {"content": chunk.text}, _logprobs(chunk.logprobs, self._values))
+    async def send(self, chunk: pb.GenerateChunk) -> None:
+        if "prompt_logprobs" in self._values and chunk.prompt_logprobs:
+            self._first["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs)
+        if chunk.sequence not in self._begun:
+            self._begun.add(chunk.sequence)
+            await self._tell(chunk.sequence, {"role": "assistant", "content": ""}, **self._first)
+            self._first = {}
+        if chunk.text or chunk.logprobs or self._values.get("return_token_ids"):
+            logprobs = chat_logprobs(chunk.logprobs) if self._values.get("logprobs") else None
+            more = beside(chunk, self._values)
+            await self._tell(chunk.sequence, {"content": chunk.text}, logprobs, more)
         if chunk.finish_reason:
-            self._usages.append(chunk.usage)
-            await self._end(chunk)
+            await self._finish(chunk)
 
-    async def _end(self, chunk: pb.GenerateChunk) -> None:
-        choice = {
-            "index": chunk.sequence,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": finish_reason(chunk),
-            **beside(chunk),
-        }
-        await self._tell(choice, timings=timings_json(chunk.timings))
+    async def _finish(self, chunk: pb.GenerateChunk) -> None:
+        self._tally.note(chunk.usage)
+        more = {**beside(chunk, {}), "finish_reason": finish_reason(chunk)}
+        await self._tell(chunk.sequence, {}, None, more, timings=timings_json(chunk.timings))
 
-    async def _say(self, index: int, delta: Json, logprobs: Json | None = None) -> None:
+    async def _tell(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Json | None = None,
+        more: Json | None = None,
+        **rest: Any,
+    ) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        await self._tell(choice)
-
-    async def _tell(self, choice: Json, **rest: Any) -> None:
-        if self._has_usage:
+        if includes_usage(self._values):
             rest["usage"] = None
-        await self._events.send(self._facts.wrap([choice], **rest))
+        await self._events.send(self._facts.wrap([choice | (more or {})], **rest))
 
-
-def _logprobs(tokens: Sequence[pb.TokenLogprobs], values: Json) -> Json | None:
-    if not values.get("logprobs"):
-        return None
-    content = [
-        {**_token(each), "top_logprobs": [_token(one) for one in each.top]} for each in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _token(token: pb.TokenLogprobs | pb.Alternative) -> Json:
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.text.encode()),
-    }
+    async def end(self) -> None:
+        if includes_usage(self._values):
+            await self._events.send(self._facts.wrap([], usage=self._tally.json()))
+        await self._events.end()

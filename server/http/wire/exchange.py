@@ -13,12 +13,13 @@ from email.utils import formatdate
 from typing import Any
 
 from quill.server.errors import CancelledError, SlowReaderError
-from quill.server.http.refusals import Headers, RefusalError
+from quill.server.http.wire.refusals import Headers, RefusalError
 from quill.server.service.json_fields import Json
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 # Longer bodies are read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 16 * 1024

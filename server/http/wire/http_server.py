@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from quill.server.addresses import write_address
 from quill.server.auth.tls import http_context
 from quill.server.errors import StartError
-from quill.server.http.app import App
+from quill.server.http.wire.exchange import Application
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CLOSE_S = 1.0
 class HttpServer:
     """Belongs to one event loop."""
 
-    def __init__(self, app: App, settings: Settings) -> None:
+    def __init__(self, app: Application, settings: Settings) -> None:
         self._settings = settings
         self._config = uvicorn.Config(
             app,
