@@ -11,7 +11,7 @@ const REASONS = {
 };
 
 export class Answer {
-  // `actions`: { label: function } beneath it, once it is over.
+  // `actions`: [label, title, function] beneath it, once it is over.
   constructor(actions) {
     this.actions = actions;
     this.text = "";
@@ -66,8 +66,8 @@ export class Answer {
     this.foot.append(make("p", { class: "facts", text: facts.filter(Boolean).join("  ·  ") }));
     const row = make("div", { class: "actions" });
     if (this.seed !== undefined) row.append(this.seedButton());
-    for (const [label, action] of Object.entries(this.actions)) {
-      const button = make("button", { type: "button", class: "plain", text: label });
+    for (const [label, title, action] of this.actions) {
+      const button = make("button", { type: "button", class: "plain", title, text: label });
       button.addEventListener("click", () => action(this));
       row.append(button);
     }
@@ -141,10 +141,11 @@ function showPopover(element, tokens) {
 
 function told(token) {
   const rows = [];
-  const among = token.top_logprobs.some((other) => other.logprob === token.logprob && other.token === token.token);
-  const all = among ? token.top_logprobs : [...token.top_logprobs, { ...token, last: true }];
+  const found = token.top_logprobs.findIndex((other) => String(other.bytes) === String(token.bytes));
+  const all = found < 0 ? [...token.top_logprobs, token] : token.top_logprobs;
+  const place = found < 0 ? all.length - 1 : found;
   for (const other of all) {
-    const chosen = other.last || (other.token === token.token && other.logprob === token.logprob);
+    const chosen = other === all[place];
     const bar = make("span", { class: "meter" }, make("span"));
     bar.firstChild.style.width = `${100 * Math.exp(other.logprob ?? -Infinity)}%`;
     rows.push(

@@ -39,12 +39,12 @@ function request(asked) {
 // `asked`: all that an answer comes from: { mode, messages or prompt, options }.
 async function answer(asked, place) {
   stop();
-  const actions = {
-    "Same seed": (one) => again(asked, one, { ...asked.options, seed: one.seed }),
-    Another: (one) => again(asked, one, { ...asked.options, seed: undefined }),
-    Copy: (one) => copy(one.text, "The answer is copied"),
-    Share: (one) => share(asked, one),
-  };
+  const actions = [
+    ["Regenerate", "With the same seed: the same answer", (one) => again(asked, one, { ...asked.options, seed: one.seed })],
+    ["New seed", "Another answer", (one) => again(asked, one, { ...asked.options, seed: undefined })],
+    ["Copy", "The answer's text", (one) => copy(one.text, "The answer is copied")],
+    ["Share", "A link with prompt, options and seed", (one) => share(asked, one)],
+  ];
   const shown = new Answer(actions);
   shown.onSeed = (seed) => setOption("seed", seed);
   place(shown.element);
@@ -62,12 +62,18 @@ async function answer(asked, place) {
     if (caught instanceof Refusal && caught.status === 401) askForKey();
   }
   shown.end(mine.abort.signal.aborted, error);
-  if (asked.mode === "chat") messages = [...asked.messages, { role: "assistant", content: shown.text }];
+  if (asked.mode === "chat") keep(asked.messages, shown.text);
   if (running === mine) {
     running = undefined;
     setBusy(false);
   }
   follow();
+}
+
+// What comes to nothing isn't part of the conversation.
+function keep(asked, text) {
+  messages = text ? [...asked, { role: "assistant", content: text }] : asked.slice(0, -1);
+  if (!text && !byId("input").value) byId("input").value = asked.at(-1).content;
 }
 
 function again(asked, old, options) {
@@ -93,7 +99,6 @@ function send() {
     grow();
     answer({ mode, messages: asked, options }, (element) => byId("thread").append(element));
   } else {
-    byId("result").hidden = false;
     answer({ mode, prompt: text, options }, (element) => byId("result").replaceChildren(element));
   }
 }
@@ -136,7 +141,6 @@ function clear() {
   messages = [];
   byId("thread").replaceChildren();
   byId("result").replaceChildren();
-  byId("result").hidden = true;
   byId("input").value = "";
   history.replaceState(null, "", location.pathname);
   grow();
@@ -152,7 +156,7 @@ function choose(wanted) {
     byId("input-label").textContent = LABELS[mode][0];
     byId("input").placeholder = LABELS[mode][0];
     byId("thread").hidden = mode !== "chat";
-    byId("result").hidden = mode === "chat" || !byId("result").children.length;
+    byId("result").hidden = mode === "chat";
     setBusy(false);
     showOptionsFor(mode);
     grow();
@@ -231,6 +235,10 @@ async function meet() {
   const shared = sharedIn(location.hash);
   if (shared) openShared(shared);
   else byId("input").focus();
+  if (!dashboard) {
+    dashboard = new Dashboard();
+    look();
+  }
 }
 
 function modesOf({ family, chat_template, has_tokenizer }) {
@@ -242,7 +250,7 @@ function modesOf({ family, chat_template, has_tokenizer }) {
 // Looks at the server's numbers while anybody looks at this page.
 async function look() {
   try {
-    if (!document.hidden && model) {
+    if (!document.hidden) {
       const crowd = dashboard.take(await getJson("stats"));
       byId("crowd").textContent = `${crowd.running} running, ${crowd.waiting} waiting`;
     }
@@ -313,7 +321,5 @@ function wire() {
 
 setTheme(localStorage.getItem("quill.theme") ?? "auto");
 if (window.matchMedia("(max-width: 800px)").matches) byId("options").open = false;
-dashboard = new Dashboard();
 wire();
 meet();
-look();

@@ -49,10 +49,10 @@ function timed(title, name) {
     title,
     lines: (now, before) => [0.5, 0.95].map((q) => quantile(now.histogram(name), before(WINDOW_S).histogram(name), q)),
     says: (both, now) => [
-      both.map((each) => (each === undefined ? "–" : duration(1000 * each))).join(" / "),
-      `${count(now.histogram(name).count)} since the start`,
+      both[0] === undefined ? "–" : both.map((each) => duration(1000 * each)).join(" / "),
+      `about, in the last minute; ${count(now.histogram(name).count)} since the start`,
     ],
-    names: ["half", "95%"],
+    names: ["median", "95%"],
   };
 }
 

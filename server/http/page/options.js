@@ -4,7 +4,7 @@
 import { byId, make } from "./elements.js";
 
 const GROUPS = [
-  ["Before", [{ name: "system", label: "System prompt", kind: "lines", modes: ["chat"] }]],
+  ["Conversation", [{ name: "system", label: "System prompt", kind: "lines", modes: ["chat"] }]],
   [
     "Drawing",
     [
@@ -37,7 +37,7 @@ const GROUPS = [
   [
     "Beam search",
     [
-      { name: "num_beams", label: "Beams", step: 1, min: 1, hint: "1 draws instead" },
+      { name: "num_beams", label: "Beams", step: 1, min: 1, hint: "1 is off" },
       { name: "length_penalty", label: "Length penalty", step: 0.1, min: -10, max: 10, hint: "1", searching: true },
       { name: "early_stopping", label: "Stops", kind: "choice", choices: { "": "by a guess", true: "at once", never: "when sure" }, searching: true, wide: true },
     ],

@@ -54,8 +54,8 @@ export class Alignment {
 
 // At a text's beginning some tokenizers drop a token's space.
 function spelled(token, first) {
-  const bytes = token.bytes ?? [...encoder.encode(token.token)];
-  return first !== undefined && first !== 32 && bytes[0] === 32 ? bytes.slice(1) : bytes;
+  const drops = first !== undefined && first !== 32 && token.bytes[0] === 32;
+  return drops ? token.bytes.slice(1) : token.bytes;
 }
 
 function decode(bytes) {
@@ -68,7 +68,7 @@ function decode(bytes) {
 
 // A token as it can be read: spaces and line ends show.
 export function visible(token) {
-  const text = decode(token.bytes ?? encoder.encode(token.token));
+  const text = decode(token.bytes);
   if (text === undefined) return token.bytes.map((byte) => `<${byte.toString(16).padStart(2, "0")}>`).join("");
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 }
@@ -79,14 +79,18 @@ export function percent(logprob) {
   return `${share.toFixed(share < 10 ? 2 : 1)}%`;
 }
 
-// As chats have them, whichever way they came.
+// As chats have them, { token, bytes, logprob, top_logprobs }, whichever way they came.
 export function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) return logprobs.content;
   return logprobs.tokens.map((token, i) => ({
-    token,
-    bytes: logprobs.bytes?.[i],
-    logprob: logprobs.token_logprobs[i],
-    top_logprobs: Object.entries(logprobs.top_logprobs?.[i] ?? {}).map(([token, logprob]) => ({ token, logprob })),
+    ...named(token, logprobs.token_logprobs[i]),
+    top_logprobs: Object.entries(logprobs.top_logprobs[i] ?? {}).map(([one, logprob]) => named(one, logprob)),
   }));
+}
+
+// Completions write parts of characters as bytes:\xe6\x97.
+function named(token, logprob) {
+  const codes = token.startsWith("bytes:\\x") ? token.slice("bytes:\\x".length).split("\\x") : undefined;
+  return { token, logprob, bytes: codes?.map((code) => parseInt(code, 16)) ?? [...encoder.encode(token)] };
 }
