@@ -292,6 +292,7 @@ function wire() {
   byId("clear").addEventListener("click", clear);
   byId("theme").addEventListener("click", nextTheme);
   byId("key").addEventListener("click", askForKey);
+  byId("key-cancel").addEventListener("click", () => byId("key-dialog").close(""));
   byId("key-dialog").addEventListener("close", () => {
     const given = byId("key-field").value.trim();
     byId("key-field").value = "";
