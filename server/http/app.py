@@ -3,6 +3,7 @@
 Knows: paths, the order of checks. Does not know: what is asked for, sockets.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
@@ -12,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from quill.server.auth.caller import Caller
 from quill.server.auth.keyring import Keyring
-from quill.server.errors import RequestError, StepError
+from quill.server.errors import DeadlineError, RequestError, StepError
 from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
 from quill.server.http.model_facts import ModelFacts
 from quill.server.http.openai.chat import Chat
@@ -108,7 +109,11 @@ class App:
 
     async def _serve(self, route: Route, request: Any, origin: Origin, exchange: Exchange) -> None:
         try:
-            await route.answer(request, origin, exchange)
+            # By the loop's clock, time.monotonic. The engine stops before, but for long steps.
+            async with asyncio.timeout_at(origin.deadline_s):
+                await route.answer(request, origin, exchange)
+        except TimeoutError:
+            await self._refuse(exchange, DeadlineError("the deadline passed"))
         except RequestError as error:
             await self._refuse(exchange, route.as_written(error, request))
 

@@ -133,6 +133,6 @@ def as_written(
     """The same error with the name that the client knows the field by."""
     names = [field.name for field in fields if field.into == error.field]
     given = [name for name in names if name in values]
-    for name in (*given, *names):
-        return InvalidFieldError(name, error.reason)
-    return error
+    if not names:
+        return error
+    return InvalidFieldError(given[-1] if given else names[0], error.reason)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quill.protos import generation_pb2 as pb
-from quill.server.errors import InvalidFieldError
+from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.http.openai.generations import (
     COMMON,
     COMMON_REFUSED,
@@ -54,6 +54,11 @@ class Completions(Route):
     )
     refused = (*COMMON_REFUSED, Refused("suffix", ("",), "This model only continues. Leave it out"))
 
+    def as_written(self, error: RequestError, values: Json) -> RequestError:
+        if isinstance(error, InvalidFieldError) and error.field == "prompt_ids":
+            return InvalidFieldError("prompt", error.reason)
+        return super().as_written(error, values)
+
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         async with self._service.call(origin) as call:
             check_model(values, call.served)
@@ -80,10 +85,7 @@ class Completions(Route):
 def _options(values: Json) -> pb.GenerateRequest:
     if values.get("best_of", values.get("n", 1)) > values.get("n", 1):
         raise InvalidFieldError("best_of", "is above n, which isn't supported here. Give num_beams")
-    options = option_message(values, DEFAULT_MAX_TOKENS)
-    options.echo = values.get("echo", False)
-    if "logprobs" in values:
-        options.logprobs = values["logprobs"]
+    options = option_message(values, DEFAULT_MAX_TOKENS, Completions.fields)
     if _only_rates(values):
         options.max_new_tokens = 1  # is checked, and isn't made
         options.logprobs = values.get("logprobs", 0)

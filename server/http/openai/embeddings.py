@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quill.protos import generation_pb2 as pb
-from quill.server.errors import InvalidFieldError
+from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.http.openai.models import MODEL, check_model
 from quill.server.http.openai.prompts import PROMPTS, Prompt
 from quill.server.http.wire.exchange import Exchange
@@ -38,6 +38,12 @@ class Embeddings(Route):
               "how vectors are written: numbers, or 32-bit floats in base64"),
         Field("dimensions", INTEGER, "only the first so many numbers", "dimensions"),
     )  # fmt: skip
+
+    def as_written(self, error: RequestError, values: Json) -> RequestError:
+        if isinstance(error, InvalidFieldError) and error.field.startswith("inputs"):
+            place = error.field.removeprefix("inputs").partition(".")[0]
+            return InvalidFieldError(f"input{place}", error.reason)
+        return super().as_written(error, values)
 
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         async with self._service.call(origin) as call:

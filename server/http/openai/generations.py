@@ -49,10 +49,12 @@ COMMON_REFUSED = (
 )
 
 
-def option_message(values: Json, default_max_tokens: int) -> pb.GenerateRequest:
+def option_message(
+    values: Json, default_max_tokens: int, fields: Sequence[Field] = COMMON
+) -> pb.GenerateRequest:
     """Everything but the prompt."""
     message = pb.GenerateRequest(max_new_tokens=default_max_tokens)
-    fill(message, values, COMMON)
+    fill(message, values, fields)
     if not message.HasField("seed"):
         message.seed = secrets.randbelow(MAX_PICKED_SEED)
     return message

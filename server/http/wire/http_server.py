@@ -61,12 +61,12 @@ class HttpServer:
         settings, port = self._settings, self._settings.http_port
         assert port is not None
         try:
-            sock = _bind(settings.host, port)
+            sock = bind(settings.host, port)
         except StartError:
             if not settings.any_http_port:
                 raise
             logger.warning("port %d is taken: HTTP gets a free one", port)
-            sock = _bind(settings.host, 0)
+            sock = bind(settings.host, 0)
         tls = None if settings.tls is None else _following_context(settings)
         self._listener = await asyncio.get_running_loop().create_server(
             lambda: _Protocol(self._config, self._state, {}),
@@ -126,6 +126,8 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         self.idle_since_s = time.monotonic()
         super().on_response_complete()
+        if self.is_idle and self.conn.trailing_data[0]:  # the next head has begun already
+            self._expect_head()
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
@@ -142,7 +144,7 @@ class _Protocol(H11Protocol):
         oldest.transport.abort()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
