@@ -21,7 +21,7 @@ export class Answer {
     this.rest = document.createTextNode("");
     this.body = make("div", { class: "text", tabindex: "0", "aria-label": "Answer" }, this.rest);
     this.foot = make("div", { class: "foot" });
-    this.element = make("article", { class: "answer running" }, this.body, this.foot);
+    this.element = make("article", { class: "answer running", "aria-busy": "true" }, this.body, this.foot);
     this.startedAt = performance.now();
     this.body.addEventListener("pointerover", (event) => this.point(event.target));
     this.body.addEventListener("click", (event) => this.point(event.target));
@@ -58,6 +58,7 @@ export class Answer {
   end(stopped, error) {
     this.endedAt = performance.now();
     this.element.classList.remove("running");
+    this.element.removeAttribute("aria-busy");
     const facts = [stopped ? "stopped" : error ? "broken off" : REASONS[this.reason] ?? this.reason];
     if (this.usage) facts.push(...counts(this.usage));
     facts.push(...times(this.timings, this.usage, this));
@@ -94,6 +95,7 @@ export class Answer {
     event.preventDefault();
     const from = this.at ?? (step > 0 ? -1 : this.stretches.length);
     this.show(Math.max(0, Math.min(this.stretches.length - 1, from + step)));
+    this.body.children[this.at].scrollIntoView({ block: "nearest" });
   }
 
   show(index) {
@@ -101,7 +103,7 @@ export class Answer {
     this.at = index;
     const element = this.body.children[index];
     element.classList.add("pointed");
-    showPopover(element, this.stretches[index]);
+    showPopover(this.stretches[index]);
   }
 }
 
@@ -128,11 +130,17 @@ export function duration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
-function showPopover(element, tokens) {
+function showPopover(tokens) {
+  byId("popover").replaceChildren(...tokens.map(told));
+  byId("popover").hidden = false;
+  movePopover();
+}
+
+// To the token that is pointed at, wherever that is now.
+export function movePopover() {
   const place = byId("popover");
-  place.replaceChildren(...tokens.flatMap(told));
-  place.hidden = false;
-  const box = element.getBoundingClientRect();
+  if (place.hidden) return;
+  const box = document.querySelector(".pointed").getBoundingClientRect();
   const left = Math.min(box.left, window.innerWidth - place.offsetWidth - 8);
   const below = box.bottom + 6 + place.offsetHeight < window.innerHeight;
   place.style.left = `${Math.max(8, left)}px`;
@@ -158,7 +166,7 @@ function told(token) {
       ),
     );
   }
-  return [make("table", {}, make("tbody", {}, ...rows))];
+  return make("table", {}, make("tbody", {}, ...rows));
 }
 
 export function hidePopover() {

@@ -2,7 +2,7 @@
 // Knows: all parts of the page. Does not know: how answers are read or drawn.
 
 import { getJson, Refusal, setKey, stream } from "./api.js";
-import { Answer, hidePopover } from "./answer.js";
+import { Answer, hidePopover, movePopover } from "./answer.js";
 import { Dashboard } from "./dashboard.js";
 import { byId, make, toast } from "./elements.js";
 import { buildOptions, clearOptions, getOptions, sent, setOption, setOptions, showOptionsFor } from "./options.js";
@@ -19,8 +19,9 @@ const LOOK_MS = 1000;
 let model;
 let mode;
 let messages = []; // of the chat, without the system prompt
-let running; // { abort, answer } while an answer is made
+let running; // { abort, done } while an answer is made
 let dashboard;
+let nextLook;
 
 // ------------------------------------------------------------------------------------- asking
 
@@ -37,51 +38,51 @@ function request(asked) {
 }
 
 // `asked`: all that an answer comes from: { mode, messages or prompt, options }.
-async function answer(asked, place) {
-  stop();
-  const actions = [
+function answer(asked, place) {
+  const shown = new Answer([
     ["Regenerate", "With the same seed: the same answer", (one) => again(asked, one, { ...asked.options, seed: one.seed })],
     ["New seed", "Another answer", (one) => again(asked, one, { ...asked.options, seed: undefined })],
     ["Copy", "The answer's text", (one) => copy(one.text, "The answer is copied")],
     ["Share", "A link with prompt, options and seed", (one) => share(asked, one)],
-  ];
-  const shown = new Answer(actions);
+  ]);
   shown.onSeed = (seed) => setOption("seed", seed);
   place(shown.element);
-  const mine = (running = { abort: new AbortController(), answer: shown });
+  const abort = new AbortController();
+  running = { abort, done: tell(asked, shown, abort.signal) };
   setBusy(true);
+}
+
+async function tell(asked, shown, signal) {
   let error;
   try {
-    const [path, body] = request(asked);
-    for await (const chunk of stream(path, body, mine.abort.signal)) {
+    for await (const chunk of stream(...request(asked), signal)) {
       shown.take(chunk);
       follow();
     }
   } catch (caught) {
     if (caught.name !== "AbortError") error = caught;
-    if (caught instanceof Refusal && caught.status === 401) askForKey();
+    if (caught.status === 401) askForKey();
   }
-  shown.end(mine.abort.signal.aborted, error);
+  shown.end(signal.aborted, error);
   if (asked.mode === "chat") keep(asked.messages, shown.text);
-  if (running === mine) {
-    running = undefined;
-    setBusy(false);
-  }
+  running = undefined;
+  setBusy(false);
   follow();
 }
 
 // What comes to nothing isn't part of the conversation.
 function keep(asked, text) {
   messages = text ? [...asked, { role: "assistant", content: text }] : asked.slice(0, -1);
-  if (!text && !byId("input").value) byId("input").value = asked.at(-1).content;
+  if (!text && mode === "chat" && !byId("input").value) byId("input").value = asked.at(-1).content;
 }
 
-function again(asked, old, options) {
+async function again(asked, old, options) {
+  await stop();
   while (old.element.nextSibling) old.element.nextSibling.remove();
   answer({ ...asked, options }, (element) => old.element.replaceWith(element));
 }
 
-function send() {
+async function send() {
   const text = byId("input").value;
   if (!text.trim()) return;
   let options;
@@ -91,8 +92,8 @@ function send() {
     toast(error.message);
     return;
   }
+  await stop();
   if (mode === "chat") {
-    stop();
     const asked = [...messages, { role: "user", content: text }];
     showMessage("user", text);
     byId("input").value = "";
@@ -103,8 +104,10 @@ function send() {
   }
 }
 
-function stop() {
+// Until it is over, and what was said is kept.
+async function stop() {
   running?.abort.abort();
+  await running?.done;
 }
 
 function setBusy(is) {
@@ -136,8 +139,8 @@ function grow() {
   input.style.height = `${Math.min(input.scrollHeight + 2, window.innerHeight / 3)}px`;
 }
 
-function clear() {
-  stop();
+async function clear() {
+  await stop();
   messages = [];
   byId("thread").replaceChildren();
   byId("result").replaceChildren();
@@ -147,8 +150,8 @@ function clear() {
   byId("input").focus();
 }
 
-function choose(wanted) {
-  if (wanted !== "dashboard" && wanted !== mode) stop();
+async function choose(wanted) {
+  if (wanted !== "dashboard" && wanted !== mode) await stop();
   const talks = wanted !== "dashboard";
   if (talks) {
     mode = wanted;
@@ -157,7 +160,7 @@ function choose(wanted) {
     byId("input").placeholder = LABELS[mode][0];
     byId("thread").hidden = mode !== "chat";
     byId("result").hidden = mode === "chat";
-    setBusy(false);
+    setBusy(Boolean(running));
     showOptionsFor(mode);
     grow();
   }
@@ -188,12 +191,12 @@ function share(asked, one) {
   copy(link, "The link is copied: it gives this answer again", "The link is in the address bar");
 }
 
-function openShared(said) {
+async function openShared(said) {
   if (byId(`tab-${said.mode}`).hidden) {
     toast("This link is for a model of another kind");
     return;
   }
-  choose(said.mode);
+  await choose(said.mode);
   clearOptions();
   setOptions(said.options);
   if (said.mode === "chat") {
@@ -213,6 +216,7 @@ function openShared(said) {
 
 function askForKey() {
   byId("key").hidden = false;
+  byId("key-dialog").returnValue = "";
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
@@ -231,14 +235,13 @@ async function meet() {
   const modes = modesOf(model);
   for (const each of modes) byId(`tab-${each}`).hidden = false;
   if (byId("option-fields").children.length === 0) buildOptions(model);
-  choose(modes[0] ?? "dashboard");
+  await choose(modes[0] ?? "dashboard");
   const shared = sharedIn(location.hash);
   if (shared) openShared(shared);
   else byId("input").focus();
-  if (!dashboard) {
-    dashboard = new Dashboard();
-    look();
-  }
+  dashboard ??= new Dashboard();
+  clearTimeout(nextLook);
+  look();
 }
 
 function modesOf({ family, chat_template, has_tokenizer }) {
@@ -256,8 +259,12 @@ async function look() {
     }
   } catch (error) {
     byId("crowd").textContent = error instanceof Refusal ? "" : "the server is away";
+    if (error.status === 401) {
+      askForKey(); // and goes on with it
+      return;
+    }
   }
-  setTimeout(look, LOOK_MS);
+  nextLook = setTimeout(look, LOOK_MS);
 }
 
 // ------------------------------------------------------------------------------------ theme
@@ -317,7 +324,7 @@ function wire() {
     const shared = sharedIn(location.hash);
     if (shared && model) openShared(shared);
   });
-  document.addEventListener("scroll", hidePopover, true);
+  document.addEventListener("scroll", movePopover, true);
 }
 
 setTheme(localStorage.getItem("quill.theme") ?? "auto");

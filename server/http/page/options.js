@@ -56,15 +56,14 @@ const ALL = GROUPS.flatMap(([, options]) => options);
 const CALM = { temperature: 0.4, top_p: 0.9, repetition_penalty: 1.1 };
 
 export function buildOptions(model) {
-  const given = model.family === "FAMILY_CAUSAL" ? CALM : { temperature: 0 };
-  const calm = { ...given, max_tokens: Math.min(512, model.context), alternatives: 5 };
+  const isFree = model.family === "FAMILY_CAUSAL" && !Object.keys(model.defaults).length;
   for (const [title, options] of GROUPS) {
     const box = make("fieldset", {}, make("legend", { text: title }));
     box.dataset.modes = options.every((option) => option.modes) ? options[0].modes.join(" ") : "";
     for (const option of options) box.append(field(option, model));
     byId("option-fields").append(box);
   }
-  setOptions(Object.fromEntries(Object.entries(calm).filter(([name]) => !(name in (model.defaults ?? {})))));
+  setOptions({ ...(isFree ? CALM : {}), max_tokens: Math.min(512, model.context), alternatives: 5 });
   byId("option-fields").addEventListener("input", refresh);
   byId("option-fields").addEventListener("submit", (event) => event.preventDefault());
   refresh();
@@ -72,7 +71,7 @@ export function buildOptions(model) {
 
 function field(option, model) {
   const id = `option-${option.name}`;
-  const known = model.defaults?.[option.name];
+  const known = model.defaults[option.name];
   const placeholder = known === undefined ? option.hint : String(known);
   const label = make("label", { for: id, text: option.label });
   const input = control(option, { id, name: option.name, placeholder });

@@ -8,68 +8,59 @@ const encoder = new TextEncoder();
 
 export class Alignment {
   constructor() {
-    this.bytes = []; // of the text so far
-    this.cursor = 0; // those that tokens were found for
-    this.start = 0; // of the stretch that isn't whole characters yet
-    this.open = []; // its tokens
+    this.text = "";
+    this.cursor = 0; // characters that tokens were found for
+    this.open = []; // tokens that end within a character
     this.waiting = []; // tokens whose text hasn't come
   }
 
   // Stretches of text that are certain now: [{ text, tokens }].
   add(text, tokens) {
-    this.bytes.push(...encoder.encode(text));
+    this.text += text;
     this.waiting.push(...tokens);
     const found = [];
     while (this.waiting.length) {
-      const token = this.waiting[0];
-      const length = this.match(spelled(token, this.cursor === 0 ? this.bytes[0] : undefined));
-      if (length === undefined) break;
-      this.waiting.shift();
-      if (!length) continue; // an end: no part of the text
-      this.cursor += length;
-      this.open.push(token);
-      const whole = decode(this.bytes.slice(this.start, this.cursor));
-      if (whole === undefined) continue;
-      found.push({ text: whole, tokens: this.open });
-      this.start = this.cursor;
-      this.open = [];
+      const all = [...this.open, this.waiting[0]];
+      const { text: spelled, isWhole } = decode(all.flatMap((token) => token.bytes));
+      const written = this.written(spelled);
+      if (isWhole && written === undefined) break;
+      const token = this.waiting.shift();
+      if (!isWhole) this.open.push(token);
+      else if (written) {
+        this.cursor += written.length;
+        this.open = [];
+        found.push({ text: written, tokens: all });
+      }
     }
     return found;
   }
 
   // The text that no token was found for.
   get rest() {
-    return new TextDecoder().decode(new Uint8Array(this.bytes.slice(this.start)));
+    return this.text.slice(this.cursor);
   }
 
-  // How much of the text a token is; 0: none; undefined: that isn't known yet.
-  match(bytes) {
-    const here = Math.min(bytes.length, this.bytes.length - this.cursor);
-    for (let i = 0; i < here; i++) {
-      if (bytes[i] !== this.bytes[this.cursor + i]) return 0;
-    }
-    return here === bytes.length ? here : undefined;
+  // What is there of it; "": nothing, as of a token that ends an answer; undefined: that isn't known yet.
+  written(spelled) {
+    const here = this.rest;
+    // At a text's beginning some tokenizers drop a token's space.
+    const wanted = !this.cursor && here && here[0] !== " " && spelled[0] === " " ? spelled.slice(1) : spelled;
+    if (here.startsWith(wanted)) return wanted;
+    return wanted.startsWith(here) ? undefined : "";
   }
 }
 
-// At a text's beginning some tokenizers drop a token's space.
-function spelled(token, first) {
-  const drops = first !== undefined && first !== 32 && token.bytes[0] === 32;
-  return drops ? token.bytes.slice(1) : token.bytes;
-}
-
+// As the server does it: bytes that can't become a character show as U+FFFD.
 function decode(bytes) {
-  try {
-    return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
-  } catch {
-    return undefined;
-  }
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const text = decoder.decode(new Uint8Array(bytes), { stream: true });
+  return { text, isWhole: decoder.decode() === "" };
 }
 
 // A token as it can be read: spaces and line ends show.
 export function visible(token) {
-  const text = decode(token.bytes);
-  if (text === undefined) return token.bytes.map((byte) => `<${byte.toString(16).padStart(2, "0")}>`).join("");
+  const { text, isWhole } = decode(token.bytes);
+  if (!isWhole || text.includes("\ufffd")) return token.bytes.map((byte) => `<${byte.toString(16).padStart(2, "0")}>`).join("");
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 }
 

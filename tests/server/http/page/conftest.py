@@ -31,7 +31,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
     """Opens an address. At the end nothing else than `expected` may have been complained of, and
-    nothing asked of others."""
+    nothing asked of others. Name it after the server's fixture: pages must be gone before it."""
     complaints: list[str] = []
     hosts: set[str] = set()
     own: set[str] = set()

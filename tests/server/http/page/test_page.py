@@ -37,7 +37,7 @@ def finished(answer: Locator) -> str:
 
 
 def test_an_answer_comes_as_it_is_made_and_says_what_it_took(
-    open_page: Open, reciter: Running
+    reciter: Running, open_page: Open
 ) -> None:
     page = open_page(url_of(reciter))
     expect(page).to_have_title("reciter · Quill")
@@ -61,7 +61,7 @@ def test_an_answer_comes_as_it_is_made_and_says_what_it_took(
 
 
 def test_escape_stops_an_answer_and_the_server_hears_of_it(
-    open_page: Open, reciter: Running
+    reciter: Running, open_page: Open
 ) -> None:
     page = open_page(url_of(reciter))
     reciter.session.hold()
@@ -74,8 +74,28 @@ def test_escape_stops_an_answer_and_the_server_hears_of_it(
     expect(page.locator("#send")).to_have_text("Send")
 
 
+def test_whoever_asks_on_stops_the_answer_and_keeps_it(reciter: Running, open_page: Open) -> None:
+    page = open_page(url_of(reciter))
+    reciter.session.hold()
+    first = ask(page, "hello", max_tokens=100)
+    reciter.session.let_go(2)
+    expect(first.locator(".text")).to_have_text("lm")
+    ask(page, "more", max_tokens=4)
+    expect(page.locator(".answer")).to_have_count(2)
+    reciter.session.let_go()
+    second = page.locator(".answer").last
+    assert finished(second) == "lmno"
+    num_read = len("u:helloa:lmu:morek") + 3  # a token ends each message
+    expect(second.locator(".facts")).to_contain_text(f"{num_read} read")
+    page.click("#clear")
+    expect(page.locator(".user, .answer")).to_have_count(0)
+    again = ask(page, "hi")
+    finished(again)
+    expect(again.locator(".facts")).to_contain_text("6 read")
+
+
 def test_the_same_seed_gives_the_same_answer_and_a_new_one_another(
-    open_page: Open, talker: str
+    talker: str, open_page: Open
 ) -> None:
     page = open_page(talker)
     first = ask(page, "hello", temperature=1.5, max_tokens=40)
@@ -92,7 +112,7 @@ def test_the_same_seed_gives_the_same_answer_and_a_new_one_another(
     expect(page.locator(".answer")).to_have_count(1)
 
 
-def test_a_link_gives_a_shared_answer_again(open_page: Open, talker: str) -> None:
+def test_a_link_gives_a_shared_answer_again(talker: str, open_page: Open) -> None:
     page = open_page(talker)
     page.fill("#option-system", "Brief.")
     page.fill("#option-stop", "~~\n@@")
@@ -113,7 +133,7 @@ def test_a_link_gives_a_shared_answer_again(open_page: Open, talker: str) -> Non
 
 
 def test_tokens_tell_what_might_have_been_by_pointer_and_by_keys(
-    open_page: Open, reciter: Running
+    reciter: Running, open_page: Open
 ) -> None:
     page = open_page(url_of(reciter))
     answer = ask(page, "hello", max_tokens=4, alternatives=3)
@@ -130,7 +150,7 @@ def test_tokens_tell_what_might_have_been_by_pointer_and_by_keys(
     expect(popover).to_be_hidden()
 
 
-def test_tokens_that_are_parts_of_a_character_share_it(open_page: Open, reciter: Running) -> None:
+def test_tokens_that_are_parts_of_a_character_share_it(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter))
     page.get_by_role("tab", name="Complete").click()
     answer = ask(page, "é", max_tokens=4, alternatives=1)
@@ -141,7 +161,7 @@ def test_tokens_that_are_parts_of_a_character_share_it(open_page: Open, reciter:
     expect(page.locator("#popover .chosen td:first-child")).to_have_text(["<c3>", "<a9>"])
 
 
-def test_text_shows_whole_whatever_its_tokens(open_page: Open, talker: str) -> None:
+def test_text_shows_whole_whatever_its_tokens(talker: str, open_page: Open) -> None:
     """The small network's bytes are hardly ever characters."""
     page = open_page(talker)
     asked = {"temperature": 2, "max_tokens": 80, "seed": 5}
@@ -154,7 +174,7 @@ def test_text_shows_whole_whatever_its_tokens(open_page: Open, talker: str) -> N
     expect(whole.locator(".token")).to_have_count(0)
 
 
-def test_what_people_write_stays_text(open_page: Open, reciter: Running) -> None:
+def test_what_people_write_stays_text(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter), expected="requires 'TrustedHTML'")
     finished(ask(page, HTML, max_tokens=3))
     expect(page.locator(".user .text")).to_have_text(HTML)
@@ -163,7 +183,7 @@ def test_what_people_write_stays_text(open_page: Open, reciter: Running) -> None
     assert refused, "the policy lets nobody write HTML"
 
 
-def test_the_dashboard_moves_with_the_server(open_page: Open, reciter: Running) -> None:
+def test_the_dashboard_moves_with_the_server(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter))
     reciter.session.hold()
     ask(page, "hello", max_tokens=100)
@@ -181,7 +201,7 @@ def test_the_dashboard_moves_with_the_server(open_page: Open, reciter: Running) 
     finished(page.locator(".answer"))
 
 
-def test_colours_are_the_systems_until_somebody_chooses(open_page: Open, reciter: Running) -> None:
+def test_colours_are_the_systems_until_somebody_chooses(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter), color_scheme="dark")
     dark = "rgb(21, 23, 26)"
     expect(page.locator("body")).to_have_css("background-color", dark)
@@ -195,7 +215,7 @@ def test_colours_are_the_systems_until_somebody_chooses(open_page: Open, reciter
     expect(page.locator("#theme")).to_have_text("Dark")
 
 
-def test_a_phone_is_wide_enough(open_page: Open, reciter: Running) -> None:
+def test_a_phone_is_wide_enough(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter), viewport=PHONE, is_mobile=True, has_touch=True)
     page.fill("#input", "hello " + "x" * 60)
     page.tap("#send")
@@ -210,7 +230,7 @@ def test_a_phone_is_wide_enough(open_page: Open, reciter: Running) -> None:
     expect(page.locator("#send")).to_be_in_viewport()
 
 
-def test_everything_is_reached_by_keys(open_page: Open, reciter: Running) -> None:
+def test_everything_is_reached_by_keys(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter))
     finished(ask(page, "hello", max_tokens=3))
     reached = set()
@@ -224,7 +244,7 @@ def test_everything_is_reached_by_keys(open_page: Open, reciter: Running) -> Non
     assert {"Regenerate", "Share", "Copy"} <= reached
 
 
-def test_wrong_options_are_told_in_the_servers_words(open_page: Open, reciter: Running) -> None:
+def test_wrong_options_are_told_in_the_servers_words(reciter: Running, open_page: Open) -> None:
     page = open_page(url_of(reciter))
     page.evaluate("document.querySelector('#option-logit_bias').value = '1:2 x'")
     ask(page, "hello")
@@ -249,6 +269,7 @@ def test_a_translator_has_two_panes(
         assert left is not None
         assert right is not None
         assert left["x"] + left["width"] <= right["x"]
+        page.close()
 
 
 def test_a_key_is_asked_for_and_kept_nowhere(open_page: Open, tmp_path: Path) -> None:
@@ -267,3 +288,4 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page: Open, tmp_path: Path) ->
         page.get_by_role("button", name="Share").click()
         expect(page.locator("#toast")).to_be_visible()
         assert key not in page.url
+        page.close()
