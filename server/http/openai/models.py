@@ -12,7 +12,8 @@ from quill.server.protocol.served_model import ServedModel
 from quill.server.service.json_fields import STRING, Field, Json
 from quill.server.service.origin import Origin
 
-MODEL = Field("model", STRING, "the name of the model, as /v1/models has it")
+ALIAS = "quill"  # whatever is served
+MODEL = Field("model", STRING, f"the name of the model, as /v1/models has it, or {ALIAS}")
 STARTED = int(time.time())
 
 
@@ -36,8 +37,9 @@ class Models(Route):
 def check_model(values: Json, served: ServedModel) -> None:
     """Whoever names another one is told so, and whoever names none gets the one that is here."""
     name = served.manifest.name
-    if values.get("model", name) != name:
-        raise RefusalError(404, "model", f"isn't served here; there is {name}")
+    if values.get("model", name) not in (name, ALIAS):
+        rule = f"there is {name}, which {ALIAS} means, too"
+        raise RefusalError(404, "model", f"isn't served here; {rule}")
 
 
 def fingerprint(served: ServedModel) -> str:

@@ -232,6 +232,10 @@ def test_bad_messages_are_refused_without_quoting_them(
     assert "secret" not in error["message"]
 
 
+def test_model_may_be_called_quill(client: HttpClient) -> None:
+    assert chat(client, model="quill").json["model"] == "reciter"
+
+
 def test_another_model_isnt_served(client: HttpClient) -> None:
     reply = chat(client, model="gpt-5")
     assert (reply.status, reply.error["param"]) == (404, "model")
