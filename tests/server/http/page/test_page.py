@@ -245,7 +245,12 @@ def test_everything_is_reached_by_keys(reciter: Running, open_page: Open) -> Non
 
 
 def test_wrong_options_are_told_in_the_servers_words(reciter: Running, open_page: Open) -> None:
-    page = open_page(url_of(reciter))
+    page = open_page(url_of(reciter), expected="400 (Bad Request)")
+    refused = ask(page, "hello", temperature=-1)
+    expect(refused.locator(".error")).to_contain_text("temperature is -1")
+    expect(page.locator("#input")).to_have_value("hello")  # to try again
+    page.fill("#option-temperature", "")
+    page.click("#clear")
     page.evaluate("document.querySelector('#option-logit_bias').value = '1:2 x'")
     ask(page, "hello")
     expect(page.locator("#toast")).to_contain_text("Bias")
