@@ -52,6 +52,7 @@ class App:
         self._is_serving = is_serving
         kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models, ModelFacts)
         self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
+        self._api = openapi(self._routes.values())
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
             "/metrics": self._metrics,
@@ -135,7 +136,8 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         if not self._settings.open_metrics:
             self._guard.caller(exchange)
-        await exchange.answer(generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        page = await asyncio.to_thread(generate_latest, self._registry)
+        await exchange.answer(page, CONTENT_TYPE_LATEST)
 
     async def _stats(self, exchange: Exchange) -> None:
         if not self._settings.open_metrics:
@@ -146,11 +148,12 @@ class App:
         await exchange.answer_json({"version": metadata.version("quill")})
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.answer_json(openapi(self._routes.values()))
+        await exchange.answer_json(self._api)
 
     async def _docs(self, exchange: Exchange) -> None:
-        page = docs_page(openapi(self._routes.values()))
-        await exchange.answer(page, "text/html; charset=utf-8", headers=DOCS_HEADERS)
+        await exchange.answer(
+            docs_page(self._api), "text/html; charset=utf-8", headers=DOCS_HEADERS
+        )
 
 
 def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | None) -> Origin:

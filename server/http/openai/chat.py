@@ -22,10 +22,11 @@ from quill.server.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from quill.server.http.openai.models import check_model
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
+from quill.server.protocol.prompt_fields import ROLES
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Kind, Refused, a, refuse
 from quill.server.service.origin import Origin
 
-_ROLES = {"developer": "system"}  # others are what they are
+_ROLES = {"developer": "system", "function": "tool"}  # others are what they are
 
 
 def _messages(name: str, value: Any) -> list[pb.Message]:
@@ -65,7 +66,7 @@ def _content(name: str, value: Any) -> str:
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
+        "role": {"type": "string", "enum": [*ROLES, *_ROLES]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
     },
     "required": ["role"],

@@ -37,6 +37,7 @@ from quill.server.service.origin import Origin
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Result = TypeVar("_Result")
 
+MAX_INLINE_TOKENS = 256  # answers about more are written down by another thread
 # So many of a call's requests at once, and no more than this share of the queue.
 MAX_AT_ONCE = 32
 QUEUE_SHARE = 4
@@ -78,8 +79,10 @@ class Completions(Route):
             else:
                 works = [partial(call.generate, each) for each in parsed]
                 responses = await _together(call, works)
-                whole = await asyncio.to_thread(_whole, responses, parsed, facts, values)
-                await exchange.answer_json(whole)
+                is_long = sum(map(_num_tokens, responses)) > MAX_INLINE_TOKENS
+                whole = partial(_whole, responses, parsed, facts, values)
+                content = await asyncio.to_thread(whole) if is_long else whole()
+                await exchange.answer_json(content, is_long=is_long)
 
 
 def _options(values: Json) -> pb.GenerateRequest:
@@ -146,6 +149,10 @@ def _whole(
             choices.append(choice)
     slowest = max((each.timings for each in responses), key=lambda timings: timings.total_ms)
     return facts.wrap(choices, usage=tally.json(), timings=timings_json(slowest))
+
+
+def _num_tokens(response: pb.GenerateResponse) -> int:
+    return response.usage.prompt_tokens + response.usage.generated_tokens
 
 
 def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:

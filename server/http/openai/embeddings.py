@@ -5,6 +5,7 @@ Knows: its JSON, generation.proto. Does not know: how vectors are made.
 
 import asyncio
 import base64
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from quill.server.http.openai.models import MODEL, check_model
 from quill.server.http.openai.prompts import PROMPTS, Prompt
 from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.route import Route
+from quill.server.service.call import MAX_INLINE_VECTORS
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import INTEGER, STRING, Field, Json, Kind
 from quill.server.service.origin import Origin
@@ -52,7 +54,10 @@ class Embeddings(Route):
             fill(message, values, self.fields)
             response = await call.embed(message)
             is_base64 = values.get("encoding_format") == "base64"
-            await exchange.answer_json(await asyncio.to_thread(_whole, response, is_base64))
+            whole = partial(_whole, response, is_base64)
+            is_long = len(response.embeddings) > MAX_INLINE_VECTORS
+            content = await asyncio.to_thread(whole) if is_long else whole()
+            await exchange.answer_json(content, is_long=is_long)
 
 
 def _input(prompt: Prompt) -> pb.EmbedInput:

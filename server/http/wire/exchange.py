@@ -44,6 +44,7 @@ class Exchange:
         self.has_begun = False  # to answer
         self.is_over = False  # all was said
         self.has_left = False  # the client
+        self._is_stream = False
 
     def headers(self, name: str) -> list[str]:
         """All values of one, in order."""
@@ -105,8 +106,12 @@ class Exchange:
             self.has_left = True
             worker.cancel()
 
-    async def answer_json(self, content: Any, status: int = 200, headers: Headers = ()) -> None:
-        await self.answer(_dump(content), "application/json", status, headers)
+    async def answer_json(
+        self, content: Any, status: int = 200, headers: Headers = (), is_long: bool = False
+    ) -> None:
+        """`is_long`: another thread writes it down."""
+        body = await asyncio.to_thread(dump, content) if is_long else dump(content)
+        await self.answer(body, "application/json", status, headers)
 
     async def answer(
         self, body: bytes, kind: str, status: int = 200, headers: Headers = ()
@@ -130,13 +135,21 @@ class Exchange:
             keeper.cancel()
 
     async def begin_events(self) -> None:
+        self._is_stream = True
         kind = ("content-type", "text/event-stream; charset=utf-8")
         await self._begin(200, [kind, ("cache-control", "no-cache"), ("x-accel-buffering", "no")])
 
     async def break_off(self, error: Json) -> None:
-        """Tells what went wrong in the middle of an answer."""
+        """Tells what went wrong in the middle of an answer, if there is a way to."""
+        if not self._is_stream:
+            self.abort()
+            return
         await self.write(event(error))
         await self.end()
+
+    def abort(self) -> None:
+        """What isn't whole mustn't look as if it were."""
+        self.scope["state"]["abort"]()
 
     async def write(self, data: bytes) -> None:
         await self._write(data, more=True)
@@ -149,15 +162,18 @@ class Exchange:
         own = [("date", formatdate(usegmt=True)), ("x-request-id", self.request_id)]
         own.append(("x-content-type-options", "nosniff"))
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in (*own, *headers)]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self._tell({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _write(self, data: bytes, more: bool) -> None:
+        await self._tell({"type": "http.response.body", "body": data, "more_body": more})
+        self.is_over = not more
+
+    async def _tell(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self.is_over = not more
+                await self._send(message)
         except TimeoutError:
-            self.scope["state"]["abort"]()
+            self.abort()
             reason = f"nothing was read for {self._write_timeout_s:g} s"
             raise SlowReaderError(reason) from None
 
@@ -196,10 +212,10 @@ class Events:
 
 
 def event(content: Json) -> bytes:
-    return b"data: " + _dump(content) + b"\n\n"
+    return b"data: " + dump(content) + b"\n\n"
 
 
-def _dump(content: Any) -> bytes:
+def dump(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -13,6 +13,7 @@ import ssl
 import time
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -20,7 +21,8 @@ from uvicorn.server import ServerState
 from quill.server.addresses import write_address
 from quill.server.auth.tls import http_context
 from quill.server.errors import StartError
-from quill.server.http.wire.exchange import Application
+from quill.server.http.wire.exchange import Application, dump
+from quill.server.http.wire.refusals import RefusalError, body_of
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,23 @@ class _Protocol(H11Protocol):
         elif self._head_timer is None:
             self._expect_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """To bytes that are no HTTP. uvicorn's own fails where an answer has begun already."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = dump(
+            body_of(RefusalError(400, "request", "isn't HTTP/1.1, or its head is too long"))
+        )
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         self.idle_since_s = time.monotonic()
         super().on_response_complete()
@@ -141,6 +160,7 @@ class _Protocol(H11Protocol):
         """Ends the connection that has been idle longest; if none is, this one."""
         idle = [each for each in self.connections if isinstance(each, _Protocol) and each.is_idle]
         oldest = min(idle, key=lambda each: each.idle_since_s, default=self)
+        self.connections.discard(oldest)  # now: others may come before it has gone
         oldest.transport.abort()
 
 

@@ -137,6 +137,14 @@ def test_developer_is_system_and_null_is_nothing_said(client: HttpClient) -> Non
     assert replies[0].json == replies[1].json
 
 
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_template_decides_what_a_tool_said(client: HttpClient, role: str) -> None:
+    given = [*ASKED, {"role": role, "tool_call_id": "1", "content": "4"}]
+    tokens = client.post("/tokenize", {"messages": given}).json["tokens"]
+    said = client.post("/detokenize", {"tokens": tokens}).json["prompt"]
+    assert said == "u:hello<|endoftext|>t:4<|endoftext|>k"
+
+
 def test_null_is_unset_and_unknown_fields_are_ignored(client: HttpClient) -> None:
     names = ("temperature", "stop", "tools", "tool_choice", "logprobs", "seed", "n", "user")
     options: dict[str, Any] = dict.fromkeys(names)
@@ -215,7 +223,7 @@ def test_bad_values_are_refused_in_words(
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "tool", "content": "secret words"}, "messages"),
+        ({"role": "wizard", "content": "secret words"}, "messages"),
         ({"role": 5, "content": "secret words"}, "messages[0].role"),
         ({"content": "secret words"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content"),

@@ -139,6 +139,37 @@ def test_smuggled_requests_are_never_answered(running: Running, lines: tuple[str
     assert b'"version"' not in reply
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_garbage_after_an_answer_is_hung_up_on(
+    running: Running, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Where a refusal is quicker than a body, and where an answer is under way."""
+    running.session.hold()
+    chunk = json.dumps(ENDLESS).encode()
+    whole = f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
+    is_answered = kind == "application/json"
+    with connected(port_of(running)) as sock:
+        sock.sendall(head("POST", CHAT, f"content-type: {kind}", "transfer-encoding: chunked"))
+        if is_answered:
+            sock.sendall(whole + b"0\r\n\r\n")
+            running.wait_for_requests(1)
+        else:
+            read_until(sock, b"content-type must be")
+        sock.sendall(b"garbage\r\n\r\n" * 3)
+        running.session.let_go()
+        heard = read_until_closed(sock)
+    assert heard.count(b"200 OK") == is_answered
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
+    with connected(port_of(running)) as sock:
+        sock.sendall(b"SSH-2.0-nobody\r\n\r\n")
+        reply = read_until_closed(sock)
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert b'"type":"invalid_request_error"' in reply
+
+
 def test_two_requests_in_a_row_are_answered_in_order(running: Running) -> None:
     with connected(port_of(running)) as sock:
         sock.sendall(head("GET", "/version") + head("GET", "/health", "connection: close"))
