@@ -32,7 +32,6 @@ export class Answer {
 
   // One chunk of the server's.
   take(chunk) {
-    this.seed = chunk.seed ?? this.seed;
     this.fingerprint = chunk.system_fingerprint ?? this.fingerprint;
     this.usage = chunk.usage ?? this.usage;
     this.timings = chunk.timings ?? this.timings;
@@ -66,20 +65,12 @@ export class Answer {
     if (error) this.foot.append(make("p", { class: "error", role: "alert", text: error.message }));
     this.foot.append(make("p", { class: "facts", text: facts.filter(Boolean).join("  ·  ") }));
     const row = make("div", { class: "actions" });
-    if (this.seed !== undefined) row.append(this.seedButton());
     for (const [label, title, action] of this.actions) {
       const button = make("button", { type: "button", class: "plain", title, text: label });
       button.addEventListener("click", () => action(this));
       row.append(button);
     }
     this.foot.append(row);
-  }
-
-  seedButton() {
-    const title = "Put this seed into the options";
-    const button = make("button", { type: "button", class: "plain seed", title, text: `Seed ${this.seed}` });
-    button.addEventListener("click", () => this.onSeed?.(this.seed));
-    return button;
   }
 
   point(target) {

@@ -38,18 +38,28 @@ function request(asked) {
 }
 
 // `asked`: all that an answer comes from: { mode, messages or prompt, options }.
-function answer(asked, place) {
-  const shown = new Answer([
-    ["Regenerate", "With the same seed: the same answer", (one) => again(asked, one, { ...asked.options, seed: one.seed })],
+function answer(wanted, place) {
+  // Drawn here where none was given: so it is known of answers that were stopped before they began, too.
+  const asked = { ...wanted, options: { ...wanted.options, seed: wanted.options.seed ?? anySeed() } };
+  const seeded = [
+    [`Seed ${asked.options.seed}`, "Put this seed into the options", () => setOption("seed", asked.options.seed)],
+    ["Regenerate", "With the same seed: the same answer", (one) => again(asked, one, asked.options)],
     ["New seed", "Another answer", (one) => again(asked, one, { ...asked.options, seed: undefined })],
+  ];
+  const shown = new Answer([
+    ...(asked.options.num_beams > 1 ? [] : seeded), // a search draws nothing
     ["Copy", "The answer's text", (one) => copy(one.text, "The answer is copied")],
     ["Share", "A link with prompt, options and seed", (one) => share(asked, one)],
   ]);
-  shown.onSeed = (seed) => setOption("seed", seed);
   place(shown.element);
   const abort = new AbortController();
   running = { abort, done: tell(asked, shown, abort.signal) };
   setBusy(true);
+}
+
+function anySeed() {
+  const [high, low] = crypto.getRandomValues(new Uint32Array(2));
+  return (high % 2 ** 21) * 2 ** 32 + low; // 53 bits: as many as a number has here
 }
 
 async function tell(asked, shown, signal) {
@@ -185,7 +195,7 @@ async function copy(text, said, otherwise = "This browser doesn't let pages copy
 
 function share(asked, one) {
   const { tint, ...options } = asked.options;
-  const said = { ...asked, options: { ...options, seed: one.seed }, fingerprint: one.fingerprint };
+  const said = { ...asked, options, fingerprint: one.fingerprint };
   const link = linkTo(said);
   history.replaceState(null, "", link);
   copy(link, "The link is copied: it gives this answer again", "The link is in the address bar");

@@ -1,6 +1,7 @@
 """The page at `/`, in a browser: what people see, and what nobody may make of it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,9 @@ def test_the_same_seed_gives_the_same_answer_and_a_new_one_another(
     page = open_page(talker)
     first = ask(page, "hello", temperature=1.5, max_tokens=40)
     text = finished(first)
-    seed = (first.locator(".seed").text_content() or "").removeprefix("Seed ")
-    first.locator(".seed").click()
+    button = first.get_by_role("button", name=re.compile("Seed [0-9]+"))
+    seed = (button.text_content() or "").removeprefix("Seed ")
+    button.click()
     expect(page.locator("#option-seed")).to_have_value(seed)
     page.get_by_role("button", name="New seed").click()
     assert finished(page.locator(".answer")) != text
@@ -259,7 +261,9 @@ def test_wrong_options_are_told_in_the_servers_words(reciter: Running, open_page
     page.fill("#option-num_beams", "2")
     expect(page.locator("#option-temperature")).to_be_disabled()
     expect(page.locator("#option-length_penalty")).to_be_enabled()
-    finished(ask(page, "hello", max_tokens=3))
+    found = ask(page, "hello", max_tokens=3)
+    finished(found)
+    expect(found.get_by_role("button")).to_have_text(["Copy", "Share"])  # a search has no seed
 
 
 def test_a_translator_has_two_panes(
