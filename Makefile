@@ -181,7 +181,7 @@ CLIENTS := .venv-clients
 CLIENTS_BUNDLE ?=
 LITELLM := $(CLIENTS)/litellm
 CLIENTS_TEST := -m pytest --override-ini filterwarnings=default tests/clients
-CLIENTS_ENVIRONMENT := PYTHONPATH=$(VENV)/link $(if $(CLIENTS_BUNDLE),QUILL_CLIENTS_BUNDLE=$(CLIENTS_BUNDLE))
+CLIENTS_ENVIRONMENT := PYTHONPATH=$(VENV)/link LITELLM_LOCAL_MODEL_COST_MAP=True $(if $(CLIENTS_BUNDLE),QUILL_CLIENTS_BUNDLE=$(CLIENTS_BUNDLE))
 
 $(CLIENTS)/installed: constraints-clients.txt constraints-litellm.txt
 	@echo "[1/2] installing OpenAI's, LangChain's and Triton's clients in $(CLIENTS)"

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -26,6 +25,7 @@ from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.wire.route import Route
+from quill.server.service.json_fields import Json
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
@@ -98,25 +98,24 @@ class App:
         try:
             caller = self._guard.caller(exchange)
             deadline = deadline_s(exchange)
-            body = None
+            values: Json = {}
             if route.verb == "POST":
-                body = await exchange.read_json(self._settings.max_message_bytes)
-            request = route.read(body)
+                values = await exchange.read_json(self._settings.max_message_bytes, route.read)
         except RequestError as error:
             self._calls.refuse(_origin(exchange, route, caller, deadline), error)
             raise
         origin = _origin(exchange, route, caller, deadline)
-        await exchange.attend(self._serve(route, request, origin, exchange))
+        await exchange.attend(self._serve(route, values, origin, exchange))
 
-    async def _serve(self, route: Route, request: Any, origin: Origin, exchange: Exchange) -> None:
+    async def _serve(self, route: Route, values: Json, origin: Origin, exchange: Exchange) -> None:
         try:
             # By the loop's clock, time.monotonic. The engine stops before, but for long steps.
             async with asyncio.timeout_at(origin.deadline_s):
-                await route.answer(request, origin, exchange)
+                await route.answer(values, origin, exchange)
         except TimeoutError:
             await self._refuse(exchange, DeadlineError("the deadline passed"))
         except RequestError as error:
-            await self._refuse(exchange, route.as_written(error, request))
+            await self._refuse(exchange, route.as_written(error, values))
 
     async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
         """In words, while there is somebody who hears them."""

@@ -64,9 +64,7 @@ class Completions(Route):
         async with self._service.call(origin) as call:
             check_model(values, call.served)
             options = _options(values)
-            # All are checked before the first one begins: a call is refused as a whole.
-            read = call.read_only if _only_rates(values) else call.read
-            parsed = [await read(_request(options, prompt)) for prompt in values["prompt"]]
+            parsed = await _read(call, values, options)
             facts = Facts(
                 id=f"cmpl-{origin.request_id}",
                 kind="text_completion",
@@ -83,6 +81,16 @@ class Completions(Route):
                 whole = partial(_whole, responses, parsed, facts, values)
                 content = await asyncio.to_thread(whole) if is_long else whole()
                 await exchange.answer_json(content, is_long=is_long)
+
+
+async def _read(call: Call, values: Json, options: pb.GenerateRequest) -> list[ParsedRequest]:
+    """All are checked before the first one begins: a call is refused as a whole."""
+    read = call.read_only if _only_rates(values) else call.read
+    parsed = []
+    for prompt in values["prompt"]:
+        parsed.append(await read(_request(options, prompt)))
+        await asyncio.sleep(0)  # whoever else has something to do comes between
+    return parsed
 
 
 def _options(values: Json) -> pb.GenerateRequest:

@@ -54,15 +54,16 @@ class Exchange:
     def header(self, name: str) -> str | None:
         return next(iter(self.headers(name)), None)
 
-    async def read_json(self, max_bytes: int) -> Any:
+    async def read_json(self, max_bytes: int, read: Callable[[Any], Json]) -> Json:
+        """What `read` makes of the body."""
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Any web page may send other types to any server, without asking it first.
             raise RefusalError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
         if len(body) <= MAX_INLINE_BYTES:
-            return _parse(body)
-        return await asyncio.to_thread(_parse, body)
+            return read(_parse(body))
+        return await asyncio.to_thread(lambda: read(_parse(body)))
 
     async def _read(self, max_bytes: int) -> bytes:
         rule = f"at most {max_bytes} bytes are read"

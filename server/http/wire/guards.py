@@ -32,7 +32,7 @@ class Guard:
             reason = "came with transfer-encoding; one of them must go"
             raise RefusalError(400, "content-length", reason, _CLOSE)
         host = exchange.header("host") or ""
-        if self._is_local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        if self._is_local and not is_loopback(_name(host)):
             reason = "isn't this machine; the server listens for this machine only"
             raise RefusalError(403, "host", reason)
         for origin in exchange.headers("origin"):
@@ -46,6 +46,14 @@ class Guard:
             return self._keyring.identify(exchange.headers("authorization"))
         names = exchange.scope["state"]["peer"]
         return certified_caller(names) if names else ANYBODY
+
+
+def _name(host: str) -> str:
+    """Without the port; empty if it makes no sense."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def deadline_s(exchange: Exchange) -> float | None:

@@ -29,7 +29,7 @@ class Route:
 
     def read(self, body: Any) -> Json:
         """The fields' values, checked by themselves."""
-        return {} if self.verb == "GET" else read_fields(body, self.fields, self.refused)
+        return read_fields(body, self.fields, self.refused)
 
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         raise NotImplementedError

@@ -190,7 +190,9 @@ def test_too_large_a_body_is_refused(client: HttpClient) -> None:
     assert (reply.status, reply.error["param"]) == (413, "body")
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost@x"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost@x", "["]
+)
 def test_foreign_host_is_refused_on_loopback(client: HttpClient, host: str) -> None:
     reply = client.post(CHAT, ASKED, JSON | {"host": host})
     assert (reply.status, reply.error["param"]) == (403, "host")
