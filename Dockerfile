@@ -26,7 +26,7 @@ RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quill
 COPY --from=build /opt/quill /opt/quill
 ENV PATH=/opt/quill/bin:$PATH PYTHONUNBUFFERED=1 QUILL_HEALTH="--ca /srv/quill/ca.crt"
 USER 10001
-EXPOSE 50051 50052
+EXPOSE 50051 50052 50053
 STOPSIGNAL SIGTERM
 # The health service of gRPC, as grpc_health_probe asks it.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=6 \

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-portable check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-portable test-page test-clients check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model"
@@ -16,6 +16,8 @@ help:
 	@echo "make test    run the tests"
 	@echo "make .venv/dev  bring Locust, and what else the tests need"
 	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
+	@echo "make test-page  the page at / in Chromium, where there is one"
+	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
 	@echo "make check   ruff, mypy strict, generated code up to date"
@@ -86,7 +88,11 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page'
+
+# Needs Chromium (Debian: chromium, fonts-dejavu-core); without it they are skipped, and say so.
+test-page: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/server/http/page
 
 # As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
 CPUS ?= Haswell Nehalem
@@ -169,5 +175,26 @@ $(PEERS)/bin/llama-server: $(PEERS)/installed
 
 peers: $(PEERS)/bin/llama-server
 
+# Other people's clients want other versions of what we have, and LiteLLM other ones than OpenAI's
+# own package does: each has an environment of its own. The server is ours.
+CLIENTS := .venv-clients
+CLIENTS_BUNDLE ?=
+LITELLM := $(CLIENTS)/litellm
+CLIENTS_TEST := -m pytest --override-ini filterwarnings=default tests/clients
+CLIENTS_ENVIRONMENT := PYTHONPATH=$(VENV)/link LITELLM_LOCAL_MODEL_COST_MAP=True $(if $(CLIENTS_BUNDLE),QUILL_CLIENTS_BUNDLE=$(CLIENTS_BUNDLE))
+
+$(CLIENTS)/installed: constraints-clients.txt constraints-litellm.txt
+	@echo "[1/2] installing OpenAI's, LangChain's and Triton's clients in $(CLIENTS)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --progress-bar on -r constraints-clients.txt
+	@echo "[2/2] installing LiteLLM in $(LITELLM)"
+	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/python -m pip --disable-pip-version-check install --progress-bar on -r constraints-litellm.txt
+	@touch $@
+
+test-clients: $(VENV)/base compiled $(CLIENTS)/installed
+	$(CLIENTS_ENVIRONMENT) $(CLIENTS)/bin/python $(CLIENTS_TEST)
+	$(CLIENTS_ENVIRONMENT) $(LITELLM)/bin/python $(CLIENTS_TEST)/test_litellm.py
+
 clean:
-	rm -rf $(VENV) $(PEERS) export/operators/kernels/*.so export/operators/kernels/*.sha256 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) export/operators/kernels/*.so export/operators/kernels/*.sha256 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

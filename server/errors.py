@@ -28,6 +28,7 @@ class InvalidFieldError(RequestError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field} {reason}")
         self.field = field
+        self.reason = reason
 
 
 class UnsupportedError(RequestError):
@@ -106,4 +107,4 @@ STATUS: dict[type[RequestError], str] = {
 
 def status_name(error: RequestError) -> str:
     """The name of the `grpc.StatusCode` that this error ends a call with."""
-    return STATUS[type(error)]
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)

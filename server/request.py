@@ -114,6 +114,7 @@ class Request:
     beams: Beams | None = None  # None: answers are drawn, each by itself
     seed: int = 0
     max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
+    min_new_tokens: int = 0  # before so many, no token that ends a sequence is chosen
     eos_ids: frozenset[int] = frozenset()  # the model's own; empty with ignore_eos
     stop_ids: frozenset[int] = frozenset()  # the client's
     num_sequences: int = 1
@@ -130,6 +131,9 @@ class Request:
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
+        min_allowed = 0 <= self.min_new_tokens <= self.max_new_tokens
+        rule = f"from 0 to max_new_tokens, which is {self.max_new_tokens}"
+        self._require("min_new_tokens", min_allowed, rule)
         self._require("num_sequences", self.num_sequences >= 1, "at least 1")
         if self.beams is not None:
             most = self.beams.num_beams
@@ -155,6 +159,11 @@ class Request:
         if self.reading is not None:
             return max(map(len, self.reading.texts))
         return len(self.prompt_ids)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """All tokens that end a sequence."""
+        return self.eos_ids | self.stop_ids
 
     @property
     def num_rows(self) -> int:

@@ -32,6 +32,8 @@ class Settings:
     port: int = 50051  # 0: any free one
     metrics_port: int | None = None  # None: no metrics
     any_metrics_port: bool = False  # if that one is taken
+    http_port: int | None = None  # None: no HTTP
+    any_http_port: bool = False
     device: str = "auto"
     precision: str | None = None
     max_rows: int | None = None
@@ -57,14 +59,13 @@ class Settings:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    metrics_port = args.metrics_port
-    if metrics_port == "auto":
-        metrics_port = args.port + 1 if 0 < args.port < MAX_PORT else 0
     return Settings(
         host=args.host.removeprefix("[").removesuffix("]"),  # some write IPv6 so
         port=args.port,
-        metrics_port=None if metrics_port == "off" else int(metrics_port),
+        metrics_port=_port_beside(args.port, 1, args.metrics_port),
         any_metrics_port=args.metrics_port == "auto",
+        http_port=_port_beside(args.port, 2, args.http_port),
+        any_http_port=args.http_port == "auto",
         device=args.device,
         precision=args.precision,
         max_rows=args.max_rows,
@@ -86,6 +87,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
         open_metrics="metrics" in args.open,
         insecure=args.insecure,
     )
+
+
+def _port_beside(port: int, distance: int, given: str | int) -> int | None:
+    if given == "off":
+        return None
+    if given == "auto":
+        return port + distance if 0 < port <= MAX_PORT - distance else 0
+    return int(given)
 
 
 def _read_tls(args: argparse.Namespace) -> TlsFiles | None:

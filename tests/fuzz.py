@@ -18,16 +18,18 @@ from pathlib import Path
 
 from tests.good_files import write_good_files
 from tests.server.hostile_clients import Besieger, SiegeError
+from tests.server.hostile_http import HttpBesieger
 from tests.server.process import ROOT, ServerProcess, server_process, wait_until
 
 AT_ONCE = 64
 SHARE_OF_BYTES = 0.3
+SHARE_OF_HTTP = 0.3
 SHARE_OF_FILES = 0.1
 FILES_AT_ONCE = 5000
 SHOW_S = 5.0
 Outcomes = Counter[tuple[str, str]]  # by kind of input, and answer
 # grpc's own words about headers that are no text have a traceback too: it isn't of our code.
-BUG = re.compile(r"a bug in |broke down|File \".*/server/\w+\.py\"")
+BUG = re.compile(r"a bug in |broke down|ASGI application|File \".*/server/\w+\.py\"")
 
 
 def main() -> None:
@@ -66,11 +68,14 @@ def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> O
 
 async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: float) -> Outcomes:
     besieger = Besieger(server.address)
+    over_http = HttpBesieger(server.http_port)
     known = await besieger.known_answer()
     num_fds, shown_s = server.num_fds, 0.0
     for start in range(0, len(numbers), AT_ONCE):
         some = numbers[start : start + AT_ONCE]
-        await besieger.attack(seed, some, SHARE_OF_BYTES)
+        num_http = round(len(some) * SHARE_OF_HTTP)
+        await over_http.attack(seed, some[:num_http])
+        await besieger.attack(seed, some[num_http:], SHARE_OF_BYTES)
         answer = await besieger.known_answer()
         if answer != known:
             raise SiegeError(f"after input {some[-1]} the answer is {answer}, not {known}")
@@ -81,7 +86,7 @@ async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: floa
             break
     wait_until(lambda: server.num_fds <= num_fds + AT_ONCE, "connections are given back")
     await besieger.close()
-    return besieger.outcomes
+    return besieger.outcomes + over_http.outcomes
 
 
 def fuzz_files(directory: Path, seed: int, first: int, number: int) -> Outcomes:

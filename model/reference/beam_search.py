@@ -11,6 +11,7 @@ The rules are those of the `transformers` library, so that scores compare:
   num_beams, at least twice num_beams, so that enough remain when some end;
 - a continuation that ends is kept as an answer only if it ranks among the first num_beams;
 - the first num_beams continuations that don't end run on;
+- while beams have fewer than min_new_tokens, continuations by a stop id aren't looked at;
 - the best num_beams answers are kept, and the search may end once there are that many: at once
   (early_stopping True); when the best running beam, at the length it has now, scores no better
   than the worst answer (False, a guess that is mostly right); or when it couldn't even at the
@@ -53,6 +54,7 @@ class BeamParameters:
     num_return_sequences: int = 1
     max_new_tokens: int = 256
     stop_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0  # before so many, no stop id is looked at
 
     def __post_init__(self) -> None:
         self._require("num_beams", self.num_beams >= 1, "at least 1")
@@ -63,6 +65,8 @@ class BeamParameters:
         returned_allowed = 1 <= self.num_return_sequences <= self.num_beams
         self._require("num_return_sequences", returned_allowed, "from 1 to num_beams")
         self._require("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        min_allowed = 0 <= self.min_new_tokens <= self.max_new_tokens
+        self._require("min_new_tokens", min_allowed, "from 0 to max_new_tokens")
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
@@ -115,22 +119,26 @@ def search(
     while running and not _is_over(running, answers, parameters, max_length):
         rows = [[*prompt_ids, *beam.token_ids] for beam in running]
         logits_RV = next_logits(rows, [beam.parent for beam in running])
-        ranked = _rank(running, logits_RV, parameters.num_ranked)
+        ranked = _rank(running, logits_RV, parameters)
         answers = _keep_answers(answers, ranked, parameters, max_length)
         running = [beam for beam in ranked if not _ending(beam, parameters, max_length)]
         running = running[: parameters.num_beams]
     return answers[: parameters.num_return_sequences]
 
 
-def _rank(running: list[Beam], logits_RV: LogitsArray, num_ranked: int) -> list[Beam]:
+def _rank(running: list[Beam], logits_RV: LogitsArray, parameters: BeamParameters) -> list[Beam]:
     """The best continuations of all beams by one token."""
     log_probs_RV = np.stack([log_probabilities(logits_V) for logits_V in logits_RV])
     sums_RV = log_probs_RV + np.array([[beam.logprob] for beam in running])
-    best = np.argsort(-sums_RV, axis=None, kind="stable")[:num_ranked]
-    ranked = []
-    for index in best.tolist():
+    is_short = len(running[0].token_ids) < parameters.min_new_tokens
+    hidden = parameters.stop_ids if is_short else frozenset()
+    ranked: list[Beam] = []
+    for index in map(int, np.argsort(-sums_RV, axis=None, kind="stable")):
         row, token = divmod(index, sums_RV.shape[1])
-        ranked.append(Beam((*running[row].token_ids, token), float(sums_RV[row, token]), row))
+        if token not in hidden:
+            ranked.append(Beam((*running[row].token_ids, token), float(sums_RV[row, token]), row))
+        if len(ranked) == parameters.num_ranked:
+            break
     return ranked
 
 

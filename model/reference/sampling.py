@@ -12,7 +12,8 @@ order:
    else l x r;
 2. frequency penalty f and presence penalty p, for each token that the *answer* has, n times so
    far: l - (f x n + p);
-3. logit bias, added;
+3. logit bias, added; and while the answer has fewer than min_new_tokens, the tokens that would end
+   it have l = -inf;
 4. temperature 0: the greatest l wins, the lowest id among equals, and nothing below applies;
 5. temperature T: weights w = exp((l - greatest l) / T), so the greatest weight is exactly 1;
 6. candidates are sorted by l descending, then by id ascending;
@@ -55,6 +56,7 @@ class SamplingParameters:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_new_tokens: int = 256
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer
+    min_new_tokens: int = 0  # before so many, none of them is chosen
 
     def __post_init__(self) -> None:
         self._require("temperature", 0 <= self.temperature < math.inf, "finite and at least 0")
@@ -68,6 +70,8 @@ class SamplingParameters:
         biases_allowed = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
         self._require("logit_bias", biases_allowed, "from -100 to 100 for each token")
         self._require("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        min_allowed = 0 <= self.min_new_tokens <= self.max_new_tokens
+        self._require("min_new_tokens", min_allowed, "from 0 to max_new_tokens")
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
@@ -106,6 +110,8 @@ def penalise(
         scores_V[token] -= parameters.frequency_penalty * count + parameters.presence_penalty
     for token, bias in parameters.logit_bias.items():
         scores_V[token] += bias
+    if len(generated_ids) < parameters.min_new_tokens:
+        scores_V[[*parameters.stop_ids]] = -math.inf
     return scores_V
 
 

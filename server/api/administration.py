@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api.calls import Calls, Context, caller_of
+from quill.server.api.answering import Context, answering
 from quill.server.errors import ForbiddenError, UnimplementedError
 from quill.server.protocol.responses import model_message
 from quill.server.protocol.served_model import ServedModel
+from quill.server.service.calls import Calls
 
 
 class Administration(pb_grpc.AdministrationServicer):
@@ -21,14 +22,14 @@ class Administration(pb_grpc.AdministrationServicer):
         self._reload = reload
 
     async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.ReloadResponse:
-        async with self._calls.call("Reload", context):
+        async with answering("Reload", context) as origin, self._calls.call(origin):
             if self._reload is None:
                 raise UnimplementedError(
                     "this server was started without --api-keys, so it knows no administrator. "
                     "Send its process SIGHUP to reload, or start it with --api-keys FILE and call "
                     "with a key that `quill keys add FILE NAME --admin` made"
                 )
-            caller = caller_of(context)
+            caller = origin.caller
             if not caller.admin:
                 raise ForbiddenError(
                     f"the API key {caller.name} may not reload. `quill keys add --admin` makes one "

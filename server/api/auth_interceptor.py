@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 
 from quill.protos import generation_pb2 as pb
-from quill.server.api.calls import Calls
 from quill.server.api.status import grpc_status
 from quill.server.auth.caller import CALLER
 from quill.server.auth.keyring import Keyring
-from quill.server.errors import RequestError, status_name
-from quill.server.telemetry.call_record import Record
+from quill.server.errors import RequestError
+from quill.server.service.calls import Calls
+from quill.server.service.origin import Origin
 
 HEALTH = "/grpc.health."
 REFLECTION = "/grpc.reflection."
@@ -56,11 +56,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _refuse(self, method: str, error: RequestError) -> Any:
         """As a stream, whatever the method is: so no message is waited for."""
         # A name that the caller made up must not become a label of the metrics.
-        record = Record(_METHODS.get(method, "other"), outcome=status_name(error))
+        origin = Origin(method=_METHODS.get(method, "other"), door="grpc")
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
-            record.close()
-            self._calls.report(record)
-            await context.abort_with_status(grpc_status(error, record.request_id))
+            self._calls.refuse(origin, error)
+            await context.abort_with_status(grpc_status(error, origin.request_id))
 
         return grpc.stream_stream_rpc_method_handler(answer)

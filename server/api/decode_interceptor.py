@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from quill.server.api.calls import Calls
+from quill.server.api.answering import answering
 from quill.server.errors import InvalidFieldError
+from quill.server.service.calls import Calls
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -52,7 +53,7 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: Any) -> Any:
             if not isinstance(request, _Unreadable):
                 return await behaviour(request, context)
-            async with self._calls.call(method, context):
+            async with answering(method, context) as origin, self._calls.call(origin):
                 raise InvalidFieldError("message", f"can't be read: {request.reason}")
 
         return answer

@@ -15,13 +15,13 @@ from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.addresses import write_address
 from quill.server.api.administration import Administration
 from quill.server.api.auth_interceptor import AuthInterceptor
-from quill.server.api.calls import Calls
 from quill.server.api.decode_interceptor import DecodeInterceptor
 from quill.server.api.servicer import TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
+from quill.server.service.calls import Calls
 from quill.server.settings import Settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name

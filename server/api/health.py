@@ -26,6 +26,10 @@ class Health:
         self._loop = asyncio.get_running_loop()
         self._problems = {"loading"}
 
+    @property
+    def is_serving(self) -> bool:
+        return not self._problems
+
     async def begin(self) -> None:
         await self._publish()
 
@@ -47,6 +51,6 @@ class Health:
 
     async def _publish(self) -> None:
         states = health_pb2.HealthCheckResponse
-        state = states.NOT_SERVING if self._problems else states.SERVING
+        state = states.SERVING if self.is_serving else states.NOT_SERVING
         for service in self._services:
             await self.servicer.set(service, state)

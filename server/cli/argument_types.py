@@ -25,7 +25,7 @@ def address(text: str) -> str:
     return text
 
 
-def metrics_port(text: str) -> str | int:
+def optional_port(text: str) -> str | int:
     return text if text in ("auto", "off") else port(text)
 
 

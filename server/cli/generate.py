@@ -20,7 +20,15 @@ from quill.server.errors import ServerError
 _OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "seed", "num_sequences", "logprobs"),
-    *("prompt_logprobs", "priority", "stop", "ignore_eos", "echo", "length_penalty"),
+    *(
+        "min_new_tokens",
+        "prompt_logprobs",
+        "priority",
+        "stop",
+        "ignore_eos",
+        "echo",
+        "length_penalty",
+    ),
 )
 NOTE_TIMEOUT_S = 1.0
 _EARLY_STOPPING = {

@@ -11,6 +11,7 @@ from quill.server.cli.argument_types import Subparsers, positive
 # Where nothing is said of a default, it is the model's own, as its author wished.
 _SAMPLING = (
     ("max-new-tokens", int, "at least 1 (default 256, or as many as fit)"),
+    ("min-new-tokens", int, "no token ends the answer before so many (default 0)"),
     ("temperature", float, "0 is greedy: always the likeliest token; above 1 is wilder"),
     ("top-k", int, "draw from the k likeliest tokens; 0 is off"),
     ("top-p", float, "draw from the likeliest tokens that reach this probability; 1 is off"),

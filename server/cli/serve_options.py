@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quill.server.cli.argument_types import (
     Subparsers,
-    metrics_port,
+    optional_port,
     port,
     positive,
     seconds,
@@ -59,9 +59,9 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
 def add_serve(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
-        help="serve a bundle over gRPC",
-        description="Serves a bundle over gRPC. What isn't given is chosen from the machine's "
-        "memory and the bundle, and printed.",
+        help="serve a bundle over gRPC and HTTP",
+        description="Serves a bundle over gRPC and HTTP. What isn't given is chosen from the "
+        "machine's memory and the bundle, and printed.",
     )
     parser.add_argument(
         "bundle",
@@ -76,8 +76,16 @@ def add_serve(subparsers: Subparsers) -> None:
         "--metrics-port",
         default="auto",
         metavar="PORT",
-        type=metrics_port,
+        type=optional_port,
         help="for Prometheus; 'off' for none (default: the next port, or a free one)",
+    )
+    parser.add_argument(
+        "--http-port",
+        default="auto",
+        metavar="PORT",
+        type=optional_port,
+        help="for OpenAI's clients and browsers; 'off' for none (default: the second next port, or "
+        "a free one)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(

@@ -22,6 +22,7 @@ class Options(TypedDict, total=False):
     """As in GenerateRequest, which says what each means and what it is when it isn't given."""
 
     max_new_tokens: int
+    min_new_tokens: int
     temperature: float
     top_k: int
     top_p: float

@@ -114,7 +114,7 @@ class Answer:
 
 class _Sequence:
     def __init__(self, parsed: ParsedRequest, text: Text | None) -> None:
-        self._ends = parsed.request.stop_ids | parsed.request.eos_ids
+        self._ends = parsed.request.ends
         self._decoder = None if text is None else text.decoder()
         self._stops = StopStrings(parsed.stop)
         self.num_tokens = 0

@@ -13,7 +13,7 @@ from quill.server.protocol.served_model import ServedModel
 from quill.server.text.tokenizer import Text
 
 MAX_MESSAGES = 1024
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 class PromptIds(NamedTuple):

@@ -44,6 +44,11 @@ class ParsedRequest:
     normalise: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
 
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """What is continued, or translated."""
+        return self.request.source_ids or self.request.prompt_ids
+
 
 class RequestReader:
     """Reads requests for one model. May take long for long texts: not for the event loop."""
@@ -78,6 +83,7 @@ class RequestReader:
             beams=beams,
             seed=seed,
             max_new_tokens=max_new_tokens,
+            min_new_tokens=message.min_new_tokens,
             eos_ids=frozenset(eos_ids),
             stop_ids=frozenset(message.stop_token_ids),
             num_sequences=num_sequences,
@@ -88,6 +94,9 @@ class RequestReader:
             owner=arrival.owner,
             cache_scope=arrival.cache_scope,
         )
+        if request.min_new_tokens and len(request.ends) == self._served.vocab_size:
+            rule = "every token would end the answer, so none could be chosen before"
+            raise InvalidFieldError("min_new_tokens", f"is {request.min_new_tokens}; {rule}")
         if not self._served.limits.fits(request):
             needed = f"{request.num_rows} answers or beams of so many tokens"
             rule = f"{needed} are more than this server has memory for. Ask for fewer of either"

@@ -101,15 +101,19 @@ def logprobs_messages(
     def piece(token_id: int) -> str:
         return "" if text is None else text.piece(token_id)
 
+    def spelled(token_id: int) -> bytes:
+        return b"" if text is None else text.spelled(token_id)
+
     return [
         pb.TokenLogprobs(
             token_id=each.token_id,
             logprob=each.logprob,
             text=piece(each.token_id),
             top=[
-                pb.Alternative(token_id=id, logprob=logprob, text=piece(id))
+                pb.Alternative(token_id=id, logprob=logprob, text=piece(id), bytes=spelled(id))
                 for id, logprob in each.top
             ],
+            bytes=spelled(each.token_id),
         )
         for each in logprobs
     ]

@@ -64,6 +64,8 @@ def _candidates(tops: native.Tops, search: Search, beams: slice) -> _Candidates:
     so_far_B = np.array([beam.logprob for beam in search.running])
     logprobs_BT = tops.logits_RT[beams] + (so_far_B - tops.log_totals_R[beams])[:, None]
     is_there_BT = np.arange(logprobs_BT.shape[1]) < tops.num_R[beams][:, None]
+    if search.hidden:  # a step looks at more than these: enough remain
+        is_there_BT &= ~np.isin(tops.ids_RT[beams], [*search.hidden])
     beams_N, places_N = np.nonzero(is_there_BT)
     ids_N = tops.ids_RT[beams][beams_N, places_N]
     return _Candidates(beams_N, ids_N, logprobs_BT[beams_N, places_N])

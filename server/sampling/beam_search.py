@@ -57,6 +57,12 @@ class Search:
         return num_ranked(self.request)
 
     @property
+    def hidden(self) -> frozenset[int]:
+        """Tokens that aren't looked at: those that would end an answer too early."""
+        is_short = len(self.running[0].token_ids) < self.request.min_new_tokens
+        return self.request.ends if is_short else frozenset()
+
+    @property
     def is_over(self) -> bool:
         """Whether no running beam is expected to give an answer worth keeping."""
         if not self.running:
@@ -112,5 +118,4 @@ class Search:
 def num_ranked(request: Request) -> int:
     """How many continuations a step looks at: enough remain when some end."""
     assert request.beams is not None
-    num_ends = len(request.eos_ids | request.stop_ids)
-    return max(2, 1 + num_ends) * request.beams.num_beams
+    return max(2, 1 + len(request.ends)) * request.beams.num_beams

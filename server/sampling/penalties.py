@@ -5,6 +5,8 @@ rules as the reference, model/reference/sampling.py, written twice on purpose: i
 Only the tokens that are adjusted are ever looked at, not the whole vocabulary.
 """
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 
 from quill.server.request import Sampling
@@ -17,11 +19,20 @@ class Adjustments:
     """One row's adjusted tokens. Grows with its answer."""
 
     def __init__(
-        self, sampling: Sampling, prompt_ids: tuple[int, ...], max_new_tokens: int
+        self,
+        sampling: Sampling,
+        prompt_ids: tuple[int, ...],
+        max_new_tokens: int,
+        banned: Collection[int] = (),
     ) -> None:
+        """`banned`: tokens that can't be chosen until they are allowed."""
         self._sampling = sampling
         repeats = sampling.repetition_penalty != 1
-        known = {**dict.fromkeys(prompt_ids if repeats else ()), **sampling.logit_bias}
+        known = {
+            **dict.fromkeys(prompt_ids if repeats else ()),
+            **sampling.logit_bias,
+            **dict.fromkeys(banned),
+        }
         self._places = {token: place for place, token in enumerate(known)}
         size = len(known) + max_new_tokens
         self._ids = np.zeros(size, np.int64)
@@ -31,8 +42,14 @@ class Adjustments:
         self._counts = np.zeros(size)  # in the answer
         self._bias = np.zeros(size)
         self._bias[: len(known)] = [sampling.logit_bias.get(token, 0.0) for token in known]
+        self._bias[[self._places[token] for token in banned]] = -np.inf
         arrays = (self._ids, self._in_text, self._counts, self._bias)
         self._addresses = tuple(array.ctypes.data for array in arrays)
+
+    def allow(self, tokens: Iterable[int]) -> None:
+        """Known ones: they have the client's bias and no other."""
+        for token in tokens:
+            self._bias[self._places[token]] = self._sampling.logit_bias.get(token, 0.0)
 
     def add(self, token: int) -> None:
         """The answer has this token (once more)."""

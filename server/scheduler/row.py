@@ -26,7 +26,7 @@ class Row:
     sequence: int  # which of the request's answers, beams or texts, from 0
     seed: int
     max_tokens: int
-    adjustments: Adjustments | None
+    adjustments: Adjustments | None  # None: neither its sampling nor min_new_tokens want any
     token_ids: list[int] = field(default_factory=list)
     pooled: Pooled | None = None  # of a text that is read for its vector
     blocks: list[int] = field(default_factory=list)
@@ -54,17 +54,20 @@ class Row:
 
     @property
     def may_guess(self) -> bool:
-        return self.adjustments is None and self.request.beams is None
+        return not self.request.sampling.adjusts and self.request.beams is None
 
     def draw(self, ahead: int = 0) -> Draw:
         """What the next token depends on, or the one after so many guesses."""
-        position = len(self.token_ids) + ahead
-        return Draw(self.request.sampling, self.seed, position, self.adjustments)
+        sampling, position = self.request.sampling, len(self.token_ids) + ahead
+        is_adjusted = sampling.adjusts or position < self.request.min_new_tokens
+        return Draw(sampling, self.seed, position, self.adjustments if is_adjusted else None)
 
     def add(self, token: int) -> None:
         self.token_ids.append(token)
-        if self.adjustments is not None:
+        if self.adjustments is not None and self.request.sampling.adjusts:
             self.adjustments.add(token)
+            if len(self.token_ids) == self.request.min_new_tokens:
+                self.adjustments.allow(self.request.ends)
         if self.guesses is not None:
             self.guesses.add(token)
 
@@ -180,7 +183,7 @@ def group_of(request: Request, context: int) -> Group:
 
 
 def _row(request: Request, sequence: int, max_tokens: int) -> Row:
-    adjustments = None
-    if request.sampling.adjusts:
-        adjustments = Adjustments(request.sampling, request.prompt_ids, max_tokens)
+    adjustments, banned = None, request.ends if request.min_new_tokens else frozenset()
+    if request.beams is None and (request.sampling.adjusts or banned):
+        adjustments = Adjustments(request.sampling, request.prompt_ids, max_tokens, banned)
     return Row(request, sequence, sequence_seed(request.seed, sequence), max_tokens, adjustments)

@@ -18,9 +18,9 @@ _WORDS: dict[Family, tuple[str, str]] = {
 }
 
 
-def metrics_url(settings: Settings, port: int) -> str:
+def http_url(settings: Settings, port: int, path: str = "") -> str:
     scheme = "http" if settings.tls is None else "https"
-    return f"{scheme}://{write_address(reachable(settings.host), port)}/metrics"
+    return f"{scheme}://{write_address(reachable(settings.host), port)}{path}"
 
 
 def line_to_type(settings: Settings, port: int, family: Family) -> str:

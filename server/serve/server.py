@@ -13,7 +13,6 @@ import grpc
 from quill.export.precisions import Family
 from quill.server.addresses import write_address
 from quill.server.api.administration import Administration
-from quill.server.api.calls import Calls
 from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
@@ -22,11 +21,15 @@ from quill.server.auth.keyring import Keyring
 from quill.server.engine.admission import Admission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import ReloadError, StartError
+from quill.server.http.app import App
+from quill.server.http.wire.http_server import HttpServer
 from quill.server.loading.loader import Load
 from quill.server.loading.reload import Reloader
 from quill.server.machine.hang_up import hang_up, stop_listening
 from quill.server.protocol.served_model import ServedModel
-from quill.server.serve.ready_message import line_to_type, metrics_url
+from quill.server.serve.ready_message import http_url, line_to_type
+from quill.server.service.calls import Calls
+from quill.server.service.service import Service
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
@@ -50,7 +53,7 @@ class Server:
         self.metrics = Metrics()
         self.health = Health(SERVICE)
         self._tracing = open_tracing() if settings.tracing else None
-        self.calls = Calls(self._report, settings.tracing)
+        self.calls = Calls(self._report)
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
         self.reloader = Reloader(
@@ -58,6 +61,7 @@ class Server:
         )
         self.port = 0
         self.metrics_port: int | None = None
+        self.http_port: int | None = None
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         self.closing = asyncio.Event()
@@ -65,6 +69,7 @@ class Server:
         self._stopping_at_once = asyncio.Event()
         self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
         self._stop_metrics: Callable[[], None] = lambda: None
+        self._http: HttpServer | None = None
         self._reloads: set[asyncio.Task[ServedModel]] = set()
 
     def stop(self) -> None:
@@ -106,20 +111,31 @@ class Server:
             await self._close(server)
 
     async def _listen(self) -> grpc.aio.Server:
-        timeout_s, share_cache = self._settings.write_timeout_s, self._settings.share_cache
+        settings = self._settings
+        service = Service(self.dispatcher, self.reloader, self.calls, settings.share_cache)
         server = make_server(
-            self._settings,
+            settings,
             self._keyring,
             self.calls,
-            TextGeneration(self.dispatcher, self.reloader, self.calls, timeout_s, share_cache),
+            TextGeneration(service, settings.write_timeout_s),
             Administration(self.calls, None if self._keyring is None else self.reload),
             self.health.servicer,
         )
         await self.health.begin()
-        self.port = bind(server, self._settings)
+        self.port = bind(server, settings)
+        await self._open_http(service)
         await server.start()
         self.listening.set()
         return server
+
+    async def _open_http(self, service: Service) -> None:
+        if self._settings.http_port is None:
+            return
+        settings, health = self._settings, self.health
+        registry = self.metrics.registry
+        app = App(service, settings, self._keyring, registry, lambda: health.is_serving)
+        self._http = HttpServer(app, settings)
+        self.http_port = await self._http.open()
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
@@ -161,11 +177,15 @@ class Server:
     def _say_ready(self, family: Family) -> None:
         settings, metrics = self._settings, None
         if self.metrics_port is not None:
-            metrics = metrics_url(settings, self.metrics_port)
+            metrics = http_url(settings, self.metrics_port, "/metrics")
             logger.info("metrics at %s", metrics)
+        http = None
+        if self.http_port is not None:
+            http = http_url(settings, self.http_port)
+            logger.info("HTTP at %s", http)
         address = write_address(settings.host, self.port)
         if settings.log_format == "json":  # nobody is there to type
-            fields = {"address": address, "metrics": metrics}
+            fields = {"address": address, "metrics": metrics, "http": http}
             logger.info("serving at %s", address, extra={"fields": fields})
             return
         _say(f"Serving at {address}. Now type:")
@@ -191,7 +211,11 @@ class Server:
         await self.reloader.close()
         self._stop_metrics()
         stop_listening(self.port)
+        if self._http is not None:
+            self._http.stop_listening()
         await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)
+        if self._http is not None:
+            await self._http.close()
         hang_up(self.port)
         await server.stop(1.0)
         if self._tracing is not None:

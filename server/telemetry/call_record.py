@@ -37,7 +37,8 @@ class Record:
     first_token_ms: float | None = None
     total_ms: float = 0.0
     submitted_s: float | None = None  # when it was handed to the engine
-    trace_headers: Mapping[str, str] = field(default_factory=dict)  # empty unless tracing is on
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    door: str = "grpc"  # through which it came
 
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""

@@ -10,9 +10,10 @@ reference, model/data/tokenizer.py, written twice on purpose: the server needs n
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Stands inside the special tokens that people write in a conversation, so that they aren't taken
 # for the template's own. Unicode promises that it is never a character of any text.
 _MARK = "\ufdd0"
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte of a character that has no token
 # The library holds everybody up while it reads: 4 million characters took seconds.
 MAX_CHARACTERS_PER_TOKEN = 32
 
@@ -58,7 +60,9 @@ class Text:
         self._special_ids = frozenset(self._special.values())
         decoder = json.loads(tokenizer_json).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._falls_back = "ByteFallback" in _types(decoder)
         self._bytes: dict[int, bytes] = {}
+        self._spelled: dict[int, bytes] = {}
         longest = max(map(len, self._parsing.get_vocab()), default=1)
         # Of a text as a whole: a token can stand for more, but hardly every token of a long text.
         self.max_characters_per_token = min(4 * longest, MAX_CHARACTERS_PER_TOKEN)
@@ -108,6 +112,12 @@ class Text:
             return self._bytes_of(token_id).decode("utf-8", "replace")
         return self.decode([token_id], skip_special=False)
 
+    def spelled(self, token_id: int) -> bytes:
+        """What it adds to a text; a special token, its name."""
+        if token_id not in self._spelled:
+            self._spelled[token_id] = self._spell(token_id)
+        return self._spelled[token_id]
+
     def decoder(self) -> Decoder:
         """Turns an answer's tokens into text, one after another."""
         if self._is_byte_level:
@@ -138,6 +148,19 @@ class Text:
     def _visible_bytes_of(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self._bytes_of(token_id)
 
+    def _spell(self, token_id: int) -> bytes:
+        name = self._parsing.id_to_token(token_id) or ""
+        if token_id in self._special_ids:
+            return name.encode()
+        if self._is_byte_level:
+            return self._bytes_of(token_id)
+        if self._falls_back and (byte := _FALLBACK.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        # At the beginning of a text a decoder drops the space that a token may begin with: so it is
+        # looked at behind another.
+        alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(alone) :].encode()
+
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id not in self._bytes:
             self._bytes[token_id] = _bytes_of_piece(self._parsing.id_to_token(token_id) or "")
@@ -150,6 +173,12 @@ def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _types(decoder: Mapping[str, Any]) -> set[str]:
+    """Of a decoder, and of those that it is made of."""
+    parts = map(_types, decoder.get("decoders", ()))
+    return {decoder.get("type", "")}.union(*parts)
 
 
 def _bytes_of_piece(piece: str) -> bytes:

@@ -149,11 +149,13 @@ def oracle(request: Request, context: int) -> list[list[int]]:
 
 
 def _sequence(request: Request, seed: int, context: int) -> list[int]:
-    parameters = SamplingParameters(**vars(request.sampling))
+    parameters = SamplingParameters(
+        **vars(request.sampling), stop_ids=request.ends, min_new_tokens=request.min_new_tokens
+    )
     prompt, answer = list(request.prompt_ids), list[int]()
     for position in range(min(request.max_new_tokens, context - len(prompt))):
         logits_V = logits_after([*(request.source_ids or ()), *prompt, *answer])
         answer.append(choose(logits_V, parameters, prompt, answer, uniform(seed, position)))
-        if answer[-1] in request.eos_ids | request.stop_ids:
+        if answer[-1] in request.ends:
             break
     return answer

@@ -25,6 +25,7 @@ NEVER = Retries(max_retries=0)
 PROMPT = [5, 6, 7]
 PATIENCE_S = 120.0  # while a test does harm, answers may take long
 _LISTENS = "0A"  # a state of Linux's sockets
+_HTTP = re.compile(r"HTTP at http://\S+:(\d+)")
 _METRICS = re.compile(r"metrics at (http://\S+)")
 _LINE = re.compile(r"^(quill_\w+)(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
 
@@ -46,6 +47,12 @@ class ServerProcess:
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
+
+    @property
+    def http_port(self) -> int:
+        found = _HTTP.search(self.log)
+        assert found is not None
+        return int(found[1])
 
     @property
     def log(self) -> str:

@@ -72,6 +72,18 @@ def test_logit_bias_is_added_after_the_penalties() -> None:
     assert penalise(np.array([4.0, 4.0]), parameters, [0], []).tolist() == [5.0, -96.0]
 
 
+def test_tokens_that_end_an_answer_are_out_of_the_question_until_it_is_long_enough() -> None:
+    parameters = SamplingParameters(
+        temperature=0, logit_bias={1: 100.0}, stop_ids=frozenset({1}), min_new_tokens=2
+    )
+    logits = np.array([1.0, 5.0, 2.0])
+    assert penalise(logits, parameters, [], [2]).tolist() == [1.0, -math.inf, 2.0]
+    answer: list[int] = []
+    for _ in range(3):
+        answer.append(choose(logits, parameters, [], answer, 0.0))
+    assert answer == [2, 2, 1]
+
+
 def test_logits_given_are_left_as_they_were() -> None:
     logits = np.array([1.0, 2.0])
     penalise(logits, SamplingParameters(repetition_penalty=2.0), [0, 1], [])

@@ -83,6 +83,7 @@ def their_search(theirs: Any, request: Request) -> list[tuple[tuple[int, ...], f
             length_penalty=request.beams.length_penalty,
             early_stopping=NAMES[request.beams.early_stopping],
             max_new_tokens=request.max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
             eos_token_id=ENDS,
             return_dict_in_generate=True,
             output_scores=True,
@@ -140,5 +141,6 @@ def _request(name: str, number: int, translates: bool) -> Request:
         beams=beams,
         num_sequences=beams.num_beams,
         max_new_tokens=10,
+        min_new_tokens=(0, 0, 4)[number % 3],
         eos_ids=frozenset(ENDS),
     )

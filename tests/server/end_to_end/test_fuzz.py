@@ -27,6 +27,7 @@ from tests.server.bad_bytes import (
 )
 from tests.server.bad_calls import SERVICE, Call, make_call
 from tests.server.hostile_clients import Besieger
+from tests.server.hostile_http import HttpBesieger
 from tests.server.process import ServerProcess, server_process, wait_until
 
 CHANCE = st.randoms(use_true_random=False)
@@ -83,6 +84,17 @@ def test_bad_calls_are_refused_or_answered(siege: Siege, chance: random.Random) 
 def test_bad_bytes_do_not_disturb_others(siege: Siege, chance: random.Random) -> None:
     siege.runner.run(siege.besieger.send_bytes(make_bytes(chance)))
     assert siege.runner.run(siege.besieger.known_answer()) == siege.known
+
+
+def test_five_hundred_bad_requests_over_http_leave_no_trace(siege: Siege) -> None:
+    num_fds, besieger = siege.server.num_fds, HttpBesieger(siege.server.http_port)
+    for first in range(0, 500, 50):
+        siege.runner.run(besieger.attack(7, range(first, first + 50)))
+    assert siege.runner.run(siege.besieger.known_answer()) == siege.known
+    wait_until(siege.server.is_idle, "every slot is free")
+    wait_until(lambda: siege.server.num_fds <= num_fds + 5, "connections are given back")
+    assert {outcome for _, outcome in besieger.outcomes} >= {"200", "400", "404", "415"}
+    assert not BUG.search(siege.server.log)
 
 
 def test_a_thousand_bad_inputs_leave_no_trace(siege: Siege) -> None:

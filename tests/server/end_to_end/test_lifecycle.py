@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api import servicer
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.client.call_error import CallError
 from quill.server.client.retry import Retries
@@ -20,6 +19,7 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import MAX_FAILURES
 from quill.server.errors import StartError
 from quill.server.serve.server import Server
+from quill.server.service import call
 from quill.server.settings import Settings
 from quill.server.telemetry.metrics import Metrics
 from tests.server.running import (
@@ -254,8 +254,8 @@ def test_deadline_between_two_steps_ends_a_stream_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The server stops 1 s after the start, long before the client would.
-    monkeypatch.setattr(servicer, "MAX_MARGIN_S", TIMEOUT_S - 1.0)
-    monkeypatch.setattr(servicer, "MARGIN", 1.0)
+    monkeypatch.setattr(call, "MAX_MARGIN_S", TIMEOUT_S - 1.0)
+    monkeypatch.setattr(call, "MARGIN", 1.0)
     with running_server(max_rows=1) as running, Client(running.address, NEVER) as client:
         running.session.hold()
         running.session.let_go(1)

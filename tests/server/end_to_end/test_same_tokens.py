@@ -32,7 +32,9 @@ def _alone(session: OrtSession, request: Request) -> Answers:
     blocks = range(CONTEXT // 16)
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
-        parameters = SamplingParameters(**vars(request.sampling))
+        parameters = SamplingParameters(
+            **vars(request.sampling), stop_ids=request.ends, min_new_tokens=request.min_new_tokens
+        )
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
         logits_1V, _ = session.step([Piece(prompt, 0, blocks, [last])])
@@ -59,13 +61,15 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
             top_p=rng.choice([1.0, 0.9]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
         )
+        max_new_tokens = rng.randint(1, 20)
         requests.append(
             Request(
                 request_id=str(number),
                 prompt_ids=tuple(prompt),
                 sampling=sampling,
                 seed=rng.getrandbits(64),
-                max_new_tokens=rng.randint(1, 20),
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=rng.choice([0, 0, max_new_tokens // 2]),
                 num_sequences=rng.choice([1, 1, 1, 2, 3]),
                 eos_ids=frozenset(rng.sample(range(VOCAB_SIZE), 30)),
                 logprobs=rng.choice([0, 3]),

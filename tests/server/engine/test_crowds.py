@@ -27,6 +27,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-1, 1),
     "seed": st.integers(0, 2**64 - 1),
     "eos_ids": st.sampled_from([frozenset[int](), frozenset({1, 2, 13, 14})]),
+    "min_new_tokens": st.sampled_from([0, 0, 1, 5, 60]),
     "owner": st.sampled_from(["", "a", "b"]),
     "cache_scope": st.sampled_from(["", "a"]),
     "logprobs": st.sampled_from([None, None, 1]),
@@ -79,7 +80,8 @@ class Crowd(House):
     def _ask(self, fields: dict[str, Any], translates: bool, is_late: bool) -> None:
         # Names of 10 lengths, so that prompts begin alike and blocks are shared.
         name = f"{len(self.requests):03}" + "x" * (len(self.requests) % 10)
-        request = make_request(name, **fields)
+        least = min(fields.get("min_new_tokens", 0), fields["max_new_tokens"])
+        request = make_request(name, **{**fields, "min_new_tokens": least})
         if translates and request.prompt_logprobs is None:
             request = as_translation(request)
         if is_late:
@@ -119,6 +121,7 @@ def searched(request: Request) -> list[tuple[int, ...]]:
         num_beams=request.beams.num_beams,
         max_new_tokens=request.max_new_tokens,
         stop_ids=request.eos_ids,
+        min_new_tokens=request.min_new_tokens,
     )
 
     def next_logits(rows: Any, parents: Any) -> Any:

@@ -48,6 +48,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *(("frequency_penalty", {"frequency_penalty": f}) for f in (2.1, -2.1, math.nan)),
     ("presence_penalty", {"presence_penalty": 3.0}),
     *(("max_new_tokens", {"max_new_tokens": n}) for n in (0, -1, 2**31, CONTEXT + 1)),
+    *(("min_new_tokens", {"min_new_tokens": n}) for n in (-1, CONTEXT + 1)),
+    ("min_new_tokens", {"min_new_tokens": 5, "max_new_tokens": 4}),
     ("stop", {"stop": ["x"] * 10_000}),
     ("stop", {"stop": [""]}),
     ("stop", {"stop": ["é" * 129]}),

@@ -64,7 +64,8 @@ def parameters_of(request: Request) -> BeamParameters:
         early_stopping=names[request.beams.early_stopping],
         num_return_sequences=request.num_sequences,
         max_new_tokens=request.max_new_tokens,
-        stop_ids=request.eos_ids | request.stop_ids,
+        stop_ids=request.ends,
+        min_new_tokens=request.min_new_tokens,
     )
 
 
@@ -99,6 +100,7 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
     ids = tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)))
     beams = draw(st.none() | BEAMS)
     most = 3 if beams is None else beams.num_beams
+    max_new_tokens = draw(st.integers(1, 12))
     return Request(
         request_id=name,
         prompt_ids=(0,) if translates else ids,
@@ -108,7 +110,8 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
         if not beams
         else Sampling(),
         num_sequences=draw(st.integers(1, most)),
-        max_new_tokens=draw(st.integers(1, 12)),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=draw(st.integers(0, max_new_tokens)),
         eos_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8))),
         stop_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))),
         logprobs=draw(st.sampled_from([None, 2])),

@@ -38,6 +38,7 @@ class Row:
     seed: int = 0
     prompt: tuple[int, ...] = ()
     generated: tuple[int, ...] = ()
+    banned: frozenset[int] = frozenset()
 
 
 def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
@@ -49,8 +50,8 @@ def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
 def _draw(row: Row) -> Draw:
     sampling = Sampling(**row.sampling)
     adjustments = None
-    if sampling.adjusts:
-        adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1)
+    if sampling.adjusts or row.banned:
+        adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1, row.banned)
         for token in row.generated:
             adjustments.add(token)
     return Draw(sampling, row.seed, len(row.generated), adjustments)
@@ -60,7 +61,12 @@ def slow(logits_RV: Logits, rows: list[Row]) -> list[int]:
     return [
         reference.choose(
             logits_V,
-            reference.SamplingParameters(**row.sampling),
+            reference.SamplingParameters(
+                **row.sampling,
+                stop_ids=row.banned,
+                max_new_tokens=len(row.generated) + 1,
+                min_new_tokens=len(row.generated) + 1,
+            ),
             list(row.prompt),
             list(row.generated),
             uniform(row.seed, len(row.generated)),
@@ -91,7 +97,8 @@ def rows(draw: st.DrawFn, vocab_size: int) -> Row:
     bias = draw(st.dictionaries(st.integers(0, vocab_size - 1), biases, max_size=3))
     if bias:
         sampling["logit_bias"] = bias
-    return Row(sampling, draw(st.integers(0, 2**64 - 1)), draw(tokens), draw(tokens))
+    banned = draw(st.frozensets(st.integers(1, vocab_size), max_size=4)) - {vocab_size}
+    return Row(sampling, draw(st.integers(0, 2**64 - 1)), draw(tokens), draw(tokens), banned)
 
 
 @st.composite
@@ -106,6 +113,7 @@ def steps(draw: st.DrawFn) -> tuple[Logits, list[Row]]:
     if draw(st.booleans()):
         logits_RV[rng.random(logits_RV.shape) < 0.3] = -np.inf
         logits_RV[:, rng.integers(vocab_size)] = draw(st.sampled_from([0.0, 12.0]))
+        logits_RV[:, 0] = np.maximum(logits_RV[:, 0], -30)  # which is never banned
     return logits_RV.astype(np.float32), some
 
 
@@ -180,12 +188,19 @@ def test_every_token_of_a_large_vocabulary_is_the_reference_one(num_threads: int
     ]
     prompt = tuple(rng.integers(60_000, size=3000).tolist())
     answer = tuple(rng.integers(60_000, size=1500).tolist())
+    likely = rng.integers(60_000, size=20)
     some = [
-        Row(cut, int(rng.integers(2**63)), prompt, answer if "frequency_penalty" in cut else ())
-        for cut in cuts
+        Row(
+            cut,
+            int(rng.integers(2**63)),
+            prompt,
+            answer if "frequency_penalty" in cut else (),
+            frozenset(likely[:9].tolist()) if number % 2 else frozenset(),
+        )
+        for number, cut in enumerate(cuts)
     ]
     logits_RV = (rng.normal(size=(len(some), 60_000)) * 2.5).astype(np.float32)
-    logits_RV[:, rng.integers(60_000, size=20)] += 8
+    logits_RV[:, likely] += 8
     try:
         assert fast(logits_RV, some) == slow(logits_RV, some)
     finally:

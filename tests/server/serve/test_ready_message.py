@@ -8,7 +8,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.server.auth.key_file import add_key
-from quill.server.serve.ready_message import line_to_type, metrics_url
+from quill.server.serve.ready_message import http_url, line_to_type
 from quill.server.settings import Settings
 from tests.server.authority import Authority, write
 from tests.server.running import running_server
@@ -63,4 +63,4 @@ def test_server_on_all_of_ipv6_is_called_on_its_loopback() -> None:
 def test_metrics_of_a_server_on_all_addresses_are_where_they_can_be_read(
     host: str, found: str
 ) -> None:
-    assert metrics_url(Settings(host=host), 5) == f"http://{found}:5/metrics"
+    assert http_url(Settings(host=host), 5, "/metrics") == f"http://{found}:5/metrics"

@@ -53,6 +53,27 @@ def test_tokens_that_depend_on_their_neighbours_come_in_whole_characters(words: 
     assert "\ufffd" not in "".join(parts)
 
 
+@given(st.text())
+def test_bytes_of_tokens_are_the_texts(text: str) -> None:
+    for tokenizer in (BYTES, PAIRS):
+        spelled = b"".join(map(tokenizer.spelled, tokenizer.encode(text)))
+        assert spelled == text.encode()
+
+
+def test_tokens_that_fall_back_to_bytes_or_begin_with_a_space_have_their_true_bytes() -> None:
+    text = Text(_sentencepiece().to_str())
+    ids = [258, 259, 260, 1 + 0xC3, 1 + 0xA9, 262]  # "▁He", "llo", "▁wor", two bytes, "é"
+    assert [*map(text.spelled, ids)] == [b" He", b"llo", b" wor", b"\xc3", b"\xa9", "é".encode()]
+
+
+def test_a_special_token_is_spelled_as_it_is_called() -> None:
+    inner = tokenizers.Tokenizer.from_str(byte_tokenizer()._json)
+    inner.add_special_tokens(["<é>"])
+    text = Text(inner.to_str())
+    (token,) = inner.encode("<é>").ids
+    assert text.spelled(token) == "<é>".encode()
+
+
 def cut(text: str, stops: list[str]) -> str:
     """The oracle: one character after another."""
     for end in range(len(text) + 1):

@@ -1,0 +1,1 @@
+"""The HTTP door: JSON becomes generation.proto's messages, and their answers become JSON."""

@@ -1,0 +1,167 @@
+"""The ASGI application: which path is answered by whom, and how refusals are told.
+
+Knows: paths, the order of checks. Does not know: what is asked for, sockets.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import metadata
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from quill.server.auth.caller import Caller
+from quill.server.auth.keyring import Keyring
+from quill.server.errors import DeadlineError, RequestError, StepError
+from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
+from quill.server.http.model_facts import ModelFacts
+from quill.server.http.openai.chat import Chat
+from quill.server.http.openai.completions import Completions
+from quill.server.http.openai.embeddings import Embeddings
+from quill.server.http.openai.models import Models
+from quill.server.http.openai.tokens import Detokenize, Tokenize
+from quill.server.http.page_files import page_files
+from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
+from quill.server.http.wire.guards import Guard, deadline_s
+from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
+from quill.server.http.wire.route import Route
+from quill.server.service.json_fields import Json
+from quill.server.service.origin import Origin
+from quill.server.service.service import Service
+from quill.server.settings import Settings
+from quill.server.telemetry.call_record import new_request_id
+from quill.server.telemetry.stats import stats
+from quill.server.telemetry.tracing import HEADERS
+
+logger = logging.getLogger(__name__)
+
+
+class App:
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        keyring: Keyring | None,
+        registry: CollectorRegistry,
+        is_serving: Callable[[], bool],
+    ) -> None:
+        self._calls = service.calls
+        self._settings = settings
+        self._guard = Guard(settings.host, keyring)
+        self._registry = registry
+        self._is_serving = is_serving
+        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models, ModelFacts)
+        self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
+        self._api = openapi(self._routes.values())
+        self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/version": self._version,
+            "/openapi.json": self._openapi,
+            "/docs": self._docs,
+            "/stats": self._stats,
+            **page_files(),
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        timeout_s = self._settings.write_timeout_s
+        exchange = Exchange(scope, receive, send, new_request_id(), timeout_s)
+        try:
+            self._guard.check(exchange)
+            await self._answer(exchange)
+        except RequestError as error:
+            await self._refuse(exchange, error)
+        except Exception:
+            logger.exception("a bug in %s, request %s", exchange.path, exchange.request_id)
+            reason = f"a bug in the server; its log has more under {exchange.request_id}"
+            await self._refuse(exchange, StepError(reason))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        path = exchange.path.rstrip("/") or "/"
+        page, route = self._pages.get(path), self._routes.get(path)
+        if page is None and route is None:
+            known = ", ".join(sorted((*self._pages, *self._routes)))
+            raise RefusalError(404, "path", f"isn't known here; there are {known}")
+        verb = "GET" if route is None else route.verb
+        if exchange.verb not in (verb, "HEAD" if verb == "GET" else verb):
+            allowed = [("allow", verb)]
+            raise RefusalError(405, "method", f"must be {verb} for this path", allowed)
+        if page is not None:
+            await page(exchange)
+        elif route is not None:
+            await self._call(route, exchange)
+
+    async def _call(self, route: Route, exchange: Exchange) -> None:
+        caller, deadline = Caller(), None
+        try:
+            caller = self._guard.caller(exchange)
+            deadline = deadline_s(exchange)
+            values: Json = {}
+            if route.verb == "POST":
+                values = await exchange.read_json(self._settings.max_message_bytes, route.read)
+        except RequestError as error:
+            self._calls.refuse(_origin(exchange, route, caller, deadline), error)
+            raise
+        origin = _origin(exchange, route, caller, deadline)
+        await exchange.attend(self._serve(route, values, origin, exchange))
+
+    async def _serve(self, route: Route, values: Json, origin: Origin, exchange: Exchange) -> None:
+        try:
+            # By the loop's clock, time.monotonic. The engine stops before, but for long steps.
+            async with asyncio.timeout_at(origin.deadline_s):
+                await route.answer(values, origin, exchange)
+        except TimeoutError:
+            await self._refuse(exchange, DeadlineError("the deadline passed"))
+        except RequestError as error:
+            await self._refuse(exchange, route.as_written(error, values))
+
+    async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
+        """In words, while there is somebody who hears them."""
+        if exchange.has_left or exchange.is_over:
+            return
+        if exchange.has_begun:
+            await exchange.break_off(body_of(error))
+            return
+        await exchange.answer_json(body_of(error), status_of(error), headers_of(error))
+
+    async def _health(self, exchange: Exchange) -> None:
+        """Open to all: whoever restarts or balances servers has no key."""
+        serving = self._is_serving()
+        content = {"status": "serving" if serving else "not serving"}
+        await exchange.answer_json(content, 200 if serving else 503)
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        if not self._settings.open_metrics:
+            self._guard.caller(exchange)
+        page = await asyncio.to_thread(generate_latest, self._registry)
+        await exchange.answer(page, CONTENT_TYPE_LATEST)
+
+    async def _stats(self, exchange: Exchange) -> None:
+        if not self._settings.open_metrics:
+            self._guard.caller(exchange)
+        await exchange.answer_json(stats(self._registry))
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.answer_json({"version": metadata.version("quill")})
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.answer_json(self._api)
+
+    async def _docs(self, exchange: Exchange) -> None:
+        await exchange.answer(
+            docs_page(self._api), "text/html; charset=utf-8", headers=DOCS_HEADERS
+        )
+
+
+def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | None) -> Origin:
+    traced = ((name, exchange.header(name)) for name in HEADERS)
+    return Origin(
+        method=route.path,
+        door="http",
+        caller=caller,
+        deadline_s=deadline,
+        trace_headers={name: value for name, value in traced if value is not None},
+        request_id=exchange.request_id,
+    )

@@ -1,0 +1,1 @@
+"""The paths that clients of OpenAI and vLLM know."""

@@ -1,0 +1,66 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shape.
+
+Knows: its JSON, generation.proto. Does not know: tokenizers.
+"""
+
+from quill.protos import generation_pb2 as pb
+from quill.server.errors import InvalidFieldError
+from quill.server.http.openai.chat import CONVERSATION
+from quill.server.http.openai.models import MODEL, check_model
+from quill.server.http.wire.exchange import Exchange
+from quill.server.http.wire.route import Route
+from quill.server.service.call import Call
+from quill.server.service.generation_options import fill
+from quill.server.service.json_fields import BOOLEAN, INTEGERS, STRING, Field, Json
+from quill.server.service.origin import Origin
+
+
+class Tokenize(Route):
+    path = "/tokenize"
+    says = "a text's token ids, or a conversation's"
+    fields = (
+        Field("prompt", STRING, "the text", "text"),
+        Field("messages", CONVERSATION, "instead: a conversation, as the model's template has it"),
+        MODEL,
+        Field("add_special_tokens", BOOLEAN, "what a prompt begins with", "add_special_tokens"),
+        Field("return_token_strs", BOOLEAN, "each token as text, too"),
+    )
+
+    async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
+        async with self._service.call(origin) as call:
+            check_model(values, call.served)
+            if ("prompt" in values) == ("messages" in values):
+                raise InvalidFieldError("prompt", "or messages must be given, and not both")
+            ids, texts = await self._tokens(values, call)
+        answer: Json = {"count": len(ids), "max_model_len": call.served.context, "tokens": ids}
+        answer["token_strs"] = texts if values.get("return_token_strs") else None
+        await exchange.answer_json(answer)
+
+    async def _tokens(self, values: Json, call: Call) -> tuple[list[int], list[str]]:
+        if "messages" in values:
+            conversation = pb.Conversation(messages=values["messages"])
+            parsed = await call.read(pb.GenerateRequest(messages=conversation))
+            text = call.served.text
+            assert text is not None, "conversations are text"
+            return list(parsed.given_ids), [text.piece(id) for id in parsed.given_ids]
+        message = pb.TokenizeRequest()
+        fill(message, values, self.fields)
+        response = await call.tokenize(message)
+        return list(response.token_ids), list(response.tokens)
+
+
+class Detokenize(Route):
+    path = "/detokenize"
+    says = "token ids as text"
+    fields = (
+        Field("tokens", INTEGERS, "the token ids", "token_ids", is_required=True),
+        MODEL,
+    )
+
+    async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
+        async with self._service.call(origin) as call:
+            check_model(values, call.served)
+            message = pb.DetokenizeRequest(skip_special_tokens=False)
+            fill(message, values, self.fields)
+            response = await call.detokenize(message)
+        await exchange.answer_json({"prompt": response.text})

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, bodies, streams of events, who is let in, errors."""

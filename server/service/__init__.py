@@ -1,0 +1,1 @@
+"""The calls themselves, whichever door they come through."""

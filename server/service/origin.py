@@ -1,0 +1,23 @@
+"""Where a call comes from: all that is known of it beside its message.
+
+Knows: callers, deadlines, doors. Does not know: what is called, gRPC, HTTP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quill.server.auth.caller import ANYBODY, Caller
+from quill.server.telemetry.call_record import new_request_id
+
+Door = Literal["grpc", "http", "kserve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    method: str  # as the log and the metrics name it
+    door: Door
+    caller: Caller = ANYBODY
+    deadline_s: float | None = None  # the client's own, on the engine's clock, time.monotonic
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    request_id: str = field(default_factory=new_request_id)
