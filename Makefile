@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-portable test-clients check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-portable test-page test-clients check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model"
@@ -16,6 +16,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make .venv/dev  bring Locust, and what else the tests need"
 	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
+	@echo "make test-page  the page at / in Chromium, where there is one"
 	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
@@ -87,7 +88,11 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page'
+
+# Needs Chromium (Debian: chromium, fonts-dejavu-core); without it they are skipped, and say so.
+test-page: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/server/http/page
 
 # As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
 CPUS ?= Haswell Nehalem

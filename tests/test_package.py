@@ -1,4 +1,4 @@
-"""What `pip install` brings: every sub-package, the C++ sources, one importable name."""
+"""What `pip install` brings: every sub-package, the C++ sources, the page, one importable name."""
 
 import subprocess
 import sys
@@ -48,12 +48,16 @@ def test_every_package_is_named_in_pyproject() -> None:
     assert named == sorted({"quill", *(".".join(["quill", *path.parts]) for path in found)})
 
 
-def test_a_wheel_has_every_module_and_the_sources_of_the_operators(installed: Path) -> None:
+def test_a_wheel_has_every_module_the_sources_of_the_operators_and_the_page(
+    installed: Path,
+) -> None:
     kernels = ROOT / "export" / "operators" / "kernels"
     sources = [*kernels.glob("*.h"), *kernels.glob("*.cpp")]
     assert len(sources) > 10
+    page = [*(ROOT / "server" / "http" / "page").iterdir()]
+    assert len(page) > 5
     modules = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    for path in (*modules, *sources, ROOT / "__main__.py", ROOT / "client.py"):
+    for path in (*modules, *sources, *page, ROOT / "__main__.py", ROOT / "client.py"):
         assert (installed / "quill" / path.relative_to(ROOT)).is_file(), path
 
 

@@ -13,7 +13,7 @@ import torch
 
 from quill.export.errors import UnsupportedModelError
 from quill.export.quantise.quantisers import eight_bits, k_quant
-from quill.export.quantise.quill_layout import with_halves
+from quill.export.quantise.quill_layout import in_halves_already, with_halves
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
 from quill.model.network.config import ModelConfig
@@ -62,18 +62,16 @@ def check_quantisable(config: ModelConfig) -> None:
 
 
 def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
-    """Takes the source's own integers where there are any: quantising twice ruins a model.
-
-    At 8 bits those with a minimum for each block can't be kept: their layout has none.
-    """
+    """Takes the source's own integers where there are any: quantising twice ruins a model."""
     check_quantisable(checkpoint.config)
     weights, num_found = {}, 0
     for name, weight_NI in checkpoint.weights.items():
         if weight_NI.ndim == 2 and not NOT_QUANTISED.fullmatch(name):
             wide = bits == 8 or name in EIGHT_BITS
             source = checkpoint.quantised.get(name)
-            # Rows are looked up at 8 bits only.
             kept = _widened(source) if bits == 8 or name == EMBEDDING else source
+            if name == EMBEDDING and kept is not None and kept.minimum_NG is not None:
+                kept = None  # rows are looked up without minima
             num_found += kept is None
             weights[name] = kept or (eight_bits if wide else k_quant)(weight_NI)
     return Quantisation(
@@ -84,12 +82,15 @@ def quantise(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantisation:
 
 
 def _widened(source: QuantisedWeight | None) -> QuantisedWeight | None:
-    """The same values with 8 bits, if they can be had so. q4_0 fits into them exactly."""
-    if source is None or source.kind == "q4_1":
-        return None
-    if source.kind == "q8_0":
+    """The same values with 8 bits, if they can be had so: beside minima, scales must be halves."""
+    if source is None or source.bits == 8:
         return source
-    return QuantisedWeight("q8_0", source.values_NI().to(torch.int8) - 8, source.scale_NG)
+    values_NI = source.values_NI().to(torch.int8)
+    if source.minimum_NG is None:
+        return QuantisedWeight("q8_0", values_NI - 8, source.scale_NG)
+    if not in_halves_already(source):
+        return None
+    return QuantisedWeight("q8_1", values_NI, source.scale_NG, source.minimum_NG)
 
 
 def _description(weights: Mapping[str, QuantisedWeight], num_found: int, how: str) -> str:

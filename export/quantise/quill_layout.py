@@ -4,7 +4,7 @@ Knows: the records that export/operators/kernels/matrix.h describes.
 Does not know: graphs, compilers.
 
 Sixteen columns are computed side by side, 32 inputs share a scale: that is a record. First come its
-scales (and with 4 bits its minima), then its integers, four neighbouring inputs of each column in
+scales (and minima, if it has any), then its integers, four neighbouring inputs of each column in
 turn. With 4 bits the inputs 16 to 31 are in the high halves of the bytes of 0 to 15.
 """
 
@@ -39,17 +39,17 @@ def lay_out(weight: QuantisedWeight, gated: bool = False) -> Records:
     scale_NG, minimum_NG = weight.scale_NG, weight.minimum_NG
     if weight.kind == "q4_0":
         minimum_NG = -MIDDLE_4BIT * scale_NG
-    if weight.kind == "q8_0":
+    if weight.bits == 8:
         values_NI = (values_NI.to(torch.int16) + MIDDLE_8BIT).to(torch.uint8)
     heads = [_grouped(each, gated) for each in (scale_NG, minimum_NG) if each is not None]
     head_CGH = torch.cat([each.transpose(1, 2) for each in heads], dim=-1)
-    halves = minimum_NG is not None and torch.equal(head_CGH.half().to(head_CGH.dtype), head_CGH)
+    halves = minimum_NG is not None and _are_halves(head_CGH)
     if halves:
         head_CGH = head_CGH.half()
-    body_CGB = _body(_grouped(values_NI, gated), weight.kind == "q8_0")
+    assert halves or weight.kind != "q8_1"
+    body_CGB = _body(_grouped(values_NI, gated), weight.bits == 8)
     head_CGB = head_CGH.contiguous().view(torch.uint8)
-    bits = 8 if weight.kind == "q8_0" else 4
-    return Records(torch.cat((head_CGB, body_CGB), dim=-1).contiguous(), bits, halves)
+    return Records(torch.cat((head_CGB, body_CGB), dim=-1).contiguous(), weight.bits, halves)
 
 
 def lay_out_floats(weight_NI: Tensor) -> Tensor:
@@ -86,6 +86,16 @@ def _body(values: Tensor, is_8bit: bool) -> Tensor:
         low, high = in_turn.chunk(2, dim=2)
         in_turn = low | (high << 4)
     return in_turn.flatten(2)
+
+
+def in_halves_already(weight: QuantisedWeight) -> bool:
+    """Whether 16 bits can hold its scales and minima as they are."""
+    heads = (weight.scale_NG, weight.minimum_NG)
+    return all(_are_halves(each) for each in heads if each is not None)
+
+
+def _are_halves(numbers: Tensor) -> bool:
+    return torch.equal(numbers.half().to(numbers.dtype), numbers)
 
 
 def with_halves(weight: QuantisedWeight) -> QuantisedWeight:

@@ -1,6 +1,7 @@
 """Weights that were quantised at their source, kept exactly as they came.
 
-Knows: three block formats of GGUF and what they stand for. Does not know: files, graphs.
+Knows: three block formats of GGUF, a fourth that holds q4_1's values in whole bytes, and what they
+stand for. Does not know: files, graphs.
 """
 
 from dataclasses import dataclass
@@ -12,25 +13,29 @@ from torch import Tensor
 # N outputs · I inputs · G = I / 32 blocks along the inputs
 
 BLOCK_SIZE = 32
-Kind = Literal["q4_0", "q4_1", "q8_0"]
+Kind = Literal["q4_0", "q4_1", "q8_0", "q8_1"]
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A matrix as integers with a scale (and for q4_1 a minimum) for each 32 inputs.
+    """A matrix as integers with a scale (and for q4_1 and q8_1 a minimum) for each 32 inputs.
 
-    q4_0: weight = scale * (q - 8)      q4_1: weight = scale * q + minimum      q8_0: scale * q
+    q4_0: weight = scale * (q - 8)      q4_1, q8_1: scale * q + minimum      q8_0: scale * q
     4-bit values are packed two a byte along the inputs, the first one in the low half.
     """
 
     kind: Kind
     q: Tensor  # (N, I / 2) uint8 for 4 bits, (N, I) int8 for 8 bits
     scale_NG: Tensor  # float32
-    minimum_NG: Tensor | None = None  # float32, q4_1 only
+    minimum_NG: Tensor | None = None  # float32
 
     def __post_init__(self) -> None:
-        assert (self.kind == "q4_1") == (self.minimum_NG is not None)
-        assert self.q.dtype == (torch.int8 if self.kind == "q8_0" else torch.uint8)
+        assert (self.kind in ("q4_1", "q8_1")) == (self.minimum_NG is not None)
+        assert self.q.dtype == (torch.int8 if self.bits == 8 else torch.uint8)
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.kind in ("q8_0", "q8_1") else 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,7 +43,7 @@ class QuantisedWeight:
 
     def values_NI(self) -> Tensor:
         """The integers, one an element."""
-        if self.kind == "q8_0":
+        if self.bits == 8:
             return self.q
         return torch.stack((self.q & 15, self.q >> 4), dim=-1).flatten(1)
 

@@ -141,7 +141,8 @@ def _byte_level(model: models.Model, use_regex: bool) -> tokenizers.Tokenizer:
 
 
 def _added(names: Sequence[str]) -> list[AddedToken]:
-    return [AddedToken(name, special=True, normalized=False) for name in names]
+    """A mask stands for a whole token, and those of words begin with the space before them."""
+    return [AddedToken(name, special=True, normalized=False, lstrip=name == MASK) for name in names]
 
 
 def _byte_characters() -> list[str]:

@@ -19,15 +19,16 @@ from quill.server.errors import ServerError
 # N sentences · D model size
 
 # Four with the fruit, and four with the brand.
+# What the word means is said before it: a language model knows nothing of what follows.
 SENTENCES = (
-    "She ate an apple from the tree in the garden.",
-    "He cut the apple into pieces for the pie.",
-    "The apple was red and sweet and full of juice.",
-    "Farmers sell the apple and the pear at the market.",
-    "The apple company sells computers and phones.",
-    "Shares of apple rose after the new phone came out.",
-    "He wrote the software for apple in California.",
-    "The engineers of apple made a faster computer.",
+    "In the garden she picked a ripe red apple.",
+    "He peeled the fruit and cut the apple.",
+    "With sugar, flour and butter she baked the apple.",
+    "On the tree in the orchard hung a green apple.",
+    "The new phone was designed by apple.",
+    "Shares of the technology company apple.",
+    "He writes software for computers made by apple.",
+    "Microsoft, Google and apple.",
 )
 CONTINUES = "##"  # before WordPiece's tokens within a word
 DPI = 120

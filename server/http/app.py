@@ -14,11 +14,13 @@ from quill.server.auth.caller import Caller
 from quill.server.auth.keyring import Keyring
 from quill.server.errors import DeadlineError, RequestError, StepError
 from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
+from quill.server.http.model_facts import ModelFacts
 from quill.server.http.openai.chat import Chat
 from quill.server.http.openai.completions import Completions
 from quill.server.http.openai.embeddings import Embeddings
 from quill.server.http.openai.models import Models
 from quill.server.http.openai.tokens import Detokenize, Tokenize
+from quill.server.http.page_files import page_files
 from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
@@ -28,6 +30,7 @@ from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import new_request_id
+from quill.server.telemetry.stats import stats
 from quill.server.telemetry.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class App:
         self._guard = Guard(settings.host, keyring)
         self._registry = registry
         self._is_serving = is_serving
-        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models)
+        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models, ModelFacts)
         self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
         self._api = openapi(self._routes.values())
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
@@ -56,6 +59,8 @@ class App:
             "/version": self._version,
             "/openapi.json": self._openapi,
             "/docs": self._docs,
+            "/stats": self._stats,
+            **page_files(),
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -132,6 +137,11 @@ class App:
             self._guard.caller(exchange)
         page = await asyncio.to_thread(generate_latest, self._registry)
         await exchange.answer(page, CONTENT_TYPE_LATEST)
+
+    async def _stats(self, exchange: Exchange) -> None:
+        if not self._settings.open_metrics:
+            self._guard.caller(exchange)
+        await exchange.answer_json(stats(self._registry))
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer_json({"version": metadata.version("quill")})

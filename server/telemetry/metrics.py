@@ -11,9 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 
 from quill.server.events import (
     Batch,
+    Event,
     FailEvent,
     FinishEvent,
+    HypothesisEvent,
     StartEvent,
+    StepReport,
     TokenEvent,
     VectorEvent,
 )
@@ -45,6 +48,7 @@ class Metrics:
             ["kind"],
             registry=registry,
         )
+        self._made = Counter("quill_made_tokens", "Tokens as they are made", registry=registry)
         self._cache_hits = Counter(
             "quill_prefix_cache_hits", "Prompts whose beginning was known", registry=registry
         )
@@ -101,28 +105,36 @@ class Metrics:
     def observe(self, batch: Batch) -> None:
         """One round of the engine."""
         if batch.step is not None:
-            step = batch.step
-            self._step.labels(step.kind).observe(step.duration_s)
-            self._guesses.labels("right").inc(step.num_accepted)
-            self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
-            self._set_backs.inc(step.num_set_back)
+            self._note_step(batch.step)
         if batch.crowd is not None:
             self._rows.set(batch.crowd.num_rows)
             self._held.set(batch.crowd.num_blocks)
             self._waiting.set(batch.crowd.num_waiting)
         now_s = self._clock()
         for event in batch.events:
-            if isinstance(event, TokenEvent):
-                self._note_token(event, now_s)
-            elif isinstance(event, StartEvent):
-                if event.was_looked_up:
-                    (self._cache_hits if event.cached else self._cache_misses).inc()
-            elif isinstance(event, VectorEvent):
-                self._vectors.inc()
-            elif isinstance(event, FinishEvent):
-                self._last_token_s.pop((event.request_id, event.sequence), None)
-            elif isinstance(event, FailEvent):
-                self._forget(event.request_id)
+            self._note(event, now_s)
+
+    def _note(self, event: Event, now_s: float) -> None:
+        if isinstance(event, TokenEvent):
+            self._made.inc()
+            self._note_token(event, now_s)
+        elif isinstance(event, HypothesisEvent):
+            self._made.inc(len(event.token_ids))
+        elif isinstance(event, StartEvent):
+            if event.was_looked_up:
+                (self._cache_hits if event.cached else self._cache_misses).inc()
+        elif isinstance(event, VectorEvent):
+            self._vectors.inc()
+        elif isinstance(event, FinishEvent):
+            self._last_token_s.pop((event.request_id, event.sequence), None)
+        elif isinstance(event, FailEvent):
+            self._forget(event.request_id)
+
+    def _note_step(self, step: StepReport) -> None:
+        self._step.labels(step.kind).observe(step.duration_s)
+        self._guesses.labels("right").inc(step.num_accepted)
+        self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
+        self._set_backs.inc(step.num_set_back)
 
     def _note_token(self, event: TokenEvent, now_s: float) -> None:
         key = (event.request_id, event.sequence)

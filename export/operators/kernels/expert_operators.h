@@ -37,7 +37,7 @@ struct Stacked {
 void round_rows(void* data, size_t part) {
   const Stacked& work = *static_cast<Stacked*>(data);
   const int64_t index = static_cast<int64_t>(part);
-  kernels.round(work.x, nullptr, 0.f, work.matrix.inputs, work.rows * index / work.parts,
+  kernels.round(work.matrix, work.x, nullptr, 0.f, work.rows * index / work.parts,
                 work.rows * (index + 1) / work.parts, work.rounded);
 }
 
@@ -57,8 +57,9 @@ void multiply_jobs(void* data, size_t part) {
       continue;
     }
     const int64_t block = job.first * matrix.blocks();
-    const Rounded x{work.rounded.q + block * kBlock, work.rounded.scale + block,
-                    work.rounded.sum + block, work.rounded.shift + block};
+    const Rounded x{work.rounded.q + block * kBlock * matrix.input_bytes(),
+                    work.rounded.scale + block, work.rounded.sum + block,
+                    work.rounded.shift + block};
     kernels.multiply(matrix, x, job.rows, first, last, out);
   }
 }
@@ -69,7 +70,7 @@ Status* multiply_all(Context* context, const Matrix& matrix, const std::vector<J
   static thread_local Room room;
   Stacked work{matrix, &jobs, x, {}, y, rows, 1, 1};
   if (matrix.bits != 32) {
-    work.rounded = room.for_blocks(static_cast<size_t>(rows * matrix.blocks()));
+    work.rounded = room.for_rows(rows, matrix);
     TRY(share(context, round_rows, rows < kRowsToShare ? 1 : rows / 2, &work));
   }
   if (rows * matrix.inputs * matrix.columns < kWorthSharing) {
@@ -184,7 +185,7 @@ class Experts {
     down_ = {nullptr, inner, width, up_.bits, down_halves != 0, false};
     for (const Matrix* each : {&up_, &down_}) {
       const bool fits = has_size(*each) && (each->bits == 4 || each->bits == 8 || each->bits == 32) &&
-                        !(each->halves && each->bits != 4);
+                        !(each->halves && each->bits == 32);
       if (!fits) return failed("no such experts");
     }
     TRY(records_[0].find(info, 2, routing_.number * up_.size()));

@@ -53,22 +53,30 @@ INLINE int32_t added_up(Ints x) {
   return sum;
 }
 
-INLINE void round_block(Floats a, Floats b, int8_t* q, float* scale, float* sum, int32_t* shift) {
+template <int BYTES>
+INLINE void round_block(Floats a, Floats b, uint8_t* q, float* scale, float* sum, int32_t* shift) {
+  constexpr float levels = BYTES == 1 ? 127.f : 32767.f;
   const float most = largest(a, b);
   const bool is_finite = most <= kLargest;  // otherwise zeros: times a scale that isn't finite
-  const Floats steps = all(most >= kTiny ? 127.f / most : 0.f);
+  const Floats steps = all(most >= kTiny ? levels / most : 0.f);
   const Ints qa = is_finite ? nearest(multiply(a, steps)) : all(0);
   const Ints qb = is_finite ? nearest(multiply(b, steps)) : all(0);
-  store_bytes(q, qa);
-  store_bytes(q + 16, qb);
+  if constexpr (BYTES == 1) {
+    store_bytes(q, qa);
+    store_bytes(q + 16, qb);
+  } else {
+    store_words(q, qa);
+    store_words(q + 32, qb);
+  }
   const int32_t total = added_up(add(qa, qb));
-  *scale = most / 127.f;
+  *scale = most / levels;
   *sum = *scale * static_cast<float>(total);
   *shift = -128 * total;
 }
 
-void round(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
-           int64_t last, const Rounded& to) {
+template <int BYTES>
+void round_rows(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
+                int64_t last, const Rounded& to) {
   const int64_t blocks = inputs / kBlock;
   for (int64_t row = first; row < last; row++) {
     const float* from = x + row * inputs;
@@ -80,10 +88,16 @@ void round(const float* x, const float* gains, float epsilon, int64_t inputs, in
         a = multiply(multiply(a, inverse), load(gains + at));
         b = multiply(multiply(b, inverse), load(gains + at + 16));
       }
-      round_block(a, b, to.q + row * inputs + at, to.scale + index, to.sum + index,
-                  to.shift + index);
+      round_block<BYTES>(a, b, to.q + index * kBlock * BYTES, to.scale + index, to.sum + index,
+                         to.shift + index);
     }
   }
+}
+
+void round(const Matrix& matrix, const float* x, const float* gains, float epsilon, int64_t first,
+           int64_t last, const Rounded& to) {
+  if (matrix.bits == 8) round_rows<2>(x, gains, epsilon, matrix.inputs, first, last, to);
+  else round_rows<1>(x, gains, epsilon, matrix.inputs, first, last, to);
 }
 
 template <int BITS, bool HALVES>
@@ -91,6 +105,10 @@ struct Record {
   const uint8_t* p;
 
   static constexpr int kHead = BITS == 8 || HALVES ? 64 : 128;
+  static constexpr bool kHasMinima = BITS == 4 || HALVES;
+  static constexpr int kInputBytes = BITS / 4;
+  // Each takes four bytes of the inputs: four of 8 bits, or two of 16.
+  static constexpr int kSteps = kBlock * kInputBytes / 4;
 
   INLINE Floats of_head(int index) const {
     if constexpr (HALVES) return load_halves(p + 32 * index);
@@ -99,20 +117,27 @@ struct Record {
   INLINE Floats scales() const { return of_head(0); }
   INLINE Floats minima() const { return of_head(1); }
 
-  // Of inputs 4i to 4i + 3. With 4 bits, the block's second half is in the high bits of the first.
-  INLINE Bytes weights(int i) const {
-    if constexpr (BITS == 8) return load_bytes(p + kHead + 64 * i);
-    const Bytes both = load_bytes(p + kHead + 64 * (i % 4));
-    return i < 4 ? low_halves(both) : high_halves(both);
+  // With 8 bits of inputs 4i and 4i + 2, then of the two beside them. With 4 bits of four inputs;
+  // the block's second half is in the high bits of the first.
+  using Weights = std::conditional_t<BITS == 8, Words, Bytes>;
+  INLINE Weights weights(int step) const {
+    if constexpr (BITS == 8) {
+      const Bytes four = load_bytes(p + kHead + 64 * (step / 2));
+      return step % 2 ? odd_words(four) : even_words(four);
+    } else {
+      const Bytes both = load_bytes(p + kHead + 64 * (step % 4));
+      return step < 4 ? low_halves(both) : high_halves(both);
+    }
   }
 
   // What a block's products are added up in.
   using Sum = std::conditional_t<BITS == 8, Ints, Pairs>;
+  // Weights of 8 bits are 128 too large: the sum begins with what that makes too much.
   static INLINE Sum begin(int32_t shift) {
-    if constexpr (BITS == 8) return start(shift);
+    if constexpr (BITS == 8) return all(shift);
     else return no_pairs();
   }
-  static INLINE Sum dot(Sum sum, Bytes w, int32_t x) {
+  static INLINE Sum dot(Sum sum, Weights w, int32_t x) {
     if constexpr (BITS == 8) return dot8(sum, w, x);
     else return dot4(sum, w, x);
   }
@@ -126,53 +151,47 @@ struct Record {
 template <int BITS, bool HALVES, int GROUPS, int ROWS>
 INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t row,
                  Floats (&y)[GROUPS][ROWS]) {
-  const int64_t blocks = matrix.blocks(), inputs = matrix.inputs;
-  constexpr int64_t bytes = Record<BITS, HALVES>::kHead + kBlock * kColumns * BITS / 8;
+  using Of = Record<BITS, HALVES>;
+  const int64_t blocks = matrix.blocks(), width = matrix.inputs * Of::kInputBytes;
+  constexpr int64_t bytes = Of::kHead + kBlock * kColumns * BITS / 8;
   const uint8_t* p = matrix.records + group * blocks * bytes;
-  const int8_t* q = x.q + row * inputs;
+  const uint8_t* q = x.q + row * width;
   UNROLLED
   for (int g = 0; g < GROUPS; g++) {
     UNROLLED
     for (int r = 0; r < ROWS; r++) y[g][r] = all(0.f);
   }
-  for (int64_t block = 0; block < blocks; block++, p += bytes, q += kBlock) {
+  for (int64_t block = 0; block < blocks; block++, p += bytes, q += 4 * Of::kSteps) {
     const int64_t index = row * blocks + block;  // of the first row's scale
-    typename Record<BITS, HALVES>::Sum sums[GROUPS][ROWS];
+    typename Of::Sum sums[GROUPS][ROWS];
     UNROLLED
     for (int g = 0; g < GROUPS; g++) {
       UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        sums[g][r] = Record<BITS, HALVES>::begin(x.shift[index + r * blocks]);
-      }
+      for (int r = 0; r < ROWS; r++) sums[g][r] = Of::begin(x.shift[index + r * blocks]);
     }
     UNROLLED
-    for (int i = 0; i < 8; i++) {
-      Bytes w[GROUPS];
+    for (int step = 0; step < Of::kSteps; step++) {
+      typename Of::Weights w[GROUPS];
       UNROLLED
-      for (int g = 0; g < GROUPS; g++) {
-        w[g] = Record<BITS, HALVES>{p + g * blocks * bytes}.weights(i);
-      }
+      for (int g = 0; g < GROUPS; g++) w[g] = Of{p + g * blocks * bytes}.weights(step);
       UNROLLED
       for (int r = 0; r < ROWS; r++) {
         int32_t four;
-        std::memcpy(&four, q + r * inputs + 4 * i, 4);
+        std::memcpy(&four, q + r * width + 4 * step, 4);
         UNROLLED
-        for (int g = 0; g < GROUPS; g++) {
-          sums[g][r] = Record<BITS, HALVES>::dot(sums[g][r], w[g], four);
-        }
+        for (int g = 0; g < GROUPS; g++) sums[g][r] = Of::dot(sums[g][r], w[g], four);
       }
     }
     UNROLLED
     for (int g = 0; g < GROUPS; g++) {
-      const Record<BITS, HALVES> record{p + g * blocks * bytes};
+      const Of record{p + g * blocks * bytes};
       const Floats scales = record.scales();
       UNROLLED
       for (int r = 0; r < ROWS; r++) {
         const Floats scale = multiply(scales, all(x.scale[index + r * blocks]));
-        const Ints sum = Record<BITS, HALVES>::end(sums[g][r]);
-        y[g][r] = fused(floats(sum), scale, y[g][r]);
+        y[g][r] = fused(floats(Of::end(sums[g][r])), scale, y[g][r]);
       }
-      if constexpr (BITS == 4) {
+      if constexpr (Of::kHasMinima) {
         const Floats minima = record.minima();
         UNROLLED
         for (int r = 0; r < ROWS; r++) {
@@ -267,7 +286,8 @@ void multiply_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t
 void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first, int64_t last,
               const Output& out) {
   for (int64_t pair = first; pair < last; pair++) {
-    if (matrix.bits == 8) multiply_rows<8, false>(matrix, x, rows, 2 * pair, out);
+    if (matrix.bits == 8 && matrix.halves) multiply_rows<8, true>(matrix, x, rows, 2 * pair, out);
+    else if (matrix.bits == 8) multiply_rows<8, false>(matrix, x, rows, 2 * pair, out);
     else if (matrix.halves) multiply_rows<4, true>(matrix, x, rows, 2 * pair, out);
     else multiply_rows<4, false>(matrix, x, rows, 2 * pair, out);
   }

@@ -15,7 +15,7 @@
 #define INLINE_LAMBDA __attribute__((always_inline))
 // A loop whose numbers stay in registers.
 #if defined(__AVX2__)
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
 #else
 #define UNROLLED
 #endif
@@ -33,6 +33,7 @@ constexpr int wide(int) { return 4; }  // sixteens of a tile of so many queries
 using Floats = __m512;
 using Ints = __m512i;
 using Bytes = __m512i;  // four of each column
+using Words = __m512i;  // two of each column
 using Pairs = __m512i;  // sums of products of 4 bits, over one block
 
 INLINE Floats all(float x) { return _mm512_set1_ps(x); }
@@ -61,19 +62,28 @@ INLINE Ints magnitudes(Floats x) {
   return _mm512_and_si512(_mm512_castps_si512(x), all(0x7fffffff));
 }
 INLINE Ints larger(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
-INLINE void store_bytes(int8_t* p, Ints x) {
+INLINE void store_bytes(uint8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+// The middle ones of each four change places.
+INLINE __m256i swapped(__m256i words) {
+  const __m256i order = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  return _mm256_shuffle_epi8(words, order);
+}
+INLINE void store_words(uint8_t* p, Ints x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), swapped(_mm512_cvtsepi32_epi16(x)));
 }
 INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x); }
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
-// Eight bits are unsigned here, 128 too large: the sum starts with what that makes too much.
-INLINE Ints start(int32_t shift) { return all(shift); }
+INLINE Words even_words(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi16(255)); }
+INLINE Words odd_words(Bytes x) { return _mm512_srli_epi16(x, 8); }
 INLINE Pairs no_pairs() { return all(0); }
 INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
 INLINE Ints widened(Pairs sum) { return sum; }
-INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
+INLINE Ints dot8(Ints sum, Words w, int32_t x) { return _mm512_dpwssd_epi32(sum, w, all(x)); }
 
 // The first `num` lanes of a, the others of b.
 INLINE Floats first_of(int64_t num, Floats a, Floats b) {
@@ -93,6 +103,7 @@ constexpr int wide(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
 using Bytes = Ints;
+using Words = Ints;
 struct Pairs { __m256i a, b; };  // two sums of 16 bits for each column
 
 INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -148,12 +159,19 @@ INLINE void store(int32_t* p, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
-INLINE void store_bytes(int8_t* p, Ints x) {
+INLINE void store_bytes(uint8_t* p, Ints x) {
   // Packing works within halves of registers: the second step puts them in order.
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   const __m128i packed =
       _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+// The middle ones of each four change places.
+INLINE void store_words(uint8_t* p, Ints x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m256i order = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(words, order));
 }
 INLINE Bytes load_bytes(const uint8_t* p) { return {bits(p), bits(p + 32)}; }
 INLINE Bytes low_halves(Bytes x) {
@@ -163,15 +181,16 @@ INLINE Bytes low_halves(Bytes x) {
 INLINE Bytes high_halves(Bytes x) {
   return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
-INLINE Ints start(int32_t) { return all(0); }
+INLINE Words even_words(Bytes x) {
+  const __m256i mask = _mm256_set1_epi16(255);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+INLINE Words odd_words(Bytes x) { return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)}; }
 // Sums that are added to one after another. Compilers would rather keep all products and add them
 // up as a tree: there aren't registers for so many.
 INLINE __m256i one_by_one(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
-}
-INLINE __m256i pairs_added(__m256i unsigned_, __m256i signed_) {
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned_, signed_), _mm256_set1_epi16(1));
 }
 // A block's eight sums of two products of 15 and 127 fit into 16 bits: 30,480.
 INLINE Pairs no_pairs() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -184,15 +203,9 @@ INLINE Ints widened(Pairs sum) {
   const __m256i ones = _mm256_set1_epi16(1);
   return {_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
 }
-// Pairs are added in 16 bits. Two products of 255 and 127 don't fit, two of 128 and 127 do: so the
-// weights are taken as signed, and give their signs to the inputs, which are never -128.
-INLINE __m256i signed_pairs_added(__m256i w, __m256i xs) {
-  w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-  return pairs_added(_mm256_abs_epi8(w), _mm256_sign_epi8(xs, w));
-}
-INLINE Ints dot8(Ints sum, Bytes w, int32_t x) {
+INLINE Ints dot8(Ints sum, Words w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
-  sum = add(sum, {signed_pairs_added(w.a, xs), signed_pairs_added(w.b, xs)});
+  sum = add(sum, {_mm256_madd_epi16(w.a, xs), _mm256_madd_epi16(w.b, xs)});
   return {one_by_one(sum.a), one_by_one(sum.b)};
 }
 
@@ -221,6 +234,7 @@ constexpr int wide(int) { return 1; }
 struct Floats { float v[16]; };
 struct Ints { int32_t v[16]; };
 struct Bytes { uint8_t v[64]; };
+struct Words { int16_t v[32]; };
 using Pairs = Ints;
 
 template <typename To, typename F>
@@ -319,10 +333,19 @@ INLINE Ints larger(Ints a, Ints b) {
   return each<Ints>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
 INLINE void store(int32_t* p, Ints x) { std::memcpy(p, x.v, sizeof x.v); }
-INLINE void store_bytes(int8_t* p, Ints x) {
+INLINE void store_bytes(uint8_t* p, Ints x) {
   for (int i = 0; i < 16; i++) {
-    p[i] = static_cast<int8_t>(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]);
+    p[i] = static_cast<uint8_t>(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]);
   }
+}
+// The middle ones of each four change places.
+INLINE void store_words(uint8_t* p, Ints x) {
+  int16_t words[16];
+  for (int i = 0; i < 16; i++) {
+    const int32_t of = x.v[i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i];
+    words[i] = static_cast<int16_t>(of < -32768 ? -32768 : of > 32767 ? 32767 : of);
+  }
+  std::memcpy(p, words, sizeof words);
 }
 INLINE Bytes load_bytes(const uint8_t* p) {
   Bytes x;
@@ -337,7 +360,13 @@ INLINE Bytes high_halves(Bytes x) {
   for (uint8_t& byte : x.v) byte >>= 4;
   return x;
 }
-INLINE Ints start(int32_t shift) { return all(shift); }
+INLINE Words words(Bytes x, int first) {
+  Words to;
+  for (int i = 0; i < 32; i++) to.v[i] = x.v[2 * i + first];
+  return to;
+}
+INLINE Words even_words(Bytes x) { return words(x, 0); }
+INLINE Words odd_words(Bytes x) { return words(x, 1); }
 INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
   int8_t four[4];
   std::memcpy(four, &x, 4);
@@ -346,7 +375,11 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
     return sum.v[i] + of[0] * four[0] + of[1] * four[1] + of[2] * four[2] + of[3] * four[3];
   });
 }
-INLINE Ints dot8(Ints sum, Bytes w, int32_t x) { return dot4(sum, w, x); }
+INLINE Ints dot8(Ints sum, Words w, int32_t x) {
+  int16_t two[2];
+  std::memcpy(two, &x, 4);
+  return each<Ints>([&](int i) { return sum.v[i] + w.v[2 * i] * two[0] + w.v[2 * i + 1] * two[1]; });
+}
 INLINE Pairs no_pairs() { return all(0); }
 INLINE Ints widened(Pairs sum) { return sum; }
 

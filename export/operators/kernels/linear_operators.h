@@ -31,8 +31,8 @@ struct Work {
 void round_part(void* data, size_t part) {
   const Work& work = *static_cast<Work*>(data);
   const int64_t index = static_cast<int64_t>(part);
-  kernels.round(work.x, work.gains, work.epsilon, work.matrix.inputs,
-                work.rows * index / work.parts, work.rows * (index + 1) / work.parts, work.rounded);
+  kernels.round(work.matrix, work.x, work.gains, work.epsilon, work.rows * index / work.parts,
+                work.rows * (index + 1) / work.parts, work.rounded);
 }
 
 void multiply_part(void* data, size_t part) {
@@ -43,13 +43,15 @@ void multiply_part(void* data, size_t part) {
 }
 
 struct Room {
-  std::vector<int8_t> q;
+  std::vector<uint8_t> q;
   std::vector<float> scale, sum;
   std::vector<int32_t> shift;
 
-  Rounded for_blocks(size_t num) {
+  Rounded for_rows(int64_t rows, const Matrix& matrix) {
+    const size_t num = static_cast<size_t>(rows * matrix.blocks());
+    const size_t bytes = num * static_cast<size_t>(kBlock * matrix.input_bytes());
+    if (q.size() < bytes) q.resize(bytes);
     if (scale.size() < num) {
-      q.resize(num * kBlock);
       sum.resize(num);
       shift.resize(num);
       scale.resize(num);  // the last: if there is no memory for one, all are tried again
@@ -85,7 +87,6 @@ class Linear {
     matrix_.halves = halves != 0;
     matrix_.gated = gated != 0;
     const bool fits = has_size(matrix_) && (matrix_.bits == 4 || matrix_.bits == 8) &&
-                      !(matrix_.halves && matrix_.bits == 8) &&
                       !(matrix_.gated && matrix_.columns % (2 * kColumns));
     if (!fits) return failed("no such matrix");
     TRY(records_.find(info, 1, matrix_.size()));
@@ -123,9 +124,9 @@ class Linear {
 
  private:
   Status* run(Context* context, Work& work, int64_t rows) {
-    const int64_t blocks = matrix_.blocks(), most = rows < kMaxRounded ? rows : kMaxRounded;
+    const int64_t most = rows < kMaxRounded ? rows : kMaxRounded;
     static thread_local Room room;  // one for all operators, kept from step to step
-    work.rounded = room.for_blocks(static_cast<size_t>(most * blocks));
+    work.rounded = room.for_rows(most, matrix_);
     for (int64_t done = 0; done < rows; done += most) {
       work.rows = rows - done < most ? rows - done : most;
       const int64_t size = work.rows * matrix_.inputs * matrix_.columns;

@@ -20,13 +20,15 @@ struct Matrix {
   int64_t inputs;
   int64_t columns;
   int64_t bits;  // 4: weight = scale * q + minimum. 8: weight = scale * (q - 128). 32: floats
-  bool halves;   // scales and minima have 16 bits, not 32; 4 bits only
+  bool halves;   // scales and minima have 16 bits, not 32. 8 bits then have minima, too
   bool gated;    // groups take turns: the output is silu(first) * second
 
   int64_t blocks() const { return inputs / kBlock; }
   int64_t groups() const { return (columns + kColumns - 1) / kColumns; }
   int64_t outputs() const { return gated ? columns / 2 : columns; }
   int64_t head_bytes() const { return bits == 8 || halves ? 64 : 128; }
+  // Of each input: 4-bit weights meet inputs of 8 bits, and 8-bit weights inputs of 16.
+  int64_t input_bytes() const { return bits / 4; }
   int64_t record_bytes() const { return head_bytes() + kBlock * kColumns * bits / 8; }
   int64_t size() const {
     if (bits == 32) return groups() * inputs * kColumns * 4;  // an input's 16 columns side by side
@@ -34,9 +36,9 @@ struct Matrix {
   }
 };
 
-// Rows of inputs, rounded to 8 bits with one scale for each block.
+// Rows of inputs, rounded to integers with one scale for each block.
 struct Rounded {
-  int8_t* q;       // rows x inputs
+  uint8_t* q;      // rows x inputs x bytes. Of each four with 16 bits the middle ones are swapped
   float* scale;    // rows x blocks
   float* sum;      // rows x blocks: the sum of what a block's integers stand for
   int32_t* shift;  // rows x blocks: -128 times the sum of a block's integers
@@ -64,9 +66,9 @@ constexpr int64_t kMaxExperts = 1 << 12;
 // What is computed. Each row is computed as if it were alone, in the same order of operations on
 // every processor: neither its company nor the machine can change a bit of it.
 struct Kernels {
-  // Divides rows by their root mean square if there are gains, and rounds them.
-  void (*round)(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
-                int64_t last, const Rounded& to);
+  // Divides rows by their root mean square if there are gains, and rounds them for a matrix.
+  void (*round)(const Matrix& matrix, const float* x, const float* gains, float epsilon,
+                int64_t first, int64_t last, const Rounded& to);
   // Multiplies all rows with some pairs of groups.
   void (*multiply)(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first,
                    int64_t last, const Output& out);

@@ -23,18 +23,18 @@ from tests.operators import needs_operators
 
 pytestmark = [needs_operators, pytest.mark.portable]
 
-KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0"]
+KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0", "q8_1"]
 
 
 def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantisedWeight:
     generator = torch.Generator().manual_seed(seed)
     shape = (num_outputs, num_inputs // 32)
     scale = (torch.rand(shape, generator=generator) * 0.1 + 0.01).half().float()
-    if kind == "q8_0":
+    minimum = (-scale * 7.3).half().float() if kind in ("q4_1", "q8_1") else None
+    if kind in ("q8_0", "q8_1"):
         q = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
-        return QuantisedWeight(kind, q.to(torch.int8), scale)
+        return QuantisedWeight(kind, q.to(torch.int8), scale, minimum)
     q = torch.randint(0, 256, (num_outputs, num_inputs // 2), generator=generator).to(torch.uint8)
-    minimum = (-scale * 7.3).half().float() if kind == "q4_1" else None
     return QuantisedWeight(kind, q, scale, minimum)
 
 
@@ -42,11 +42,13 @@ def normal(num_rows: int, width: int, seed: int = 1) -> Array:
     return np.random.default_rng(seed).standard_normal((num_rows, width)).astype(np.float32)
 
 
-def exactly_rounded(num_rows: int, num_inputs: int) -> Array:
-    """Whole numbers with a 127 in each block: rounding to 8 bits leaves them as they are."""
-    x = np.random.default_rng(1).integers(-126, 127, (num_rows, num_inputs)).astype(np.float32)
-    x[:, ::32] = 127
-    return x
+def exactly_rounded(num_rows: int, num_inputs: int, bits: int = 8) -> Array:
+    """Whole numbers of steps, with the largest number of them in each block: rounding leaves them
+    as they are. 8-bit weights meet inputs of 16 bits, others inputs of 8."""
+    most = 2 ** (bits - 1) - 1
+    x = np.random.default_rng(1).integers(-most, most, (num_rows, num_inputs)).astype(np.float32)
+    x[:, ::32] = most
+    return x * np.float32(2.0 ** (8 - bits))
 
 
 class Summed(nn.Module):
@@ -91,7 +93,7 @@ def test_an_own_layer_multiplies_with_the_sources_values(
     kind: Kind, num_outputs: int, tmp_path: Path
 ) -> None:
     weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
-    x = exactly_rounded(7, 96)
+    x = exactly_rounded(7, 96, bits=16 if weight.bits == 8 else 8)
     expected = (torch.from_numpy(x) @ weight.dequantise().T + bias).numpy()
     found = run(save(OwnLinear(weight, bias), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
@@ -137,7 +139,9 @@ def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Pat
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q4_1", False), ("q8_0", False)])
+@pytest.mark.parametrize(
+    ("kind", "gated"), [("q4_1", True), ("q4_1", False), ("q8_0", False), ("q8_1", False)]
+)
 def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
     kind: Kind, gated: bool, tmp_path: Path
 ) -> None:
@@ -152,7 +156,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
             np.testing.assert_array_equal(found, crowd[-num_rows:])
 
 
-@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False)])
+@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False), ("q8_1", True)])
 def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Path) -> None:
     linear = OwnLinear(make_weight(kind, 96, 192), gated=gated)
     linear.take_norm(nn.RMSNorm(192, eps=1e-5))
@@ -249,7 +253,7 @@ def test_a_graph_made_by_hand_runs(tmp_path: Path) -> None:
         ({"columns": 0}, "no such matrix"),
         ({"columns": 2**40}, "no such matrix"),
         ({"bits": 5}, "no such matrix"),
-        ({"halves": 1}, "no such matrix"),
+        ({"bits": 32}, "no such matrix"),
         ({"gated": 1}, "no such matrix"),
         ({"num_bytes": 1000}, "weights of another size"),
         ({"num_gains": 95}, "weights of another size"),

@@ -69,19 +69,28 @@ def test_widths_that_blocks_of_32_do_not_fit_are_refused_by_name() -> None:
         check_quantisable(config)
 
 
-def test_at_eight_bits_the_sources_values_are_kept_where_they_fit() -> None:
+def test_at_eight_bits_the_sources_values_are_kept() -> None:
     checkpoint = quantised_at_source(make_checkpoint(LLAMA))
     name = "decoder.0.attention.out.weight"
     with_minima = checkpoint.quantised[name]
-    without = QuantisedWeight("q4_0", with_minima.q, with_minima.scale_NG)
-    checkpoint.quantised[name] = without
+    checkpoint.quantised[name] = QuantisedWeight("q4_0", with_minima.q, with_minima.scale_NG)
     found = quantise(checkpoint, 8)
-    assert {weight.kind for weight in found.weights.values()} == {"q8_0"}
     assert found.weights["embedding.weight"] is checkpoint.quantised["embedding.weight"]
-    assert torch.equal(found.weights[name].dequantise(), without.dequantise())
+    for name, source in checkpoint.quantised.items():
+        assert torch.equal(found.weights[name].dequantise(), source.dequantise()), name
+    assert found.is_source
+    assert found.description == "the source's own values (q8_0, q8_1)"
+
+
+def test_at_eight_bits_scales_beside_minima_that_16_bits_cannot_hold_are_found_anew() -> None:
+    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    name = "decoder.0.attention.out.weight"
+    source = checkpoint.quantised[name]
+    odd = QuantisedWeight("q4_1", source.q, source.scale_NG * 1.0001, source.minimum_NG)
+    checkpoint.quantised[name] = odd
+    found = quantise(checkpoint, 8)
+    assert found.weights[name].kind == "q8_0"
     assert not found.is_source
-    words = "the source's own values, and rounded to 8 bits for 7 matrices (q8_0)"
-    assert found.description == words
 
 
 def test_at_eight_bits_weights_move_by_half_a_step_at_most() -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from quill.model.data.tokenizer import (
     CAUSAL_SPECIAL_TOKENS,
     END_OF_TEXT,
+    MASK,
     SEQ2SEQ_SPECIAL_TOKENS,
     SpecialTokens,
     Tokenizer,
@@ -77,6 +78,13 @@ def test_special_tokens_are_parsed_when_asked() -> None:
     assert ids == [*TRAINED.encode("fox"), end, *TRAINED.encode("dog")]
     assert TRAINED.decode(ids) == f"fox{END_OF_TEXT}dog"
     assert TRAINED.decode(ids, skip_special=True) == "foxdog"
+
+
+def test_a_mask_stands_for_a_word_with_the_space_before_it() -> None:
+    tokenizer = train_bpe(["the union of states"] * 3, 300, [MASK])
+    masked = tokenizer.encode("the [MASK] of", parse_special=True)
+    assert masked == tokenizer.encode("the[MASK] of", parse_special=True)
+    assert tokenizer.decode(masked, skip_special=True) == "the of"
 
 
 def test_parts_of_special_tokens_go_by_name() -> None:

@@ -1,5 +1,6 @@
 """`quill generate` and `quill chat`, through the front door."""
 
+import base64
 import io
 import json
 import re
@@ -52,6 +53,22 @@ def test_json_has_everything(run: Run) -> None:
     answer = json.loads(printed)
     assert answer["sequences"][0]["text"] == "de"
     assert answer["seed"] == "4"
+
+
+def test_tokens_have_their_true_bytes(run: Run) -> None:
+    _, printed, _ = run("generate", "é", "--max-new-tokens", "2", "--logprobs", "1", "--json")
+    told = json.loads(printed)["sequences"][0]["logprobs"]
+    assert [each["text"] for each in told] == ["\ufffd", "\ufffd"]
+    assert [base64.b64decode(each["bytes"]) for each in told] == [b"\xc3", b"\xa9"]
+    assert [base64.b64decode(each["top"][0]["bytes"]) for each in told] == [b"\xc3", b"\xa9"]
+
+
+def test_answer_does_not_end_before_its_least_length(run: Run) -> None:
+    assert run("generate", "Z", "--max-new-tokens", "3")[1] == "\n"
+    assert run("generate", "Z", "--max-new-tokens", "3", "--min-new-tokens", "2")[1] == "\0ab\n"
+    code, _, errors = run("generate", "Z", "--max-new-tokens", "3", "--min-new-tokens", "4")
+    assert code == 1
+    assert "min_new_tokens is 4; it must be from 0 to max_new_tokens, which is 3" in errors
 
 
 def test_several_sequences_are_numbered(run: Run) -> None:

@@ -49,6 +49,7 @@ def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
     assert growth('quill_tokens_total{kind="prompt"}') == 80
     assert growth('quill_tokens_total{kind="cached"}') == 32
     assert growth('quill_tokens_total{kind="generated"}') == 6
+    assert growth("quill_made_tokens_total") == 6
     assert growth("quill_prefix_cache_hits_total") == 1
     assert growth("quill_prefix_cache_misses_total") == 1
     assert growth("quill_time_to_first_token_seconds_count") == 2
