@@ -28,15 +28,17 @@ class LoopResult(NamedTuple):
 def closed_loop(
     ask: Ask, prompts: Sequence[Sequence[int]], num_users: int, duration_s: float
 ) -> LoopResult:
-    """Everybody starts at once and begins nothing new after `duration_s`."""
+    """Everybody starts at once, asks once, and begins nothing new after `duration_s`."""
     counts: list[int] = []
     start_s = time.perf_counter()
 
     def user(number: int, is_over: IsOver) -> None:
         turn = number
-        while time.perf_counter() - start_s < duration_s and not is_over():
+        while not is_over():
             counts.append(ask(prompts[turn % len(prompts)]))
             turn += num_users
+            if time.perf_counter() - start_s >= duration_s:
+                return
 
     run_users(user, num_users)
     return LoopResult(len(counts), sum(counts), time.perf_counter() - start_s)
