@@ -31,7 +31,8 @@ class Matcher(Protocol):
     def masks(self, guesses: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
         """What may come next, and what after each of some guesses, all of which are allowed.
 
-        In the first places, so many, the ends are forbidden where there is anything else.
+        In the first places, so many, the ends are forbidden where there is anything else. There
+        may be fewer than asked for, if a guess leads too far; never none.
         """
 
     def accept(self, token: int) -> None:

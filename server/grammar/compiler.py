@@ -34,16 +34,15 @@ MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
 MAX_SAID = 300  # characters of the library's own words
 # Of work that the library does at once. Fuel is about 14,000 a millisecond, items 20,000.
-LIMITS = {
-    "max_items_in_row": 1000,
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 30_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-}
-# As most JSON is written that models have read, and no room for endless white space.
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=30_000,
+    max_lexer_states=20_000,  # of a kilobyte or two each, for every row
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
 FIELD = "constraint"
 
 
@@ -106,7 +105,7 @@ class Compiler:
                     self._tokenizer,
                     _source(form),
                     log_level=0,
-                    limits=llguidance.LLParserLimits(**LIMITS, verbose_errors=False),
+                    limits=LIMITS,
                 )
                 if not matcher.is_error():
                     # The first look is the longest. Copies needn't repeat it.
@@ -157,7 +156,16 @@ def _source(form: Form) -> str:
     schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
     _check_schema(schema)
     return str(
-        matcher.grammar_from_json_schema(schema, defaults=STYLE, overrides={"lenient": False})
+        matcher.grammar_from_json_schema(
+            schema,
+            # As most JSON is written that models have read, and no room for endless white space.
+            defaults={
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+            },
+            overrides={"lenient": False},
+        )
     )
 
 

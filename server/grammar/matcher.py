@@ -6,8 +6,9 @@ A matcher's state is a function of the tokens that it accepted. Guesses are trie
 they leave no trace. The library frees the interpreter's lock while it computes masks.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from quill.server.constraint import Masks
 
 WORD = 32  # bits
+_Answer = TypeVar("_Answer")
 
 
 @contextmanager
@@ -36,43 +38,63 @@ class Grammar:
         self._num_words = -(-vocab_size // WORD)
 
     def matcher(self) -> "TokenMatcher":
-        return TokenMatcher(self._fresh.deep_copy(), self._num_words)
+        return TokenMatcher(self._fresh, self._num_words)
 
 
 class TokenMatcher:
     """One answer's place in a grammar."""
 
-    def __init__(self, inner: llguidance.LLMatcher, num_words: int) -> None:
-        self._inner = inner
+    def __init__(self, fresh: llguidance.LLMatcher, num_words: int) -> None:
+        self._fresh = fresh
+        self._inner = fresh.deep_copy()
         self._num_words = num_words
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self._inner.is_error())
+        self._tokens: list[int] = []  # that were accepted
+        self.has_failed = False
 
     def forced(self) -> list[int]:
-        return list(self._inner.compute_ff_tokens())
+        return [] if self.has_failed else self._ask(self._inner.compute_ff_tokens) or []
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        return int(self._inner.validate_tokens(list(tokens)))
+        return self._ask(self._inner.validate_tokens, list(tokens)) or 0
 
     def masks(self, guesses: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
         masks = np.zeros((len(guesses) + 1, self._num_words), np.uint32)
-        num_tried = 0
         for place, mask in enumerate(masks):
-            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self.has_failed:  # then the library allows the end, which would look like success
-                break
+            self._ask(self._inner.unsafe_compute_mask_ptr, mask.ctypes.data, mask.nbytes)
+            if place < len(guesses) and not self.has_failed:
+                self._ask(self._inner.consume_token, guesses[place])
             if place < num_unended:
                 _forbid(mask, ends)
-            if place < len(guesses):
-                num_tried += self._inner.try_consume_tokens([guesses[place]])
-        if num_tried and not self.has_failed:
-            self._inner.rollback(num_tried)
+            if self.has_failed:
+                return self._without_guesses(masks, place)
+        if guesses:
+            self._ask(self._inner.rollback, len(guesses))
         return masks
 
+    def _without_guesses(self, masks: Masks, num_known: int) -> Masks:
+        """A guess may lead where nothing can be known: then it wasn't made. Else the answer is
+        lost."""
+        if num_known:
+            self._inner, self.has_failed = self._fresh.deep_copy(), False
+            self._ask(self._inner.consume_tokens, self._tokens)
+            return masks[:num_known]
+        masks[:] = 0
+        return masks[:1]
+
     def accept(self, token: int) -> None:
-        self._inner.consume_token(token)
+        self._tokens.append(token)
+        self._ask(self._inner.consume_token, token)
+
+    def _ask(self, ask: Callable[..., _Answer], *arguments: Any) -> _Answer | None:
+        """Where the library fails it allows an end, which would look like success."""
+        try:
+            with panics_are_errors():
+                answer = ask(*arguments)
+        except ValueError:
+            self.has_failed = True
+            return None
+        self.has_failed = self.has_failed or self._inner.is_error()
+        return answer
 
 
 def _forbid(mask: Masks, tokens: Collection[int]) -> None:
