@@ -27,7 +27,6 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MAX_BYTES = 2**16
 MAX_DEPTH = 64  # objects and lists of a schema within one another
 MAX_WIDTH = 1024  # entries of one of them
-MAX_CHOICES = 1024
 MAX_CACHED = 256  # grammars
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
@@ -150,7 +149,7 @@ def _source(form: Form) -> str:
     if form.kind == "regex":
         return str(matcher.grammar_from_regex(form.text))
     if form.kind == "lark":
-        return str(matcher.grammar_from_lark(form.text))
+        return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
     if form.kind == "choice":
         return str(llguidance.grammar_from("choice", form.text))
     schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
