@@ -163,7 +163,7 @@ def _source(form: Form) -> str:
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
-            overrides={"lenient": False},
+            overrides={"lenient": False, "coerce_one_of": False},  # all of a schema counts
         )
     )
 
@@ -173,7 +173,7 @@ def _check_schema(schema: str) -> None:
         parsed = json.loads(schema)
     except RecursionError:
         raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
-    if not isinstance(parsed, dict) and parsed is not True:
+    if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
     for depth, each in _inside(parsed):
         if depth > MAX_DEPTH:

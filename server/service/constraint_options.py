@@ -16,7 +16,7 @@ _CHOICES: Json = {"type": "array", "items": {"type": "string"}}
 
 def _schema(name: str, value: Any) -> pb.Constraint:
     """An object, or one that is written down already."""
-    if not isinstance(value, dict | str | bool):
+    if not isinstance(value, dict | str):
         raise refuse(name, value, "a JSON Schema, as an object or as a string")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return pb.Constraint(json_schema=text)
