@@ -26,7 +26,7 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_BYTES = 2**16
 MAX_DEPTH = 64  # objects and lists of a schema within one another
-MAX_WIDTH = 1024  # entries of one of them
+MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
 MAX_CACHED = 256  # grammars
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
@@ -178,8 +178,8 @@ def _check_schema(schema: str) -> None:
     for depth, each in _inside(parsed):
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-        if len(each) > MAX_WIDTH:
-            raise ValueError(f"an object or list of {len(each)} entries; {MAX_WIDTH} at most")
+        if isinstance(each, dict) and len(each) > MAX_WIDTH:
+            raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
 
 
 def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
