@@ -8,6 +8,7 @@ no longer. Errors name the place of the mistake and go to the client only: they 
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import threading
@@ -69,10 +70,7 @@ class Compiler:
     """For one tokenizer. Raises ValueError if the library can't follow its tokens."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        with panics_are_errors():
-            self._tokenizer = llguidance.LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=list(stop_ids)
-            )
+        self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
         self._cache = _Cache()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
 
@@ -115,6 +113,15 @@ class Compiler:
         if matcher.is_error():
             raise _refusal(form, matcher.get_error())
         return Grammar(matcher, self._tokenizer.vocab_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(
+    tokenizer_json: str, vocab_size: int, stop_ids: tuple[int, ...]
+) -> llguidance.LLTokenizer:
+    """Takes half a second, and holds everybody up meanwhile: a reload mostly has the same one."""
+    with panics_are_errors():
+        return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(stop_ids))
 
 
 class _Cache:

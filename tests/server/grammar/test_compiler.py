@@ -118,6 +118,12 @@ def test_one_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert "takes longer than 0 s" in refusal("regex", "a{1,77}")
 
 
+def test_a_reload_makes_no_second_tokenizer_of_the_same() -> None:
+    one, same = (Compiler(small_tokenizer(), VOCAB_SIZE, [EOS]) for _ in range(2))
+    assert one._tokenizer is same._tokenizer
+    assert Compiler(small_tokenizer(), VOCAB_SIZE, [EOS, 0])._tokenizer is not one._tokenizer
+
+
 def test_a_tokenizer_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"."):
         Compiler('{"model": {}}', VOCAB_SIZE, [EOS])
