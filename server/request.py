@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quill.server.constraint import Constraint
 from quill.server.errors import InvalidFieldError
 
 MAX_SEED = 2**64 - 1
@@ -112,6 +113,7 @@ class Request:
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: Sampling = field(default_factory=Sampling)
     beams: Beams | None = None  # None: answers are drawn, each by itself
+    constraint: Constraint | None = None  # a form that answers keep to; not with beams
     seed: int = 0
     max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
     min_new_tokens: int = 0  # before so many, no token that ends a sequence is chosen
@@ -130,6 +132,7 @@ class Request:
         assert self.reading is None or not self.max_new_tokens
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
+        assert self.constraint is None or self.beams is None, "RequestReader refuses these"
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
         min_allowed = 0 <= self.min_new_tokens <= self.max_new_tokens
         rule = f"from 0 to max_new_tokens, which is {self.max_new_tokens}"

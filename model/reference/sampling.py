@@ -13,7 +13,7 @@ order:
 2. frequency penalty f and presence penalty p, for each token that the *answer* has, n times so
    far: l - (f x n + p);
 3. logit bias, added; and while the answer has fewer than min_new_tokens, the tokens that would end
-   it have l = -inf;
+   it have l = -inf. So have those that a mask forbids, where an answer keeps to a form;
 4. temperature 0: the greatest l wins, the lowest id among equals, and nothing below applies;
 5. temperature T: weights w = exp((l - greatest l) / T), so the greatest weight is exactly 1;
 6. candidates are sorted by l descending, then by id ascending;
@@ -40,6 +40,7 @@ from quill.model.errors import RequestError
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]  # whether each token may be chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +143,12 @@ def choose(
     prompt_ids: Sequence[int],
     generated_ids: Sequence[int],
     u: float,
+    mask_V: Mask | None = None,
 ) -> int:
     """All the rules: the token that follows the prompt and what was generated so far."""
     scores_V = penalise(logits_V, parameters, prompt_ids, generated_ids)
+    if mask_V is not None:
+        scores_V[~mask_V] = -math.inf
     if parameters.temperature == 0:
         return int(scores_V.argmax())
     return draw(truncate(scores_V, parameters), u)

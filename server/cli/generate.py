@@ -6,6 +6,7 @@ Knows: terminals, the client. Does not know: gRPC.
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import cast
 
 from google.protobuf.json_format import MessageToJson
@@ -64,9 +65,29 @@ def _options(args: argparse.Namespace) -> Options:
     given["num_beams"] = args.beams
     given["early_stopping"] = _EARLY_STOPPING.get(args.early_stopping)
     given["logit_bias"] = dict(args.logit_bias or ())
+    given["constraint"] = _constraint(args)
     # What wasn't given is left out: then the model's own default applies.
     said = {name: value for name, value in given.items() if value not in (None, {})}
     return cast("Options", said)
+
+
+def _constraint(args: argparse.Namespace) -> pb.Constraint | None:
+    if args.json_schema is not None:
+        return pb.Constraint(json_schema=_read(args.json_schema))
+    if args.grammar is not None:
+        return pb.Constraint(lark=_read(args.grammar))
+    if args.regex is not None:
+        return pb.Constraint(regex=args.regex)
+    if args.choice:
+        return pb.Constraint(choice=pb.Choice(choices=args.choice))
+    return pb.Constraint(json_object=True) if args.json_object else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerError(f"{path} can't be read: {error}") from error
 
 
 def _show(chunks: Iterable[pb.GenerateChunk]) -> int:

@@ -84,8 +84,29 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
         help="added to a logit; several times",
     )
     _add_beams(parser)
+    _add_forms(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of a text")
     parser.add_argument("--echo", action="store_true", help="put the prompt before the answer")
+
+
+def _add_forms(parser: argparse.ArgumentParser) -> None:
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--json-schema", metavar="FILE", help="the answer is JSON by the schema in this file"
+    )
+    forms.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    forms.add_argument("--regex", metavar="REGEX", help="which matches all of the answer")
+    forms.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="the answer is one of these; several times",
+    )
+    forms.add_argument(
+        "--grammar",
+        metavar="FILE",
+        help="the answer keeps to the grammar in this file (Lark, GBNF)",
+    )
 
 
 def _add_beams(parser: argparse.ArgumentParser) -> None:

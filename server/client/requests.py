@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: pb.EarlyStopping
+    constraint: pb.Constraint
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

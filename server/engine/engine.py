@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
-from quill.server.errors import CancelledError, DeadlineError, RequestError, StepError
+from quill.server.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidFieldError,
+    RequestError,
+    StepError,
+)
 from quill.server.events import (
     Batch,
     Crowd,
@@ -155,6 +161,10 @@ class Engine:
         if outcome.broken:
             logger.error("logits that aren't finite; requests: %s", sorted(outcome.broken))
             self._fail_all(outcome.broken)
+        for request_id in sorted(outcome.lost):
+            self._scheduler.remove(request_id)
+            reason = "has become too complex to follow. Ask for something simpler"
+            self._fail(request_id, InvalidFieldError("constraint", reason))
         self._events += [
             PromptEvent(request_id, tuple(logprobs))
             for request_id, logprobs in result.prompt_logprobs.items()

@@ -4,10 +4,12 @@ Knows: the session, sampling. Does not know: who is next, what ends a row, time.
 """
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, pairwise, repeat
 from typing import NamedTuple
 
+from quill.server.constraint import Masks
+from quill.server.engine.mask_maker import MaskMaker
 from quill.server.events import PositionLogprobs
 from quill.server.sampling.arrays import Hidden, Logits
 from quill.server.sampling.beam_ranking import rank
@@ -34,6 +36,7 @@ class Executor:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._masks = MaskMaker()
 
     def copy(self, plan: Plan) -> None:
         if plan.copies:
@@ -47,7 +50,8 @@ class Executor:
         parts = plan.parts
         if not parts:
             return StepResult([], [], {}, {}, set())
-        logits_LV, hidden_MD = self._session.step([part.piece for part in parts])
+        with self._masks.making(parts) as masks:  # while the model runs
+            logits_LV, hidden_MD = self._session.step([part.piece for part in parts])
         firsts = list(accumulate((len(part.piece.wanted) for part in parts), initial=0))
         prompt_logprobs = {
             part.row.request.request_id: _prompt_logprobs(logits_LV[first:last], part)
@@ -56,7 +60,7 @@ class Executor:
         }
         ranked, broken = _rank(logits_LV, parts, firsts)
         broken |= {name for name, reports in prompt_logprobs.items() if not _are_finite(reports)}
-        choices = _choose(logits_LV, _drawn(parts, firsts), len(parts))
+        choices = _choose(logits_LV, _drawn(parts, firsts, masks), len(parts))
         return StepResult(choices, _split(hidden_MD, parts), ranked, prompt_logprobs, broken)
 
 
@@ -65,19 +69,25 @@ def _split(hidden_MD: Hidden, parts: Sequence[Part]) -> list[Hidden]:
     return [hidden_MD[first:last] for first, last in pairwise(firsts)]
 
 
-def _drawn(parts: Sequence[Part], firsts: Sequence[int]) -> list[_Drawn]:
+def _drawn(
+    parts: Sequence[Part], firsts: Sequence[int], masks: Mapping[int, Masks]
+) -> list[_Drawn]:
     """A token for each running row and each of its guesses, and for each row after a prompt."""
     drawn = []
     for place, part in enumerate(parts):
         if part.group.search is not None or not part.takers:
             continue
         num_tops = part.row.request.logprobs
-        last = firsts[place + 1] - 1
+        last, some = firsts[place + 1] - 1, masks.get(place, repeat(None))
         if part.reads:
-            drawn += [_Drawn(place, last, row.draw(), num_tops) for row in part.takers]
+            (mask,) = islice(some, 1)  # all begin alike
+            drawn += [_Drawn(place, last, row.draw(0, mask), num_tops) for row in part.takers]
         else:
-            ahead = range(len(part.guesses) + 1)
-            drawn += [_Drawn(place, firsts[place] + i, part.row.draw(i), num_tops) for i in ahead]
+            ahead = zip(range(len(part.guesses) + 1), some, strict=False)
+            drawn += [
+                _Drawn(place, firsts[place] + i, part.row.draw(i, mask), num_tops)
+                for i, mask in ahead
+            ]
     return drawn
 
 

@@ -15,6 +15,7 @@ from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.events import FailEvent
+from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
@@ -130,6 +131,7 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(bundle, text),
+        grammars=_open_grammars(bundle),
     )
 
 
@@ -142,6 +144,18 @@ def _open_text(bundle: Bundle) -> Text | None:
     ends = {"seq2seq": True, "encoder": manifest.append_eos, "causal": False}[manifest.family]
     eos = manifest.special_tokens.eos if ends else None
     return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
+
+
+def _open_grammars(bundle: Bundle) -> Compiler | None:
+    manifest = bundle.manifest
+    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
+        return None
+    tokenizer_json = (bundle.directory / manifest.tokenizer).read_text("utf-8")
+    try:
+        return Compiler(tokenizer_json, manifest.sizes.vocab_size, manifest.stop_ids)
+    except ValueError as error:
+        logger.info("answers can't be kept to a form by this tokenizer: %s", error)
+        return None
 
 
 def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:

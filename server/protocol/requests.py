@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnimplementedError
+from quill.server.grammar.compiler import Form
+from quill.server.protocol.constraint_fields import read_form
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.sampling_fields import SamplingReader
 from quill.server.protocol.served_model import ServedModel
@@ -43,6 +45,7 @@ class ParsedRequest:
     prompt_logprobs: int | None = None  # of masks, too
     normalise: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
+    form: Form | None = None  # that answers keep to, once it is compiled
 
     @property
     def given_ids(self) -> tuple[int, ...]:
@@ -74,6 +77,7 @@ class RequestReader:
         num_sequences = self._num_sequences(message)
         sampling = self._sampling.read_sampling(message)
         beams = self._sampling.read_beams(message)
+        form = read_form(message, self._served)
         prompt_ids, source_ids = self._prompts.read(message, arrival.max_prompt_tokens)
         request = Request(
             request_id=arrival.request_id,
@@ -107,6 +111,7 @@ class RequestReader:
             echo=message.echo,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            form=form,
         )
 
     def read_score(self, message: pb.ScoreRequest, arrival: Arrival) -> ParsedRequest:

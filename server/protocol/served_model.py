@@ -10,6 +10,7 @@ from typing import Any
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
+from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Pooling, Sampling
 from quill.server.text.chat_template import ChatTemplate
@@ -34,6 +35,7 @@ class ServedModel:
     max_message_bytes: int
     text: Text | None  # None: the model speaks token ids only
     template: ChatTemplate | None
+    grammars: Compiler | None = None  # None: it can't keep to a form
 
     def __post_init__(self) -> None:
         try:

@@ -12,3 +12,4 @@ Scores = npt.NDArray[np.float64]  # what is computed from them, and the settings
 Ids = npt.NDArray[np.int64]  # tokens, and rows
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.uint32]  # a bit for each token that may be chosen, the lowest first

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quill.server.sampling.arrays import Logits
+from quill.server.sampling.arrays import Logits, Mask
 from quill.server.sampling.penalties import Adjustments
 
 # V vocabulary · C candidates, best first
@@ -23,12 +23,20 @@ class RowSettings(NamedTuple):
     u: float
 
 
-def draw_exactly(logits_V: Logits, adjustments: Adjustments | None, settings: RowSettings) -> int:
+def draw_exactly(
+    logits_V: Logits,
+    adjustments: Adjustments | None,
+    settings: RowSettings,
+    mask: Mask | None = None,
+) -> int:
     """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the
     end."""
     scores_V = logits_V.astype(np.float64)
     if adjustments is not None:
         scores_V[adjustments.ids()] = adjustments.scores(logits_V)
+    if mask is not None:
+        bits = np.unpackbits(mask.view(np.uint8), count=len(scores_V), bitorder="little")
+        scores_V[bits == 0] = -np.inf
     scores_C = np.sort(scores_V)[::-1].copy()
     with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
         weights_C = np.exp((scores_C - scores_C[0]) / settings.temperature)

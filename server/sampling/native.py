@@ -29,7 +29,7 @@ DRAW = np.dtype(
         ("top_k", np.int64),
         *((f"{name}_penalty", np.float64) for name in ("repetition", "frequency", "presence")),
         ("num_adjusted", np.int64),
-        *((name, np.uintp) for name in ("ids", "in_text", "counts", "biases")),
+        *((name, np.uintp) for name in ("ids", "in_text", "counts", "biases", "mask")),
     ]
 )
 _TOPS = np.dtype(

@@ -15,7 +15,7 @@ import numpy as np
 
 from quill.server.request import Sampling
 from quill.server.sampling import native
-from quill.server.sampling.arrays import Logits
+from quill.server.sampling.arrays import Logits, Mask
 from quill.server.sampling.exact_draw import RowSettings, draw_exactly
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.randomness import uniforms
@@ -30,6 +30,7 @@ class Draw(NamedTuple):
     seed: int
     position: int  # in the answer, from 0
     adjustments: Adjustments | None  # None: the sampling adjusts nothing
+    mask: Mask | None = None  # None: every token may be chosen
 
 
 class Choices(NamedTuple):
@@ -70,10 +71,11 @@ def _fields(row: int, each: Draw, u: float) -> tuple[float, ...]:
         native.top_k_field(sampling.top_k),
         *(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty),
         *(_NOTHING_ADJUSTED if adjustments is None else adjustments.addresses()),
+        0 if each.mask is None else each.mask.ctypes.data,
     )
 
 
 def _exactly(logits_V: Logits, each: Draw, u: float) -> int:
     sampling = each.sampling
     settings = RowSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
-    return draw_exactly(logits_V, each.adjustments, settings)
+    return draw_exactly(logits_V, each.adjustments, settings, each.mask)

@@ -46,6 +46,7 @@ class Part(NamedTuple):
     row: Row
     takers: Sequence[Row]  # none while a prompt is read; at its end, all rows of the request
     guesses: Sequence[int] = ()  # the last of the ids: tokens that nobody has chosen yet
+    is_forced: bool = False  # the guesses are all that the row's form allows
     reads: bool = True  # a prompt, or what was set back; not the last token of a running row
 
 
@@ -144,4 +145,5 @@ class Outcome:
     finished: list[Finished] = field(default_factory=list)
     found: list[Search] = field(default_factory=list)  # searches that are over
     broken: set[str] = field(default_factory=set)  # requests
+    lost: set[str] = field(default_factory=set)  # requests whose form can't be followed any more
     num_accepted: int = 0  # guesses that were right

@@ -5,10 +5,13 @@ Knows: a request, its tokens, blocks as numbers, when a row ends.
 Does not know: the other requests, time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quill.server.constraint import Masks, Matcher
 from quill.server.events import FinishReason
 from quill.server.request import Request
+from quill.server.sampling.arrays import Mask
 from quill.server.sampling.beam_search import Search
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.randomness import sequence_seed
@@ -27,6 +30,7 @@ class Row:
     seed: int
     max_tokens: int
     adjustments: Adjustments | None  # None: neither its sampling nor min_new_tokens want any
+    matcher: Matcher | None = None  # where it is in the form that it keeps to
     token_ids: list[int] = field(default_factory=list)
     pooled: Pooled | None = None  # of a text that is read for its vector
     blocks: list[int] = field(default_factory=list)
@@ -56,18 +60,45 @@ class Row:
     def may_guess(self) -> bool:
         return not self.request.sampling.adjusts and self.request.beams is None
 
-    def draw(self, ahead: int = 0) -> Draw:
+    def draw(self, ahead: int = 0, mask: Mask | None = None) -> Draw:
         """What the next token depends on, or the one after so many guesses."""
         sampling, position = self.request.sampling, len(self.token_ids) + ahead
         is_adjusted = sampling.adjusts or position < self.request.min_new_tokens
-        return Draw(sampling, self.seed, position, self.adjustments if is_adjusted else None)
+        adjustments = self.adjustments if is_adjusted else None
+        return Draw(sampling, self.seed, position, adjustments, mask)
+
+    def masks(self, guesses: Sequence[int]) -> Masks:
+        """Which tokens may come next, and after each of the guesses."""
+        assert self.matcher is not None
+        num_unended = self.request.min_new_tokens - len(self.token_ids)
+        return self.matcher.masks(guesses, self.request.ends, num_unended)
+
+    def forced(self, most: int) -> list[int]:
+        """What comes next, as far as its form leaves no choice."""
+        return [] if self.matcher is None or most <= 0 else self.matcher.forced()[:most]
+
+    def allowed(self, guesses: list[int]) -> list[int]:
+        """As far as its form allows them."""
+        if self.matcher is None or not guesses:
+            return guesses
+        # Nothing follows an end, so its matcher isn't asked what could.
+        ends = (place for place, token in enumerate(guesses) if token in self.request.ends)
+        guesses = guesses[: next(ends, len(guesses))]
+        return guesses[: self.matcher.num_allowed(guesses)]
+
+    @property
+    def is_lost(self) -> bool:
+        """The form that it keeps to can't be followed any more."""
+        return self.matcher is not None and self.matcher.has_failed
 
     def add(self, token: int) -> None:
         self.token_ids.append(token)
         if self.adjustments is not None and self.request.sampling.adjusts:
             self.adjustments.add(token)
-            if len(self.token_ids) == self.request.min_new_tokens:
+            if len(self.token_ids) == self.request.min_new_tokens and self.matcher is None:
                 self.adjustments.allow(self.request.ends)
+        if self.matcher is not None and token not in self.request.ends:
+            self.matcher.accept(token)
         if self.guesses is not None:
             self.guesses.add(token)
 
@@ -183,7 +214,11 @@ def group_of(request: Request, context: int) -> Group:
 
 
 def _row(request: Request, sequence: int, max_tokens: int) -> Row:
-    adjustments, banned = None, request.ends if request.min_new_tokens else frozenset()
+    matcher = None if request.constraint is None else request.constraint.matcher()
+    # A form's masks keep the ends out where they can.
+    bans = request.min_new_tokens and matcher is None
+    adjustments, banned = None, request.ends if bans else frozenset()
     if request.beams is None and (request.sampling.adjusts or banned):
         adjustments = Adjustments(request.sampling, request.prompt_ids, max_tokens, banned)
-    return Row(request, sequence, sequence_seed(request.seed, sequence), max_tokens, adjustments)
+    seed = sequence_seed(request.seed, sequence)
+    return Row(request, sequence, seed, max_tokens, adjustments, matcher)

@@ -17,7 +17,7 @@ from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.sampling.arrays import Hidden
 from quill.server.scheduler.blocks import BlockPool
-from quill.server.scheduler.guesses import Guesses
+from quill.server.scheduler.guesses import MAX_GUESSES, Guesses
 from quill.server.scheduler.plan import (
     BlockCopy,
     Choice,
@@ -170,22 +170,30 @@ class Scheduler:
         if group.search is not None and len(ready) < len(rows):
             return
         for row in ready:
-            guesses = self._guess(row, num_running)
+            guesses, is_forced = self._guess(row, num_running)
             ids = (*row.ids(row.num_held, row.num_text), *guesses)
             piece = self._piece(group, row, ids, range(len(ids)))
-            plan.running.append(Part(piece, group, row, (row,), guesses, reads=False))
+            part = Part(piece, group, row, (row,), guesses, is_forced, reads=False)
+            plan.running.append(part)
 
-    def _guess(self, row: Row, num_running: int) -> list[int]:
+    def _guess(self, row: Row, num_running: int) -> tuple[list[int], bool]:
+        """How a row goes on, perhaps; and whether its form leaves no choice."""
         if not self._limits.guess or not row.may_guess or self._budget.is_probing:
-            return []
+            return [], False
+        num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
+        most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
+        forced = row.forced(min(most, MAX_GUESSES))
+        if forced:
+            return self._fitting(row, forced), True
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
         least_rate = self._budget.least_rate(num_running)
-        num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
-        most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
         if least_rate > 0:  # guesses of all rows take no longer than the rows
             most = min(most, max(1, int(1 / least_rate)))
-        guesses = row.guesses.next(most, least_rate)
+        return self._fitting(row, row.allowed(row.guesses.next(most, least_rate))), False
+
+    def _fitting(self, row: Row, guesses: list[int]) -> list[int]:
+        """Those that there are blocks for."""
         while len(row.blocks) * self._limits.block_size < row.num_text + len(guesses):
             if self._pool.num_free <= self.num_rows:  # nobody is set back for a guess
                 return guesses[: len(row.blocks) * self._limits.block_size - row.num_text]
@@ -316,8 +324,9 @@ class Scheduler:
         num_before = len(row.token_ids)
         self._say(row, choices, guesses, outcome)
         num_right = max(0, len(row.token_ids) - num_before - 1)
-        if guesses and row.guesses is not None:
-            row.guesses.learn(len(guesses), num_right)
+        if guesses:
+            if row.guesses is not None and not part.is_forced:
+                row.guesses.learn(len(guesses), num_right)
             row.num_guessed += len(guesses)
             row.num_accepted += num_right
             outcome.num_accepted += num_right
@@ -328,6 +337,9 @@ class Scheduler:
     ) -> None:
         """A row's next token, and those after it as far as the guesses were right."""
         for place, (token, logprobs, is_finite) in enumerate(choices):
+            if row.is_lost:
+                outcome.lost.add(row.request.request_id)
+                return
             if not is_finite:
                 outcome.broken.add(row.request.request_id)
                 return

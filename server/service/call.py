@@ -76,7 +76,12 @@ class Call:
 
     async def read(self, message: pb.GenerateRequest) -> ParsedRequest:
         """Checks a request, and doesn't begin with it yet."""
-        return await _read(RequestReader(self.served).read_generate, message, self._arrival())
+        reader = RequestReader(self.served)
+        parsed = await _read(reader.read_generate, message, self._arrival())
+        if parsed.form is None or self.served.grammars is None:
+            return parsed
+        constraint = await self.served.grammars.compile(parsed.form)
+        return replace(parsed, request=replace(parsed.request, constraint=constraint))
 
     async def read_only(self, message: pb.GenerateRequest) -> ParsedRequest:
         """The same for one that is only read and rated: of its answer there is no token."""

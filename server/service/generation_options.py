@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
+from quill.server.service.constraint_options import CONSTRAINTS
 from quill.server.service.json_fields import (
     BOOLEAN,
     INTEGER,
@@ -92,16 +93,11 @@ OPTIONS = (
     Field("num_beams", INTEGER, "beam search: nothing is drawn, the best are found", "num_beams"),
     Field("length_penalty", NUMBER, "of beams: above 0 favours long answers", "length_penalty"),
     Field("early_stopping", _EARLY, "of beams: when to be content", "early_stopping"),
+    *CONSTRAINTS,
 )
 
 _LATER = "Leave it out"
 REFUSED = (
-    Refused("structured_outputs", (), _LATER),
-    Refused("guided_json", (), _LATER),
-    Refused("guided_regex", (), _LATER),
-    Refused("guided_choice", (), _LATER),
-    Refused("guided_grammar", (), _LATER),
-    Refused("grammar", (), _LATER),
     Refused("use_beam_search", (False,), "Give num_beams instead"),
     Refused("logits_processors", ([],), _LATER),
     Refused("bad_words", ([],), "Give logit_bias of -100 instead"),
@@ -113,9 +109,14 @@ REFUSED = (
 def fill(message: Message, values: Mapping[str, Any], fields: Sequence[Field] = OPTIONS) -> None:
     """Puts what was read into a message of generation.proto. Its rules are checked later."""
     for field in fields:
-        if not field.into or field.name not in values:
+        if not field.into or values.get(field.name) is None:
             continue
         value = values[field.name]
+        if isinstance(value, Message):
+            if message.HasField(field.into):
+                raise InvalidFieldError(field.name, "is set, and so is another form. Give one")
+            getattr(message, field.into).CopyFrom(value)
+            continue
         try:
             if isinstance(value, dict):
                 getattr(message, field.into).update(value)
@@ -131,7 +132,7 @@ def as_written(
     error: InvalidFieldError, values: Json, fields: Sequence[Field]
 ) -> InvalidFieldError:
     """The same error with the name that the client knows the field by."""
-    names = [field.name for field in fields if field.into == error.field]
+    names = [field.name for field in fields if field.into == error.field.partition(".")[0]]
     given = [name for name in names if name in values]
     if not names:
         return error

@@ -149,13 +149,28 @@ def oracle(request: Request, context: int) -> list[list[int]]:
 
 
 def _sequence(request: Request, seed: int, context: int) -> list[int]:
+    least = request.min_new_tokens if request.constraint is None else 0
     parameters = SamplingParameters(
-        **vars(request.sampling), stop_ids=request.ends, min_new_tokens=request.min_new_tokens
+        **vars(request.sampling), stop_ids=request.ends, min_new_tokens=least
     )
     prompt, answer = list(request.prompt_ids), list[int]()
     for position in range(min(request.max_new_tokens, context - len(prompt))):
         logits_V = logits_after([*(request.source_ids or ()), *prompt, *answer])
-        answer.append(choose(logits_V, parameters, prompt, answer, uniform(seed, position)))
+        u, mask_V = uniform(seed, position), _mask(request, answer)
+        answer.append(choose(logits_V, parameters, prompt, answer, u, mask_V))
         if answer[-1] in request.ends:
             break
     return answer
+
+
+def _mask(request: Request, answer: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+    """By a matcher that has seen the answer's tokens and nothing else."""
+    if request.constraint is None:
+        return None
+    matcher = request.constraint.matcher()
+    for token in answer:
+        matcher.accept(token)
+    (mask,) = matcher.masks((), request.ends, request.min_new_tokens - len(answer))
+    assert not matcher.has_failed
+    bits = np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")
+    return bits.astype(np.bool_)

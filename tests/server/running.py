@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
+from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
@@ -90,6 +92,11 @@ def make_text() -> Text:
     return Text(byte_tokenizer()._json)
 
 
+@functools.cache
+def make_grammars() -> Compiler:
+    return Compiler(byte_tokenizer()._json, VOCAB_SIZE, [END])
+
+
 def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> ServedModel:
     manifest = make_manifest()
     return dataclasses.replace(
@@ -105,6 +112,7 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
             max_message_bytes=2**20,
             text=make_text(),
             template=ChatTemplate(TEMPLATE, {}),
+            grammars=make_grammars(),
         ),
         **changes,
     )

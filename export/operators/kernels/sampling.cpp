@@ -112,6 +112,23 @@ void collect(const float* x, int64_t size, double threshold, Room& room) {
   }
 }
 
+bool is_allowed(const uint32_t* mask, int64_t id) { return mask[id / 32] >> (id % 32) & 1; }
+
+// A row in which tokens that the mask forbids are nothing.
+void copy_allowed(const float* x, int64_t size, const uint32_t* mask, float* to) {
+  for (int64_t first = 0; first < size; first += 32) {
+    const int64_t last = std::min(size, first + 32);
+    const uint32_t bits = mask[first / 32];
+    if (!bits) {
+      std::fill(to + first, to + last, kNothing);
+    } else if (bits == ~uint32_t{0}) {
+      std::copy(x + first, x + last, to + first);
+    } else {
+      for (int64_t i = first; i < last; i++) to[i] = bits >> (i - first) & 1 ? x[i] : kNothing;
+    }
+  }
+}
+
 double exponential(double x) {
   return exponential_of<double, uint64_t>(x > kLeast ? x : kLeast);
 }
@@ -145,15 +162,21 @@ class Row {
   }
 
  private:
-  // Their scores are in `adjusted`; in the row, which is copied, they are nothing. False: one isn't
-  // a token, which is the caller's to say.
+  // Their scores are in `adjusted`; in the row, which is copied, they are nothing, and so are those
+  // that can't be chosen. False: one isn't a token, which is the caller's to say.
   bool set_adjusted_apart(bool& is_number) {
     room_.adjusted.clear();
-    if (!draw_.num_adjusted) return true;
-    room_.logits.assign(x_, x_ + size_);
+    if (!draw_.num_adjusted && !draw_.mask) return true;
+    room_.logits.resize(size_);
+    if (draw_.mask) {
+      copy_allowed(x_, size_, draw_.mask, room_.logits.data());
+    } else {
+      std::copy(x_, x_ + size_, room_.logits.data());
+    }
     for (int64_t i = 0; i < draw_.num_adjusted; i++) {
       const int64_t id = draw_.ids[i];
       if (id < 0 || id >= size_) return false;
+      if (draw_.mask && !is_allowed(draw_.mask, id)) continue;
       const float raw = x_[id];
       is_number &= raw == raw;
       raw_top_ = std::max(raw_top_, raw);

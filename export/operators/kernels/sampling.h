@@ -18,6 +18,7 @@ struct Draw {
   const uint8_t* in_text;  // the prompt or the answer has it
   const double* counts;    // in the answer
   const double* biases;
+  const uint32_t* mask;  // a bit for each token that may be chosen, the lowest first; null: all may
 };
 
 struct Logits {

@@ -9,7 +9,6 @@ from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
 from quill.server.http.openai.generations import (
     COMMON,
-    COMMON_REFUSED,
     Facts,
     Tally,
     beside,
@@ -23,6 +22,7 @@ from quill.server.http.openai.models import check_model
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 from quill.server.protocol.prompt_fields import ROLES
+from quill.server.service.generation_options import REFUSED
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Kind, Refused, a, refuse
 from quill.server.service.origin import Origin
 
@@ -90,7 +90,7 @@ class Chat(Route):
         Field("top_logprobs", INTEGER, "and of so many others at each place", "logprobs"),
     )
     refused = (
-        *COMMON_REFUSED,
+        *REFUSED,
         Refused("tools", ([],), _NO_TOOLS),
         Refused("tool_choice", ("none",), _NO_TOOLS),
         Refused("functions", ([],), _NO_TOOLS),

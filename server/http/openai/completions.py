@@ -15,7 +15,6 @@ from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.http.openai.generations import (
     COMMON,
-    COMMON_REFUSED,
     Facts,
     Tally,
     beside,
@@ -31,6 +30,7 @@ from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 from quill.server.protocol.requests import ParsedRequest
 from quill.server.service.call import Call
+from quill.server.service.generation_options import REFUSED
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Refused
 from quill.server.service.origin import Origin
 
@@ -53,7 +53,7 @@ class Completions(Route):
         Field("echo", BOOLEAN, "the prompt before the answer. With max_tokens 0: rates it", "echo"),
         Field("best_of", INTEGER, "the same as n; more isn't supported"),
     )
-    refused = (*COMMON_REFUSED, Refused("suffix", ("",), "This model only continues. Leave it out"))
+    refused = (*REFUSED, Refused("suffix", ("",), "This model only continues. Leave it out"))
 
     def as_written(self, error: RequestError, values: Json) -> RequestError:
         if isinstance(error, InvalidFieldError) and error.field == "prompt_ids":

@@ -12,8 +12,9 @@ from typing import Any
 from quill.protos import generation_pb2 as pb
 from quill.server.http.openai.models import MODEL, fingerprint
 from quill.server.protocol.served_model import ServedModel
-from quill.server.service.generation_options import OPTIONS, REFUSED, fill
-from quill.server.service.json_fields import BOOLEAN, INTEGER, OBJECT, Field, Json, Kind, Refused
+from quill.server.service.constraint_options import RESPONSE_FORMAT
+from quill.server.service.generation_options import OPTIONS, fill
+from quill.server.service.json_fields import BOOLEAN, INTEGER, OBJECT, Field, Json, Kind
 
 # A seed that is picked here can be written in JavaScript, whose numbers have 53 bits.
 MAX_PICKED_SEED = 2**53
@@ -38,14 +39,11 @@ _SAME = "the same as max_tokens, and goes before it"
 COMMON = (
     MODEL,
     *OPTIONS,
+    RESPONSE_FORMAT,
     Field("max_completion_tokens", INTEGER, _SAME, "max_new_tokens"),
     Field("stream", BOOLEAN, "tell the answer as it is made, as server-sent events"),
     Field("stream_options", _STREAM_OPTIONS, "include_usage: tokens are counted in a last chunk"),
     Field("return_token_ids", BOOLEAN, "the prompt's and the answers' token ids, too"),
-)
-COMMON_REFUSED = (
-    *REFUSED,
-    Refused("response_format", ({"type": "text"},), 'Leave it out, or give {"type": "text"}'),
 )
 
 

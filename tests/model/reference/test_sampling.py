@@ -48,6 +48,14 @@ def test_softmax_with_temperature_as_in_the_textbook() -> None:
     assert shares([3, 2, 1, 0], 100.0) == [0.25, 0.25, 0.25, 0.25]
 
 
+def test_a_mask_goes_before_the_cuts_and_the_draw() -> None:
+    logits_V, mask_V = logits_of([0.6, 0.2, 0.15, 0.05]), np.array([False, True, False, True])
+    for parameters in (SamplingParameters(temperature=0), SamplingParameters(top_k=1)):
+        assert choose(logits_V, parameters, [], [], 0.9, mask_V) == 1
+    drawn = [choose(logits_V, SamplingParameters(), [], [], u, mask_V) for u in (0, 0.79, 0.81)]
+    assert drawn == [1, 1, 3]
+
+
 def test_log_probabilities_are_the_log_softmax_of_the_raw_logits() -> None:
     log_probs = log_probabilities(np.array([1000.0, 1001.0, 1002.0], dtype=np.float32))
     assert np.exp(log_probs) == pytest.approx([0.0900306, 0.2447285, 0.6652410], abs=1e-7)

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -69,6 +70,30 @@ def test_answer_does_not_end_before_its_least_length(run: Run) -> None:
     code, _, errors = run("generate", "Z", "--max-new-tokens", "3", "--min-new-tokens", "4")
     assert code == 1
     assert "min_new_tokens is 4; it must be from 0 to max_new_tokens, which is 3" in errors
+
+
+def test_answers_keep_to_a_form(run: Run, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "array", "items": {"enum": ["x"]}, "minItems": 1, "maxItems": 1}')
+    grammar.write_text('start: "p" "q"')
+    forms: dict[tuple[str, ...], str] = {
+        ("--json-schema", str(schema)): '["x"]',
+        ("--grammar", str(grammar)): "pq",
+        ("--regex", "[a-c]{2}1"): "ab1",
+        ("--choice", "dog", "--choice", "cat"): "dog",
+    }
+    for form, text in forms.items():
+        assert run("generate", "c", *form)[1] == f"{text}\n"
+    assert run("generate", "c", "--json-object", "--max-new-tokens", "2")[1].startswith("{")
+
+
+def test_forms_that_are_none_are_errors(run: Run, tmp_path: Path) -> None:
+    code, _, errors = run("generate", "c", "--json-schema", str(tmp_path / "none"))
+    assert code == 1
+    assert "none can't be read" in errors
+    code, _, errors = run("generate", "c", "--regex", "(")
+    assert code == 1
+    assert "constraint.regex can't be kept to" in errors
 
 
 def test_several_sequences_are_numbered(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Any crowd over few blocks gets the answers that each request gets alone, and gives all blocks
 back."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,16 @@ from hypothesis import strategies as st
 
 from quill.model.reference.beam_search import BeamParameters, search
 from quill.server.events import HypothesisEvent
+from quill.server.grammar.matcher import Grammar
 from quill.server.request import Beams, Request, Sampling
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle
+from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
+
+
+def grammar(name: str) -> Grammar:
+    return small_grammar(*GRAMMARS[name])
+
 
 SAMPLINGS = st.builds(
     Sampling,
@@ -40,10 +48,21 @@ DRAWN = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
     }
 )
+FORMED = st.fixed_dictionaries(
+    {
+        **FIELDS,
+        "num_sequences": st.integers(1, 3),
+        "sampling": SAMPLINGS,
+        "constraint": st.sampled_from(sorted(GRAMMARS)).map(lambda name: grammar(name)),
+        "eos_ids": st.just(frozenset({EOS})),
+        "stop_ids": st.sampled_from([frozenset[int](), frozenset({13, 14})]),
+    }
+)
 SEARCHES = st.fixed_dictionaries({**FIELDS, "beams": st.builds(Beams, num_beams=st.integers(2, 3))})
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), DRAWN | SEARCHES),
     st.tuples(st.just("submit"), DRAWN),
+    st.tuples(st.just("submit"), FORMED),
     st.tuples(st.just("step"), st.integers(1, 12)),
     st.tuples(st.just("end"), st.integers(0, 12)),
     st.tuples(st.just("end one"), st.integers(0, 12)),
@@ -173,3 +192,20 @@ def test_those_who_are_set_back_go_on_with_the_same_tokens(num_blocks: int) -> N
     crowd.run()
     crowd.check()
     assert (crowd.engine._scheduler.num_set_back > 0) == (num_blocks == 12)
+
+
+@pytest.mark.parametrize("guess", [True, False])
+def test_answers_that_keep_to_a_form_survive_set_backs(guess: bool) -> None:
+    crowd = Crowd(8, 14, 0.001, guess=guess)
+    for number in range(16):
+        fields = {"num_prompt": 16, "max_new_tokens": 70, "seed": number, "num_sequences": 2}
+        form = {"constraint": grammar("schema"), "eos_ids": frozenset({EOS})}
+        crowd.act("submit", {**fields, **form, "sampling": Sampling(temperature=1.2)}, False)
+    crowd.run()
+    crowd.check()
+    assert crowd.engine._scheduler.num_set_back > 0
+    finished = {key: event for key, event in crowd.finished.items() if event.reason == "eos"}
+    assert len(finished) > 16
+    for key, event in finished.items():
+        json.loads(text_of(crowd.tokens[key]))
+        assert (event.usage.accepted > 0) == guess, "keys are forced"

@@ -1,5 +1,6 @@
 """What a message may say, and which field is named when it says something else."""
 
+import json
 import math
 from typing import Any
 
@@ -50,6 +51,16 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *(("max_new_tokens", {"max_new_tokens": n}) for n in (0, -1, 2**31, CONTEXT + 1)),
     *(("min_new_tokens", {"min_new_tokens": n}) for n in (-1, CONTEXT + 1)),
     ("min_new_tokens", {"min_new_tokens": 5, "max_new_tokens": 4}),
+    ("constraint", {"constraint": pb.Constraint()}),
+    ("constraint", {"constraint": pb.Constraint(regex="a"), "num_beams": 2}),
+    ("ignore_eos", {"constraint": pb.Constraint(regex="a"), "ignore_eos": True}),
+    ("constraint.json_object", {"constraint": pb.Constraint(json_object=False)}),
+    ("constraint.regex", {"constraint": pb.Constraint(regex="")}),
+    ("constraint.json_schema", {"constraint": pb.Constraint(json_schema="x" * 70_000)}),
+    *(
+        ("constraint.choice", {"constraint": pb.Constraint(choice=pb.Choice(choices=choices))})
+        for choices in ([], [""], ["x"] * 1025)
+    ),
     ("stop", {"stop": ["x"] * 10_000}),
     ("stop", {"stop": [""]}),
     ("stop", {"stop": ["é" * 129]}),
@@ -70,6 +81,16 @@ def test_what_breaks_a_rule_is_refused_by_name(field: str, fields: dict[str, Any
     with pytest.raises(InvalidFieldError) as caught:
         read(**fields)
     assert caught.value.field == field
+
+
+def test_forms_are_read_and_only_where_they_can_be_kept_to() -> None:
+    constraint = pb.Constraint(choice=pb.Choice(choices=["a", 'é"']))
+    form = read(constraint=constraint).form
+    assert form is not None
+    assert (form.kind, json.loads(form.text)) == ("choice", ["a", 'é"'])
+    message = pb.GenerateRequest(prompt_ids=ids(1), constraint=constraint)
+    with pytest.raises(UnsupportedError, match="can't keep to a constraint"):
+        RequestReader(make_served(grammars=None)).read_generate(message, ARRIVAL)
 
 
 def test_defaults_are_the_models_own_then_off() -> None:

@@ -39,22 +39,33 @@ class Row:
     prompt: tuple[int, ...] = ()
     generated: tuple[int, ...] = ()
     banned: frozenset[int] = frozenset()
+    allowed: frozenset[int] | None = None  # None: every token
+
+    def mask(self, vocab_size: int) -> npt.NDArray[np.bool_] | None:
+        return None if self.allowed is None else np.isin(np.arange(vocab_size), [*self.allowed])
 
 
 def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
-    choices = choose(logits_RV, [_draw(row) for row in rows])
+    choices = choose(logits_RV, [_draw(row, logits_RV.shape[1]) for row in rows])
     assert not choices.broken
     return choices.tokens
 
 
-def _draw(row: Row) -> Draw:
+def _draw(row: Row, vocab_size: int) -> Draw:
     sampling = Sampling(**row.sampling)
     adjustments = None
     if sampling.adjusts or row.banned:
         adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1, row.banned)
         for token in row.generated:
             adjustments.add(token)
-    return Draw(sampling, row.seed, len(row.generated), adjustments)
+    return Draw(sampling, row.seed, len(row.generated), adjustments, _bits(row.mask(vocab_size)))
+
+
+def _bits(mask_V: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint32] | None:
+    if mask_V is None:
+        return None
+    padded = np.pad(mask_V, (0, -len(mask_V) % 32), constant_values=True)  # nobody looks there
+    return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 def slow(logits_RV: Logits, rows: list[Row]) -> list[int]:
@@ -70,6 +81,7 @@ def slow(logits_RV: Logits, rows: list[Row]) -> list[int]:
             list(row.prompt),
             list(row.generated),
             uniform(row.seed, len(row.generated)),
+            row.mask(len(logits_V)),
         )
         for logits_V, row in zip(logits_RV, rows, strict=True)
     ]
@@ -98,7 +110,12 @@ def rows(draw: st.DrawFn, vocab_size: int) -> Row:
     if bias:
         sampling["logit_bias"] = bias
     banned = draw(st.frozensets(st.integers(1, vocab_size), max_size=4)) - {vocab_size}
-    return Row(sampling, draw(st.integers(0, 2**64 - 1)), draw(tokens), draw(tokens), banned)
+    seed, allowed = draw(st.integers(0, 2**64 - 1)), None
+    if draw(st.booleans()):
+        rng = np.random.default_rng(seed)
+        share = draw(st.sampled_from([0.0, 0.001, 0.5, 0.99]))
+        allowed = frozenset({0, *np.flatnonzero(rng.random(vocab_size) < share).tolist()})
+    return Row(sampling, seed, draw(tokens), draw(tokens), banned, allowed)
 
 
 @st.composite
@@ -196,6 +213,9 @@ def test_every_token_of_a_large_vocabulary_is_the_reference_one(num_threads: int
             prompt,
             answer if "frequency_penalty" in cut else (),
             frozenset(likely[:9].tolist()) if number % 2 else frozenset(),
+            frozenset(rng.integers(60_000, size=[2, 40, 50_000][number % 5]).tolist())
+            if number % 5 < 3
+            else None,
         )
         for number, cut in enumerate(cuts)
     ]
@@ -234,10 +254,24 @@ def test_rows_that_are_not_finite_are_named_and_spoil_no_others(
     logits_RV[4] = -np.inf
     logits_RV[5, 0] = -np.inf  # allowed
     row = Row({"temperature": temperature, "repetition_penalty": penalty}, 1, (1,), (0, 2))
-    choices = choose(logits_RV, [_draw(row)] * 6)
+    choices = choose(logits_RV, [_draw(row, vocab_size)] * 6)
     assert choices.broken == {1, 2, 4}
     good = [0, 3, 5]
     assert [choices.tokens[i] for i in good] == slow(logits_RV[good], [row] * 3)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("bias", [{}, {"logit_bias": {7: 100.0}}])
+def test_the_only_token_that_may_be_chosen_is(
+    sampling: dict[str, Any], bias: dict[str, Any]
+) -> None:
+    logits_RV = np.random.default_rng(2).normal(size=(3, 5000)).astype(np.float32)
+    logits_RV[0, 4990] = -80
+    only = Row({**sampling, **bias}, 3, allowed=frozenset({4990}))
+    assert fast(logits_RV, [only] * 3) == [4990] * 3
+    nothing = Row({**sampling, **bias}, 3, allowed=frozenset({12}))
+    logits_RV[1, 12] = -np.inf
+    assert choose(logits_RV, [_draw(nothing, 5000)] * 3).broken == {1}
 
 
 def test_draws_may_share_a_row_and_leave_it_as_it_was() -> None:
@@ -245,7 +279,7 @@ def test_draws_may_share_a_row_and_leave_it_as_it_was() -> None:
     before = logits_RV.copy()
     some = [Row({"repetition_penalty": 2.0}, seed, (seed, 7)) for seed in range(5)]
     rows = [2, 0, 2, 2, 0]
-    tokens = choose(logits_RV, [_draw(row) for row in some], rows).tokens
+    tokens = choose(logits_RV, [_draw(row, 4000) for row in some], rows).tokens
     assert tokens == slow(logits_RV[rows], some)
     assert (logits_RV == before).all()
 

@@ -1,0 +1,208 @@
+"""Turns the forms that clients ask for into grammars over a model's tokens.
+
+Knows: llguidance, what may be asked of it, threads. Does not know: protobuf, requests, answers.
+
+Whoever asks may be hostile: forms are limited in bytes, depth and width before the library sees
+them, and in work by the library itself. They are compiled by threads of their own, for so long and
+no longer. Errors name the place of the mistake and go to the client only: they may quote the form.
+"""
+
+import asyncio
+import functools
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import llguidance
+
+from quill.server.errors import InvalidFieldError
+from quill.server.grammar.matcher import Grammar, panics_are_errors
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+MAX_BYTES = 2**16
+MAX_DEPTH = 64  # objects and lists of a schema within one another
+MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
+MAX_CACHED = 256  # grammars
+MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
+MAX_COMPILE_S = 1.0
+NUM_THREADS = 2
+MAX_SAID = 300  # characters of the library's own words
+# Of work that the library does at once. Fuel is about 14,000 a millisecond, items 20,000.
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=30_000,
+    max_lexer_states=20_000,  # of a kilobyte or two each, for every row
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+FIELD = "constraint"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a client asked for. Of choices, the text is a JSON list."""
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        num_bytes = len(self.text.encode())
+        if num_bytes > MAX_BYTES:
+            rule = f"it may have {MAX_BYTES} at most"
+            raise InvalidFieldError(f"{FIELD}.{self.kind}", f"has {num_bytes} bytes; {rule}")
+        if not self.text:
+            raise InvalidFieldError(f"{FIELD}.{self.kind}", "is empty")
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.sha256(f"{self.kind}\0{self.text}".encode()).digest()
+
+
+class Compiler:
+    """For one tokenizer. Raises ValueError if the library can't follow its tokens."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
+        self._cache = _Cache()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
+
+    async def compile(self, form: Form) -> Grammar:
+        """From the cache, or made by another thread."""
+        found = self._cache.get(form)
+        if found is not None:
+            return found
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, self.compile_now, form)
+        try:
+            return await asyncio.wait_for(work, MAX_COMPILE_S)
+        except TimeoutError:
+            rule = f"takes longer than {MAX_COMPILE_S:g} s to prepare. Ask for something simpler"
+            raise InvalidFieldError(f"{FIELD}.{form.kind}", rule) from None
+
+    def compile_now(self, form: Form) -> Grammar:
+        """In the caller's thread. May take long."""
+        found = self._cache.get(form)
+        if found is None:
+            found = self._compile(form)
+            self._cache.put(form, found)
+        return found
+
+    def _compile(self, form: Form) -> Grammar:
+        try:
+            with panics_are_errors():
+                matcher = llguidance.LLMatcher(
+                    self._tokenizer,
+                    _source(form),
+                    log_level=0,
+                    limits=LIMITS,
+                )
+                if not matcher.is_error():
+                    # The first look is the longest. Copies needn't repeat it.
+                    matcher.compute_ff_tokens()
+                    matcher.compute_bitmask()
+        except ValueError as error:
+            raise _refusal(form, str(error)) from None
+        if matcher.is_error():
+            raise _refusal(form, matcher.get_error())
+        return Grammar(matcher, self._tokenizer.vocab_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(
+    tokenizer_json: str, vocab_size: int, stop_ids: tuple[int, ...]
+) -> llguidance.LLTokenizer:
+    """Takes half a second, and holds everybody up meanwhile: a reload mostly has the same one."""
+    with panics_are_errors():
+        return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(stop_ids))
+
+
+class _Cache:
+    """The last that were used."""
+
+    def __init__(self) -> None:
+        self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, form: Form) -> Grammar | None:
+        with self._lock:
+            if form.key not in self._grammars:
+                return None
+            self._grammars.move_to_end(form.key)
+            return self._grammars[form.key][0]
+
+    def put(self, form: Form, grammar: Grammar) -> None:
+        with self._lock:
+            if form.key in self._grammars:
+                return
+            self._grammars[form.key] = grammar, len(form.text)
+            self._num_bytes += len(form.text)
+            while len(self._grammars) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
+                _, (_, num_bytes) = self._grammars.popitem(last=False)
+                self._num_bytes -= num_bytes
+
+
+def _source(form: Form) -> str:
+    """The grammar in the library's own words."""
+    matcher = llguidance.LLMatcher
+    if form.kind == "regex":
+        return str(matcher.grammar_from_regex(form.text))
+    if form.kind == "lark":
+        return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
+    if form.kind == "choice":
+        return str(llguidance.grammar_from("choice", form.text))
+    schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
+    _check_schema(schema)
+    return str(
+        matcher.grammar_from_json_schema(
+            schema,
+            # As most JSON is written that models have read, and no room for endless white space.
+            defaults={
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+            },
+            overrides={"lenient": False, "coerce_one_of": False},  # all of a schema counts
+        )
+    )
+
+
+def _check_schema(schema: str) -> None:
+    try:
+        parsed = json.loads(schema)
+    except RecursionError:
+        raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
+    if not isinstance(parsed, dict):
+        raise ValueError("a schema is a JSON object")
+    for depth, each in _inside(parsed):
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
+        if isinstance(each, dict) and len(each) > MAX_WIDTH:
+            raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
+
+
+def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
+    """All objects and lists, each with its depth."""
+    waiting = [(1, value)]
+    while waiting:
+        depth, each = waiting.pop()
+        if isinstance(each, dict | list):
+            yield depth, each
+            some = each.values() if isinstance(each, dict) else each
+            waiting += [(depth + 1, one) for one in some]
+
+
+def _refusal(form: Form, said: str) -> InvalidFieldError:
+    said = " ".join(said.replace("<non-verbose/>", "").split())
+    if said.startswith("NoExtension"):
+        said = "no text satisfies it"
+    said = said if len(said) <= MAX_SAID else said[:MAX_SAID] + "…"
+    return InvalidFieldError(f"{FIELD}.{form.kind}", f"can't be kept to: {said}")

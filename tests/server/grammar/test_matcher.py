@@ -1,0 +1,118 @@
+"""Masks say what may follow, whatever was guessed in between."""
+
+import json
+import random
+import re
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quill.server.grammar.matcher import TokenMatcher
+from tests.server.fake_session import VOCAB_SIZE
+from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
+
+Mask = npt.NDArray[np.uint32]
+
+
+def tokens_in(mask: Mask) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def allowed(matcher: TokenMatcher) -> list[int]:
+    (mask,) = matcher.masks((), (), 0)
+    assert not matcher.has_failed
+    return tokens_in(mask)
+
+
+def walk(matcher: TokenMatcher, rng: random.Random, most: int = 80) -> list[int]:
+    """A random answer that keeps to the grammar."""
+    tokens: list[int] = []
+    while len(tokens) < most:
+        tokens.append(rng.choice(allowed(matcher)))
+        if tokens[-1] == EOS:
+            break
+        matcher.accept(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_ends_by_itself_is_a_whole_document(seed: int) -> None:
+    rng = random.Random(seed)
+    for name in ("schema", "regex", "choice"):
+        kind, form = GRAMMARS[name]
+        tokens = walk(small_grammar(kind, form).matcher(), rng)
+        assert tokens[-1] == EOS
+        text = text_of(tokens)
+        if name == "regex":
+            assert re.fullmatch(form, text)
+        elif name == "choice":
+            assert text in json.loads(form)
+        else:
+            document = json.loads(text)
+            assert 0 <= document["a"] <= 300
+            assert document["b"] in ("ab", "trust", None)
+            assert all(isinstance(each, bool) for each in document.get("c", []))
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_guesses_leave_no_trace_and_have_the_masks_of_those_who_go_there(name: str) -> None:
+    grammar, rng = small_grammar(*GRAMMARS[name]), random.Random(name)
+    for _ in range(20):
+        tokens = walk(grammar.matcher(), rng, 30)
+        tokens = tokens[:-1] if tokens[-1] == EOS else tokens
+        matcher = grammar.matcher()
+        for place in range(len(tokens)):
+            guesses = tokens[place : place + rng.randint(0, 5)]
+            wild = [*guesses[:2], rng.randrange(VOCAB_SIZE)]
+            assert matcher.num_allowed(guesses) == len(guesses)
+            assert matcher.num_allowed(wild) >= min(2, len(guesses))
+            masks = matcher.masks(guesses, (), 0)
+            other = grammar.matcher()
+            for token in tokens[:place]:
+                other.accept(token)
+            for mask, guess in zip(masks, [*guesses, None], strict=True):
+                assert tokens_in(mask) == allowed(other)
+                if guess is not None:
+                    other.accept(guess)
+            if rng.random() < 0.5:
+                forced = matcher.forced()
+                assert matcher.num_allowed(forced) == len(forced)
+                for mask, token in zip(matcher.masks(forced, (), 0), forced, strict=False):
+                    assert tokens_in(mask) == [token]
+            matcher.accept(tokens[place])
+
+
+def test_ends_are_kept_out_where_there_is_anything_else() -> None:
+    matcher = small_grammar("regex", "a{1,3}").matcher()
+    (a,) = allowed(matcher)
+    masks = matcher.masks([a, a, a], {EOS}, 3)
+    assert [tokens_in(mask) for mask in masks] == [[a], [a], [a], [EOS]]
+    masks = matcher.masks([a, a, a], {EOS}, 2)
+    assert [tokens_in(mask) for mask in masks] == [[a], [a], [EOS, a], [EOS]]
+    masks = matcher.masks([a, a, a], {EOS, a}, 9)
+    assert [tokens_in(mask) for mask in masks] == [[a], [EOS, a], [EOS, a], [EOS]]
+
+
+def test_a_token_that_is_forbidden_loses_the_answer_and_no_other() -> None:
+    grammar = small_grammar(*GRAMMARS["choice"])
+    matcher, other = grammar.matcher(), grammar.matcher()
+    matcher.accept(EOS - 1)
+    assert matcher.has_failed
+    assert not matcher.forced()
+    assert not matcher.masks((), (), 0).any()
+    assert not other.has_failed
+    assert len(allowed(other)) > 1
+
+
+def test_a_guess_that_leads_too_far_was_not_made() -> None:
+    matcher = small_grammar("regex", "[ab]{1,9}").matcher()
+    (first, *_) = allowed(matcher)
+    matcher.accept(first)
+    before = allowed(matcher)
+    masks = matcher.masks([before[-1], EOS - 1, before[-1]], (), 0)
+    assert len(masks) == 1
+    assert tokens_in(masks[0]) == before == allowed(matcher)
+    matcher.accept(before[-1])
+    assert not matcher.has_failed

@@ -1,0 +1,59 @@
+"""Grammars over fifty tokens: what the engine's tests make their answers keep to."""
+
+import functools
+import json
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from quill.server.grammar.compiler import Compiler, Form, Kind
+from quill.server.grammar.matcher import Grammar
+from tests.server.fake_session import VOCAB_SIZE
+
+EOS = 1
+CHARACTERS = 'abcdefglnrstu0123456789{}[]":,._- '.replace(" ", "Ġ")
+PIECES = ["<unk>", "<eos>", *CHARACTERS, *("ab", "tr", "ue", '":', '{"', "Ġ1", ",Ġ", "12", "fa")]
+PIECES += [f"<{number}>" for number in range(VOCAB_SIZE - len(PIECES))]
+
+
+def small_tokenizer() -> str:
+    merges = [(piece[0], piece[1]) for piece in PIECES if len(piece) == 2]
+    vocabulary = {piece: id for id, piece in enumerate(PIECES)}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    special = [piece for piece in PIECES if piece[0] == "<"]
+    inner.add_special_tokens([AddedToken(piece, special=True) for piece in special])
+    return inner.to_str()
+
+
+@functools.cache
+def small_compiler() -> Compiler:
+    return Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
+
+
+def small_grammar(kind: Kind, text: str) -> Grammar:
+    return small_compiler().compile_now(Form(kind, text))
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(PIECES[token] for token in tokens if token != EOS).replace("Ġ", " ")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 300},
+        "b": {"enum": ["ab", "trust", None]},
+        "c": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, tuple[Kind, str]] = {
+    "schema": ("json_schema", json.dumps(SCHEMA)),
+    "object": ("json_object", "true"),
+    "regex": ("regex", "[a-f]{2,9}(12|1[0-9]{2,30})"),
+    "choice": ("choice", '["ab", "abc", "true", "trust"]'),
+    "lark": ("lark", 'start: item ("," item)*\nitem: "[" start "]" | /[0-9]+/'),
+}
