@@ -38,7 +38,8 @@ def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
         else:
             _complete(manifest, asked, export)
             return bundle
-    run_step(f"The first start makes the default model, {KNOWN_AS}: a minute or two.", *export)
+    told = f"The first start makes the default model, {KNOWN_AS}, and proves it against PyTorch"
+    run_step(f"{told}: once, a minute or two on idle cores.", *export)
     return bundle
 
 
