@@ -86,15 +86,20 @@ class Quotas:
             account.num_running -= 1
 
     @contextmanager
-    def tokens(self, caller: Caller, num_prompt: int) -> Iterator[Spending]:
-        """For as long as a request is answered: its prompt is paid now, its answer as it comes."""
+    def tokens(
+        self, caller: Caller, num_prompt: int, is_admitted: bool = False
+    ) -> Iterator[Spending]:
+        """For as long as a request is answered: its prompt is paid now, its answer as it comes.
+
+        `is_admitted`: it is part of a call that was let in. It isn't refused; the next call waits.
+        """
         limit = caller.tokens_per_minute
         if limit is None:
             yield Spending(_Bucket(), num_prompt)
             return
         bucket = self._account(caller).tokens
         wait_s = bucket.wait_s(num_prompt, limit, self._clock())
-        if wait_s:
+        if wait_s and not is_admitted:
             reason = f"the API key {caller.name} may use {limit} tokens a minute"
             left = f"{max(0, int(bucket.level))} are left now and this prompt has {num_prompt}"
             raise QuotaError(f"{reason}; {left}", wait_s)

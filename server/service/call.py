@@ -5,14 +5,15 @@ Knows: the order of things in a call. Does not know: gRPC, HTTP, how text is mad
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
-from quill.server.auth.rate_limit import Quotas
+from quill.server.auth.rate_limit import Quotas, Spending
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.loading.instance import ModelInstance
@@ -69,6 +70,7 @@ class Call:
         self._share_cache = share_cache
         self._deadline_s = _deadline_s(origin)
         self._num_requests = 0
+        self._is_admitted = False
 
     @property
     def served(self) -> ServedModel:
@@ -148,7 +150,7 @@ class Call:
         record, request = self._record, parsed.request
         record.submitted_s = record.submitted_s or time.monotonic()
         with (
-            self._quotas.tokens(self._origin.caller, request.num_prompt) as spending,
+            self._tokens(request.num_prompt) as spending,
             self._dispatcher.serve(request, self._instance.engine) as inbox,
         ):
             answer = Answer(parsed, self.served.text, inbox.end)
@@ -167,6 +169,14 @@ class Call:
                     record.num_prompt += request.num_prompt
                     record.num_cached += answer.num_cached
                     record.num_generated += answer.num_generated
+
+    @contextmanager
+    def _tokens(self, num_prompt: int) -> Iterator[Spending]:
+        """A call is let in as a whole, by the first of its requests."""
+        caller, is_admitted = self._origin.caller, self._is_admitted
+        with self._quotas.tokens(caller, num_prompt, is_admitted) as spending:
+            self._is_admitted = True
+            yield spending
 
     async def _collect(self, parsed: ParsedRequest) -> list[Chunk]:
         """One chunk for each sequence."""

@@ -17,14 +17,14 @@ def _prompts(name: str, value: Any) -> list[Prompt]:
     """A text, token ids, or a list of either."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
+    if isinstance(value, list) and not 1 <= len(value) <= MAX_PROMPTS:  # before all are looked at
+        rule = f"it must have from 1 to {MAX_PROMPTS}"
+        raise InvalidFieldError(name, f"has {len(value)} entries; {rule}")
     whole = isinstance(value, list) and all(
         isinstance(each, str) or _is_ids(each) for each in value
     )
     if not whole:
         raise refuse(name, value, "a string, a list of token ids, or a list of such")
-    if not 1 <= len(value) <= MAX_PROMPTS:
-        rule = f"it must have from 1 to {MAX_PROMPTS}"
-        raise InvalidFieldError(name, f"has {len(value)} entries; {rule}")
     return list(value)
 
 

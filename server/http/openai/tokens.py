@@ -3,6 +3,8 @@
 Knows: its JSON, generation.proto. Does not know: tokenizers.
 """
 
+import asyncio
+
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
 from quill.server.http.openai.chat import CONVERSATION
@@ -13,6 +15,8 @@ from quill.server.service.call import Call
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import BOOLEAN, INTEGERS, STRING, Field, Json
 from quill.server.service.origin import Origin
+
+MAX_INLINE_TOKENS = 256  # answers about more are written down by another thread
 
 
 class Tokenize(Route):
@@ -34,7 +38,7 @@ class Tokenize(Route):
             ids, texts = await self._tokens(values, call)
         answer: Json = {"count": len(ids), "max_model_len": call.served.context, "tokens": ids}
         answer["token_strs"] = texts if values.get("return_token_strs") else None
-        await exchange.answer_json(answer)
+        await exchange.answer_json(answer, is_long=len(ids) > MAX_INLINE_TOKENS)
 
     async def _tokens(self, values: Json, call: Call) -> tuple[list[int], list[str]]:
         if "messages" in values:
@@ -46,7 +50,7 @@ class Tokenize(Route):
         message = pb.TokenizeRequest()
         fill(message, values, self.fields)
         response = await call.tokenize(message)
-        return list(response.token_ids), list(response.tokens)
+        return await asyncio.to_thread(lambda: (list(response.token_ids), list(response.tokens)))
 
 
 class Detokenize(Route):

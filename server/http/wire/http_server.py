@@ -31,6 +31,7 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0  # for a handshake, and then for a request's head
 KEEP_ALIVE_S = 30  # between two requests
 MAX_CONNECTIONS = 1024
+MAX_AHEAD_BYTES = 64 * 1024  # of what a client sends before it has its answer
 BACKLOG = 1024
 CLOSE_S = 1.0
 
@@ -107,6 +108,11 @@ class _Protocol(H11Protocol):
         """Whether nobody is at work for it."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client is next: nothing was asked yet, or not all of it."""
+        return self.is_idle or self.cycle.more_body
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {"peer": _peer_names(transport), "abort": transport.abort}
@@ -120,6 +126,8 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if not self.is_waiting:
+            self._keep_listening()
         if not self.is_idle:
             self._forget_head()
         elif self._head_timer is None:
@@ -156,10 +164,19 @@ class _Protocol(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _keep_listening(self) -> None:
+        """uvicorn stops reading where something follows a request, and then can't hear that the
+        client has left. What follows waits its turn, in bounds."""
+        if len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
+
     def _make_place(self) -> None:
-        """Ends the connection that has been idle longest; if none is, this one."""
-        idle = [each for each in self.connections if isinstance(each, _Protocol) and each.is_idle]
-        oldest = min(idle, key=lambda each: each.idle_since_s, default=self)
+        """Ends the connection that has waited for its client longest; if none has, this one."""
+        waiting = [each for each in self.connections if isinstance(each, _Protocol)]
+        waiting = [each for each in waiting if each.is_waiting and each is not self]
+        oldest = min(waiting, key=lambda each: each.idle_since_s, default=self)
         self.connections.discard(oldest)  # now: others may come before it has gone
         oldest.transport.abort()
 

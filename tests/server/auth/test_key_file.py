@@ -307,6 +307,14 @@ def test_answer_is_paid_as_it_comes_and_a_prompt_that_was_never_read_is_given_ba
     assert delay_of(quotas, alice, 10) == pytest.approx(1.0)
 
 
+def test_a_call_that_was_let_in_is_let_in_whole_and_the_next_one_waits() -> None:
+    quotas, alice = Quotas(Clock()), Caller(name="alice", tokens_per_minute=600)
+    for is_admitted in (False, True, True):
+        with quotas.tokens(alice, 80, is_admitted) as spending:
+            spending.is_read = True
+    assert delay_of(quotas, alice, 1) == pytest.approx(14.1), "240 of 100 were used"
+
+
 def test_refusal_says_how_many_tokens_are_allowed_left_and_wanted() -> None:
     quotas, alice = Quotas(Clock()), Caller(name="alice", tokens_per_minute=600)
     use(quotas, alice, 70, 0)

@@ -199,12 +199,35 @@ def test_idle_connections_make_place_for_new_ones(monkeypatch: pytest.MonkeyPatc
         assert b"[DONE]" in read_until(busy, b"[DONE]")
 
 
-def test_disconnect_in_prefill_cancels(running: Running) -> None:
+def test_half_bodies_make_place_for_whole_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
+    half = whole_request(CHAT, ENDLESS)[:-5]
+    with running_server(http_port=0) as running, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(port_of(running))).sendall(half)
+        assert ask(running) == "lmn"
+
+
+def test_who_sends_too_much_ahead_is_hung_up_on(running: Running) -> None:
+    running.session.hold()
+    with connected(port_of(running)) as sock:
+        sock.sendall(whole_request(CHAT, ENDLESS | {"stream": False}))
+        running.wait_for_requests(1)
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(head("GET", "/version") * 3000)
+        running.wait_for_requests(0)
+    assert running.next_record("CANCELLED").method == CHAT
+
+
+# Whatever follows a request, it is heard that its client leaves.
+@pytest.mark.parametrize("more", [b"", b"\r\n", head("GET", "/health")], ids=len)
+def test_disconnect_in_prefill_cancels(running: Running, more: bytes) -> None:
     running.session.hold()
     for stream in (True, False):
         with connected(port_of(running)) as sock:
             sock.sendall(whole_request(CHAT, ENDLESS | {"stream": stream}))
             running.wait_for_requests(1)
+            sock.sendall(more)
         running.wait_for_requests(0)
         assert running.next_record("CANCELLED").method == CHAT
     num_steps = running.session.num_steps
