@@ -109,6 +109,19 @@ def test_batch_is_one_call_of_its_key(tmp_path: Any) -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 10
 
 
+def test_batch_beyond_its_keys_tokens_is_let_in_whole_and_the_next_call_waits(
+    tmp_path: Any,
+) -> None:
+    keys = tmp_path / "keys.json"
+    secret = add_key(keys, "alice", tokens_per_minute=60)  # of which ten may come at once
+    with running_server(http_port=0, api_keys=keys) as running:
+        assert running.server.http_port is not None
+        headers = JSON | {"authorization": f"Bearer {secret}"}
+        client = HttpClient(running.server.http_port, headers)
+        assert complete(client, [[5] * 7, [6] * 7, [7] * 7]).status == 200
+        assert complete(client, ["a"]).status == 429
+
+
 def test_logprobs_have_offsets_and_the_chosen_token(client: HttpClient) -> None:
     rated = complete(client, "é", max_tokens=4, logprobs=1).json["choices"][0]["logprobs"]
     assert rated["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"] * 2
