@@ -120,7 +120,7 @@ def test_sum_of_logprobs_needs_logprobs() -> None:
     ({"text_input": "a", "sampling_parameters": "[]"}, "sampling_parameters"),
     ({"text_input": "a", "sampling_parameters": '{"stop": "\\ud800"}'}, "sampling_parameters"),
     ({"text_input": "a", "sampling_parameters": '{"temperature": "warm"}'}, "temperature"),
-    ({"text_input": "a", "sampling_parameters": '{"guided_json": {}}'}, "guided_json"),
+    ({"text_input": "a", "sampling_parameters": '{"guided_json": 5}'}, "guided_json"),
     ({"messages": '{"role": "user"}'}, "messages"),
     ({"messages": '[{"role": "user"}]'}, "content"),
 ])  # fmt: skip
