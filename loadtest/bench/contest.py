@@ -100,6 +100,16 @@ def running(command: Sequence[str], log: Path) -> Iterator[Running]:
         wait_or_kill(process, 5.0)
 
 
+@contextmanager
+def all_running(commands: Sequence[Sequence[str]], logs: Path) -> Iterator[list[Running]]:
+    """Several of them, each with a log of its own."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running(command, logs / f"contender-{number}.log"))
+            for number, command in enumerate(commands)
+        ]
+
+
 def contest(
     commands: Sequence[Sequence[str]],
     tasks: Sequence[Task],
@@ -109,11 +119,7 @@ def contest(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
     """Speeds first, then memory, then perplexity: scoring needs memory that serving doesn't."""
-    with ExitStack() as stack:
-        contenders = []
-        for number, command in enumerate(commands):
-            log = logs / f"contender-{number}.log"
-            contenders.append(stack.enter_context(running(command, log)))
+    with all_running(commands, logs) as contenders:
         results = [Result(contender.about) for contender in contenders]
         for number in range(num_rounds):
             say(f"round {number + 1} of {num_rounds}")

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import Manifest, read_manifest
-from quill.loadtest.bench.contest import PAUSE_S, Running, running
+from quill.loadtest.bench.contest import PAUSE_S, Running, all_running
 from quill.loadtest.bench.models import PEERS_PYTHON
 from quill.loadtest.environment.machine import num_cores
 from quill.loadtest.errors import OptionError
@@ -94,11 +93,7 @@ def drawn_texts(manifest: Manifest, number: int) -> list[list[int]]:
 def embed_in_turns(
     commands: Sequence[Sequence[str]], texts: list[list[int]], logs: Path, num_rounds: int
 ) -> list[Standing]:
-    with ExitStack() as stack:
-        contenders = [
-            stack.enter_context(running(command, logs / f"{number}.log"))
-            for number, command in enumerate(commands)
-        ]
+    with all_running(commands, logs) as contenders:
         standings = [Standing(f"{each.about.name} {each.about.kind}") for each in contenders]
         for contender in contenders:
             contender.ask({"do": "embed", "texts": texts[:64]})  # nobody's first run counts

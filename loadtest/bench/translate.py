@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import read_manifest
-from quill.loadtest.bench.contest import PAUSE_S, Running, running
+from quill.loadtest.bench.contest import PAUSE_S, Running, all_running
 from quill.loadtest.bench.models import PEERS_PYTHON
 from quill.loadtest.environment.machine import num_cores
 from quill.loadtest.errors import OptionError
@@ -100,11 +99,7 @@ def read_sources(bundle: Path, path: Path, limit: int) -> list[list[int]]:
 def translate_in_turns(
     commands: Sequence[Sequence[str]], sources: list[list[int]], logs: Path, num_rounds: int
 ) -> list[Standing]:
-    with ExitStack() as stack:
-        contenders = [
-            stack.enter_context(running(command, logs / f"{number}.log"))
-            for number, command in enumerate(commands)
-        ]
+    with all_running(commands, logs) as contenders:
         standings = [Standing(f"{each.about.name} {each.about.kind}") for each in contenders]
         for _ in range(num_rounds):
             for way in WAYS:

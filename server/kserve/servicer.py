@@ -30,14 +30,13 @@ from quill.server.kserve.responses import Answering, failure
 from quill.server.kserve.statistics import statistics
 from quill.server.kserve.tensors import MAX_NAME
 from quill.server.protocol.served_model import ServedModel
-from quill.server.service.call import Call
+from quill.server.service.call import Call, read_message
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 
 EXTENSIONS = ("model_configuration", "statistics", "parameters", "binary_tensor_data")
 # Of one stream at once; others wait to be read. As many calls as a connection may have.
 MAX_REQUESTS = 1024
-MAX_INLINE_BYTES = 2048  # nothing slower than a millisecond on the event loop
 Parts = AsyncIterator[kserve.ModelInferRequest]
 
 
@@ -196,9 +195,7 @@ def _within(origin: Origin, request: kserve.ModelInferRequest) -> Origin:
 async def _read(request: kserve.ModelInferRequest, call: Call) -> Inference:
     served = call.served
     check_model(request.model_name, request.model_version, served)
-    if request.ByteSize() <= MAX_INLINE_BYTES:
-        return read_inference(request, not served.is_translator)
-    return await asyncio.to_thread(read_inference, request, not served.is_translator)
+    return await read_message(read_inference, request, not served.is_translator)
 
 
 async def _whole(inference: Inference, call: Call) -> kserve.ModelInferResponse:

@@ -43,7 +43,8 @@ _Result = TypeVar("_Result")
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
-MAX_INLINE_VECTORS = 8  # nor are more written there
+MAX_INLINE_VECTORS = 8  # nor are more written there,
+MAX_INLINE_TOKENS = 256  # nor answers about more
 MAX_DETOKENIZED = 2**17  # tokens
 # How long before a client's deadline a request is stopped: a share of its time, and at most.
 MARGIN = 0.1
@@ -79,7 +80,7 @@ class Call:
     async def read(self, message: pb.GenerateRequest) -> ParsedRequest:
         """Checks a request, and doesn't begin with it yet."""
         reader = RequestReader(self.served)
-        parsed = await _read(reader.read_generate, message, self._arrival())
+        parsed = await read_message(reader.read_generate, message, self._arrival())
         if parsed.form is None or self.served.grammars is None:
             return parsed
         constraint = await self.served.grammars.compile(parsed.form)
@@ -101,7 +102,7 @@ class Call:
         await self._answer(parsed, send_chunk)
 
     async def score(self, message: pb.ScoreRequest) -> pb.ScoreResponse:
-        parsed = await _read(RequestReader(self.served).read_score, message, self._arrival())
+        parsed = await read_message(RequestReader(self.served).read_score, message, self._arrival())
         (whole,) = await self._collect(parsed)
         assert whole.finish is not None
         return pb.ScoreResponse(
@@ -112,7 +113,7 @@ class Call:
         )
 
     async def embed(self, message: pb.EmbedRequest) -> pb.EmbedResponse:
-        parsed = await _read(ReadingReader(self.served).read_embed, message, self._arrival())
+        parsed = await read_message(ReadingReader(self.served).read_embed, message, self._arrival())
         assert parsed.request.reading is not None
         num_texts = self._record.num_texts = len(parsed.request.reading.texts)
         (whole,) = await self._collect(parsed)
@@ -121,15 +122,15 @@ class Call:
         return await asyncio.to_thread(embed_response, whole, parsed, self.served)
 
     async def fill_mask(self, message: pb.FillMaskRequest) -> pb.FillMaskResponse:
-        parsed = await _read(ReadingReader(self.served).read_fill, message, self._arrival())
+        parsed = await read_message(ReadingReader(self.served).read_fill, message, self._arrival())
         (whole,) = await self._collect(parsed)
         return fill_response(whole, parsed, self.served)
 
     async def tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        return await _read(_tokenize, message, self.served)
+        return await read_message(_tokenize, message, self.served)
 
     async def detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        return await _read(_detokenize, message, self.served)
+        return await read_message(_detokenize, message, self.served)
 
     def get_model(self) -> pb.Model:
         return model_message(self.served)
@@ -189,9 +190,10 @@ class Call:
         return merge(chunks, parsed.request.num_sequences)
 
 
-async def _read(
+async def read_message(
     read: Callable[[_Message, _Beside], _Result], message: _Message, beside: _Beside
 ) -> _Result:
+    """A long one in another thread."""
     if message.ByteSize() <= MAX_INLINE_BYTES:
         return read(message, beside)
     return await asyncio.to_thread(read, message, beside)

@@ -165,6 +165,11 @@ class Running:
     def address(self) -> str:
         return f"127.0.0.1:{self.server.port}"
 
+    @property
+    def http_port(self) -> int:
+        assert self.server.http_port is not None
+        return self.server.http_port
+
     def call(self, coroutine: Any) -> Any:
         """Runs something on the server's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)

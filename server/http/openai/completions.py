@@ -29,7 +29,7 @@ from quill.server.http.openai.prompts import PROMPTS, Prompt
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 from quill.server.protocol.requests import ParsedRequest
-from quill.server.service.call import Call
+from quill.server.service.call import MAX_INLINE_TOKENS, Call
 from quill.server.service.generation_options import REFUSED
 from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Refused
 from quill.server.service.origin import Origin
@@ -37,7 +37,6 @@ from quill.server.service.origin import Origin
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Result = TypeVar("_Result")
 
-MAX_INLINE_TOKENS = 256  # answers about more are written down by another thread
 # So many of a call's requests at once, and no more than this share of the queue.
 MAX_AT_ONCE = 32
 QUEUE_SHARE = 4
@@ -77,10 +76,11 @@ class Completions(Route):
             else:
                 works = [partial(call.generate, each) for each in parsed]
                 responses = await _together(call, works)
-                is_long = sum(map(_num_tokens, responses)) > MAX_INLINE_TOKENS
                 whole = partial(_whole, responses, parsed, facts, values)
-                content = await asyncio.to_thread(whole) if is_long else whole()
-                await exchange.answer_json(content, is_long=is_long)
+                if sum(map(_num_tokens, responses)) > MAX_INLINE_TOKENS:
+                    await exchange.answer_long(whole)
+                else:
+                    await exchange.answer_json(whole())
 
 
 async def _read(call: Call, values: Json, options: pb.GenerateRequest) -> list[ParsedRequest]:

@@ -3,7 +3,6 @@
 Knows: its JSON, generation.proto. Does not know: how vectors are made.
 """
 
-import asyncio
 import base64
 from functools import partial
 from typing import Any
@@ -55,9 +54,10 @@ class Embeddings(Route):
             response = await call.embed(message)
             is_base64 = values.get("encoding_format") == "base64"
             whole = partial(_whole, response, is_base64)
-            is_long = len(response.embeddings) > MAX_INLINE_VECTORS
-            content = await asyncio.to_thread(whole) if is_long else whole()
-            await exchange.answer_json(content, is_long=is_long)
+            if len(response.embeddings) > MAX_INLINE_VECTORS:
+                await exchange.answer_long(whole)
+            else:
+                await exchange.answer_json(whole())
 
 
 def _input(prompt: Prompt) -> pb.EmbedInput:

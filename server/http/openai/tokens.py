@@ -3,7 +3,8 @@
 Knows: its JSON, generation.proto. Does not know: tokenizers.
 """
 
-import asyncio
+from collections.abc import Sequence
+from functools import partial
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
@@ -11,12 +12,10 @@ from quill.server.http.openai.chat import CONVERSATION
 from quill.server.http.openai.models import MODEL, check_model
 from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.route import Route
-from quill.server.service.call import Call
+from quill.server.service.call import MAX_INLINE_TOKENS, Call
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import BOOLEAN, INTEGERS, STRING, Field, Json
 from quill.server.service.origin import Origin
-
-MAX_INLINE_TOKENS = 256  # answers about more are written down by another thread
 
 
 class Tokenize(Route):
@@ -36,21 +35,29 @@ class Tokenize(Route):
             if ("prompt" in values) == ("messages" in values):
                 raise InvalidFieldError("prompt", "or messages must be given, and not both")
             ids, texts = await self._tokens(values, call)
-        answer: Json = {"count": len(ids), "max_model_len": call.served.context, "tokens": ids}
-        answer["token_strs"] = texts if values.get("return_token_strs") else None
-        await exchange.answer_json(answer, is_long=len(ids) > MAX_INLINE_TOKENS)
+        shown = texts if values.get("return_token_strs") else None
+        whole = partial(_whole, ids, shown, call.served.context)
+        if len(ids) > MAX_INLINE_TOKENS:
+            await exchange.answer_long(whole)
+        else:
+            await exchange.answer_json(whole())
 
-    async def _tokens(self, values: Json, call: Call) -> tuple[list[int], list[str]]:
+    async def _tokens(self, values: Json, call: Call) -> tuple[Sequence[int], Sequence[str]]:
         if "messages" in values:
             conversation = pb.Conversation(messages=values["messages"])
             parsed = await call.read(pb.GenerateRequest(messages=conversation))
             text = call.served.text
             assert text is not None, "conversations are text"
-            return list(parsed.given_ids), [text.piece(id) for id in parsed.given_ids]
+            return parsed.given_ids, [text.piece(id) for id in parsed.given_ids]
         message = pb.TokenizeRequest()
         fill(message, values, self.fields)
         response = await call.tokenize(message)
-        return await asyncio.to_thread(lambda: (list(response.token_ids), list(response.tokens)))
+        return response.token_ids, response.tokens
+
+
+def _whole(ids: Sequence[int], texts: Sequence[str] | None, context: int) -> Json:
+    shown = None if texts is None else list(texts)
+    return {"count": len(ids), "max_model_len": context, "tokens": list(ids), "token_strs": shown}
 
 
 class Detokenize(Route):

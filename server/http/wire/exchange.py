@@ -23,6 +23,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 # Longer bodies are read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 16 * 1024
+JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 30.0
 QUIET_S = 10.0  # proxies hang up on who says nothing
 PIECE = 64 * 1024  # of an answer: a reader's patience is measured piece by piece
@@ -58,7 +59,7 @@ class Exchange:
     async def read_json(self, max_bytes: int, read: Callable[[Any], Json]) -> Json:
         """What `read` makes of the body."""
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        if kind != JSON_TYPE:
             # Any web page may send other types to any server, without asking it first.
             raise RefusalError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
@@ -108,12 +109,13 @@ class Exchange:
             self.has_left = True
             worker.cancel()
 
-    async def answer_json(
-        self, content: Any, status: int = 200, headers: Headers = (), is_long: bool = False
-    ) -> None:
-        """`is_long`: another thread writes it down."""
-        body = await asyncio.to_thread(dump_in_pieces, content) if is_long else dump(content)
-        await self.answer(body, "application/json", status, headers)
+    async def answer_json(self, content: Any, status: int = 200, headers: Headers = ()) -> None:
+        await self.answer(dump(content), JSON_TYPE, status, headers)
+
+    async def answer_long(self, make: Callable[[], Any]) -> None:
+        """Another thread makes it and writes it down."""
+        body = await asyncio.to_thread(lambda: dump_in_pieces(make()))
+        await self.answer(body, JSON_TYPE)
 
     async def answer(
         self, body: bytes, kind: str, status: int = 200, headers: Headers = ()

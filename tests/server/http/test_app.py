@@ -3,7 +3,6 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,7 @@ ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 
 def client_of(running: Running, **headers: str) -> HttpClient:
-    assert running.server.http_port is not None
-    return HttpClient(running.server.http_port, headers)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with running_server(http_port=0) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running: Running) -> HttpClient:
-    return client_of(running)
+    return HttpClient(running.http_port, headers)
 
 
 def test_models_are_listed(client: HttpClient) -> None:

@@ -1,6 +1,5 @@
 """Chats in OpenAI's shape: a session that recites, real sockets."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,24 +7,12 @@ import pytest
 from quill.server.client.sync_client import Client
 from tests.server.http_client import HttpClient, Reply
 from tests.server.process import NEVER
-from tests.server.running import Running, running_server
+from tests.server.running import Running
 from tests.server.scripted_session import TIMEOUT_S, token_of
 
 PATH = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "hello"}]
 ANSWER = "lmnopq"  # the template ends with a k
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with running_server(http_port=0) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running: Running) -> HttpClient:
-    assert running.server.http_port is not None
-    return HttpClient(running.server.http_port)
 
 
 def chat(client: HttpClient, messages: Any = ASKED, **options: Any) -> Reply:

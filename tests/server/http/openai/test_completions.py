@@ -1,6 +1,8 @@
 """Completions in OpenAI's shape, one prompt and several."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,6 @@ PATH = "/v1/completions"
 def running() -> Iterator[Running]:
     with running_server(http_port=0, max_waiting=8) as server:
         yield server
-
-
-@pytest.fixture
-def client(running: Running) -> HttpClient:
-    assert running.server.http_port is not None
-    return HttpClient(running.server.http_port)
 
 
 def complete(client: HttpClient, prompt: Any = "abc", **options: Any) -> Reply:
@@ -93,13 +89,18 @@ def test_bad_prompt_in_a_batch_refuses_all_of_it(client: HttpClient) -> None:
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
-def test_batch_is_one_call_of_its_key(tmp_path: Any) -> None:
-    keys = tmp_path / "keys.json"
-    secret = add_key(keys, "alice", requests_per_minute=6)  # of which one may come at once
+@contextmanager
+def with_key(keys: Path, **limits: int) -> Iterator[tuple[Running, HttpClient]]:
+    """A server that knows one key, and a client that has it."""
+    secret = add_key(keys, "alice", **limits)
     with running_server(http_port=0, api_keys=keys) as running:
-        assert running.server.http_port is not None
         headers = JSON | {"authorization": f"Bearer {secret}"}
-        client = HttpClient(running.server.http_port, headers)
+        yield running, HttpClient(running.http_port, headers)
+
+
+def test_batch_is_one_call_of_its_key(tmp_path: Path) -> None:
+    limits = {"requests_per_minute": 6}  # of which one may come at once
+    with with_key(tmp_path / "keys.json", **limits) as (running, client):
         assert complete(client, ["a", "b", "c"]).status == 200
         record = running.next_record("OK")
         assert (record.num_prompt, record.caller, record.door) == (3, "alice", "http")
@@ -110,14 +111,10 @@ def test_batch_is_one_call_of_its_key(tmp_path: Any) -> None:
 
 
 def test_batch_beyond_its_keys_tokens_is_let_in_whole_and_the_next_call_waits(
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
-    keys = tmp_path / "keys.json"
-    secret = add_key(keys, "alice", tokens_per_minute=60)  # of which ten may come at once
-    with running_server(http_port=0, api_keys=keys) as running:
-        assert running.server.http_port is not None
-        headers = JSON | {"authorization": f"Bearer {secret}"}
-        client = HttpClient(running.server.http_port, headers)
+    limits = {"tokens_per_minute": 60}  # of which ten may come at once
+    with with_key(tmp_path / "keys.json", **limits) as (_, client):
         assert complete(client, [[5] * 7, [6] * 7, [7] * 7]).status == 200
         assert complete(client, ["a"]).status == 429
 

@@ -17,8 +17,7 @@ PATH = "/v1/embeddings"
 @pytest.fixture(scope="module")
 def client() -> Iterator[HttpClient]:
     with running_server(http_port=0, served=make_embedder()) as running:
-        assert running.server.http_port is not None
-        yield HttpClient(running.server.http_port)
+        yield HttpClient(running.http_port)
 
 
 def embed(client: HttpClient, given: Any, **options: Any) -> Reply:
@@ -65,6 +64,5 @@ def test_bad_values_are_refused_by_name(
 
 def test_model_without_vectors_says_so() -> None:
     with running_server(http_port=0) as running:
-        assert running.server.http_port is not None
-        reply = embed(HttpClient(running.server.http_port), "a")
+        reply = embed(HttpClient(running.http_port), "a")
         assert (reply.status, reply.error["code"]) == (400, "failed_precondition")

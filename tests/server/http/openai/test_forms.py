@@ -2,13 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.http_client import HttpClient
-from tests.server.running import Running, running_server
 
 SCHEMA = {
     "type": "object",
@@ -17,18 +15,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 90}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with running_server(http_port=0) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running: Running) -> HttpClient:
-    assert running.server.http_port is not None
-    return HttpClient(running.server.http_port)
 
 
 def strict(schema: Any) -> Any:

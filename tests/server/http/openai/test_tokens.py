@@ -1,19 +1,9 @@
 """Texts to token ids and back, in vLLM's shape."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.server.http_client import HttpClient
-from tests.server.running import running_server
 from tests.server.scripted_session import END, token_of
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[HttpClient]:
-    with running_server(http_port=0) as running:
-        assert running.server.http_port is not None
-        yield HttpClient(running.server.http_port)
 
 
 def test_text_becomes_tokens_and_text_again(client: HttpClient) -> None:

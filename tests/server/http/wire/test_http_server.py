@@ -29,13 +29,8 @@ ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 ENDLESS = ASKED | {"max_tokens": 150, "stream": True, "ignore_eos": True}
 
 
-def port_of(running: Running) -> int:
-    assert running.server.http_port is not None
-    return running.server.http_port
-
-
 def ask(running: Running) -> str:
-    reply = HttpClient(port_of(running)).post(CHAT, ASKED)
+    reply = HttpClient(running.http_port).post(CHAT, ASKED)
     return str(reply.json["choices"][0]["message"]["content"])
 
 
@@ -56,20 +51,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 
 @pytest.mark.parametrize("said", [b"", b"POST / HT", head("POST", CHAT)[:-2]])
 def test_silent_and_half_sent_heads_are_hung_up_on(impatient: Running, said: bytes) -> None:
-    with connected(port_of(impatient)) as sock:
+    with connected(impatient.http_port) as sock:
         sock.sendall(said)
         assert read_until_closed(sock) == b""
     assert ask(impatient) == "lmn"
 
 
 def test_half_a_head_after_a_whole_request_is_hung_up_on(impatient: Running) -> None:
-    with connected(port_of(impatient)) as sock:
+    with connected(impatient.http_port) as sock:
         sock.sendall(head("GET", "/version") + b"GET /ver")
         assert read_until_closed(sock).startswith(b"HTTP/1.1 200")
 
 
 def test_a_head_byte_by_byte_has_no_more_time(impatient: Running) -> None:
-    with connected(port_of(impatient)) as sock:
+    with connected(impatient.http_port) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nx: ")
         sock.settimeout(0.02)
         heard = None
@@ -82,7 +77,7 @@ def test_a_head_byte_by_byte_has_no_more_time(impatient: Running) -> None:
 
 
 def test_half_a_body_is_a_408_and_the_end(impatient: Running) -> None:
-    with connected(port_of(impatient)) as sock:
+    with connected(impatient.http_port) as sock:
         sock.sendall(whole_request(CHAT, ASKED)[:-5])
         reply = read_until_closed(sock)
     assert reply.startswith(b"HTTP/1.1 408")
@@ -90,7 +85,7 @@ def test_half_a_body_is_a_408_and_the_end(impatient: Running) -> None:
 
 
 def test_large_heads_are_refused(running: Running) -> None:
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nx: " + b"x" * (2 * http_server.MAX_HEAD_BYTES))
         assert read_until_closed(sock)[:12] in (b"HTTP/1.1 400", b"")
     assert ask(running) == "lmn"
@@ -102,7 +97,7 @@ def test_a_hundred_megabytes_are_not_kept(running: Running, announces: bool) -> 
     size = f"content-length: {length}" if announces else "transfer-encoding: chunked"
     piece = b"x" * 2**20
     sent = piece if announces else b"100000\r\n" + piece + b"\r\n"
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(head("POST", CHAT, "content-type: application/json", size))
         try:
             for _ in range(100):
@@ -132,7 +127,7 @@ def test_a_hundred_megabytes_are_not_kept(running: Running, announces: bool) -> 
 def test_smuggled_requests_are_never_answered(running: Running, lines: tuple[str, ...]) -> None:
     smuggled = head("GET", "/version")
     start = head("POST", CHAT, "content-type: application/json", *lines)
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(start + b"0\r\n\r\n" + smuggled)
         reply = read_until_closed(sock)
     assert reply.startswith((b"HTTP/1.1 4", b"HTTP/1.1 501"))
@@ -148,7 +143,7 @@ def test_garbage_after_an_answer_is_hung_up_on(
     chunk = json.dumps(ENDLESS).encode()
     whole = f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
     is_answered = kind == "application/json"
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(head("POST", CHAT, f"content-type: {kind}", "transfer-encoding: chunked"))
         if is_answered:
             sock.sendall(whole + b"0\r\n\r\n")
@@ -163,7 +158,7 @@ def test_garbage_after_an_answer_is_hung_up_on(
 
 
 def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(b"SSH-2.0-nobody\r\n\r\n")
         reply = read_until_closed(sock)
     assert reply.startswith(b"HTTP/1.1 400")
@@ -171,7 +166,7 @@ def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
 
 
 def test_two_requests_in_a_row_are_answered_in_order(running: Running) -> None:
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(head("GET", "/version") + head("GET", "/health", "connection: close"))
         reply = read_until_closed(sock)
     assert reply.index(b"version") < reply.index(b"serving")
@@ -180,7 +175,7 @@ def test_two_requests_in_a_row_are_answered_in_order(running: Running) -> None:
 def test_no_protocol_is_changed_to(running: Running) -> None:
     for other in ("websocket", "h2c"):
         lines = ("connection: upgrade, close", f"upgrade: {other}", "sec-websocket-version: 13")
-        with connected(port_of(running)) as sock:
+        with connected(running.http_port) as sock:
             sock.sendall(head("GET", "/version", *lines))
             assert read_until_closed(sock).startswith(b"HTTP/1.1 200")
 
@@ -189,10 +184,10 @@ def test_idle_connections_make_place_for_new_ones(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
     with running_server(http_port=0) as running, ExitStack() as stack:
         running.session.hold()
-        busy = stack.enter_context(connected(port_of(running)))
+        busy = stack.enter_context(connected(running.http_port))
         busy.sendall(whole_request(CHAT, ENDLESS))
         running.wait_for_requests(1)
-        idle = [stack.enter_context(connected(port_of(running))) for _ in range(100)]
+        idle = [stack.enter_context(connected(running.http_port)) for _ in range(100)]
         running.session.let_go()
         assert ask(running) == "lmn"
         assert read_until_closed(idle[0]) == b""
@@ -204,13 +199,13 @@ def test_half_bodies_make_place_for_whole_requests(monkeypatch: pytest.MonkeyPat
     half = whole_request(CHAT, ENDLESS)[:-5]
     with running_server(http_port=0) as running, ExitStack() as stack:
         for _ in range(40):
-            stack.enter_context(connected(port_of(running))).sendall(half)
+            stack.enter_context(connected(running.http_port)).sendall(half)
         assert ask(running) == "lmn"
 
 
 def test_who_sends_too_much_ahead_is_hung_up_on(running: Running) -> None:
     running.session.hold()
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(whole_request(CHAT, ENDLESS | {"stream": False}))
         running.wait_for_requests(1)
         with contextlib.suppress(ConnectionError):
@@ -224,7 +219,7 @@ def test_who_sends_too_much_ahead_is_hung_up_on(running: Running) -> None:
 def test_disconnect_in_prefill_cancels(running: Running, more: bytes) -> None:
     running.session.hold()
     for stream in (True, False):
-        with connected(port_of(running)) as sock:
+        with connected(running.http_port) as sock:
             sock.sendall(whole_request(CHAT, ENDLESS | {"stream": stream}))
             running.wait_for_requests(1)
             sock.sendall(more)
@@ -239,7 +234,7 @@ def test_disconnect_in_prefill_cancels(running: Running, more: bytes) -> None:
 def test_disconnect_in_the_middle_cancels_within_two_steps(running: Running) -> None:
     running.session.hold()
     running.session.let_go(1)
-    with connected(port_of(running)) as sock:
+    with connected(running.http_port) as sock:
         sock.sendall(whole_request(CHAT, ENDLESS))
         read_until(sock, b'"l"')
     running.next_record("CANCELLED")
@@ -254,7 +249,7 @@ def test_who_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server(http_port=0, write_timeout_s=0.3) as running:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            sock.connect(("127.0.0.1", port_of(running)))
+            sock.connect(("127.0.0.1", running.http_port))
             # Some megabytes: more than the system takes for the sake of a reader.
             prompts = ["a" * 50] * 1000
             asked = {"prompt": prompts, "max_tokens": 100, "logprobs": 20, "echo": True}
@@ -267,7 +262,7 @@ def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(exchange, "QUIET_S", 0.05)
     with running_server(http_port=0) as running:
         running.session.hold()
-        with connected(port_of(running)) as sock:
+        with connected(running.http_port) as sock:
             sock.sendall(whole_request(CHAT, ASKED | {"stream": True}))
             heard = read_until(sock, b": still here\n\n")
             assert heard.startswith(b"HTTP/1.1 200")
@@ -279,26 +274,26 @@ def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
     with running_server(http_port=0, grace_s=TIMEOUT_S) as running:
         running.session.hold()
         running.session.let_go(1)
-        with connected(port_of(running)) as sock:
+        with connected(running.http_port) as sock:
             sock.sendall(whole_request(CHAT, ASKED | {"stream": True}))
             read_until(sock, b'"l"')
             running.stop()
             running.wait_for(lambda: not running.server.health.is_serving)
-            client = HttpClient(port_of(running))
+            client = HttpClient(running.http_port)
             assert client.get("/health").status == 503
             assert client.post(CHAT, ASKED).status == 503
             running.session.let_go()
             assert b"[DONE]" in read_until_closed(sock)
         running.join()
         with pytest.raises(OSError):  # noqa: PT011
-            connected(port_of(running)).__enter__()
+            connected(running.http_port).__enter__()
 
 
 def test_stream_that_outlives_the_drain_ends_with_an_error() -> None:
     with running_server(http_port=0, grace_s=0.05) as running:
         running.session.hold()
         running.session.let_go(1)
-        with connected(port_of(running)) as sock:
+        with connected(running.http_port) as sock:
             sock.sendall(whole_request(CHAT, ENDLESS))
             read_until(sock, b'"l"')
             running.stop()
@@ -331,10 +326,10 @@ def https(port: int, authority: Authority, client: Signed | None, directory: Pat
 def test_new_certificate_serves_the_next_connection(ours: Authority, tmp_path: Path) -> None:
     with (
         running_server(http_port=0, tls=write(tmp_path, ours.sign("old"))) as running,
-        https(port_of(running), ours, None, tmp_path) as old,
+        https(running.http_port, ours, None, tmp_path) as old,
     ):
         write(tmp_path, ours.sign("new"))
-        with https(port_of(running), ours, None, tmp_path) as new:
+        with https(running.http_port, ours, None, tmp_path) as new:
             assert b"old" in (old.getpeercert(binary_form=True) or b"")
             assert b"new" in (new.getpeercert(binary_form=True) or b"")
         old.sendall(head("GET", "/version", "connection: close"))
@@ -346,7 +341,7 @@ def test_client_certificate_is_wanted_and_names_its_caller(ours: Authority, tmp_
     (tmp_path / "ca.pem").write_bytes(ours.cert)
     tls = TlsFiles(cert=files.cert, key=files.key, client_ca=tmp_path / "ca.pem")
     with running_server(http_port=0, tls=tls) as running:
-        port = port_of(running)
+        port = running.http_port
         with https(port, ours, ours.sign("alice"), tmp_path) as sock:
             sock.sendall(head("GET", "/v1/models", "connection: close"))
             assert b"200 OK" in read_until_closed(sock)
@@ -366,7 +361,7 @@ def _reply_over_tls(port: int, ours: Authority, client: Signed | None, directory
 def test_who_speaks_no_tls_is_hung_up_on(ours: Authority, tmp_path: Path) -> None:
     with (
         running_server(http_port=0, tls=write(tmp_path, ours.sign("server"))) as running,
-        connected(port_of(running)) as sock,
+        connected(running.http_port) as sock,
     ):
         sock.sendall(head("GET", "/version"))
         assert b"200" not in read_until_closed(sock)
