@@ -23,7 +23,7 @@ import llguidance
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.matcher import Grammar, panics_are_errors
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
 
 MAX_BYTES = 2**16
 MAX_DEPTH = 64  # objects and lists of a schema within one another
@@ -48,18 +48,23 @@ FIELD = "constraint"
 
 @dataclass(frozen=True)
 class Form:
-    """What a client asked for. Of choices, the text is a JSON list."""
+    """What a client asked for. Of choices, the text is a JSON list; of tools, a grammar of ours."""
 
     kind: Kind
     text: str
+    schemas: tuple[tuple[str, str], ...] = ()  # of tools: each with its field's name
 
     def __post_init__(self) -> None:
         num_bytes = len(self.text.encode())
-        if num_bytes > MAX_BYTES:
+        if num_bytes > MAX_BYTES and self.kind != "tools":  # whose schemas are what is limited
             rule = f"it may have {MAX_BYTES} at most"
-            raise InvalidFieldError(f"{FIELD}.{self.kind}", f"has {num_bytes} bytes; {rule}")
+            raise InvalidFieldError(self.field, f"has {num_bytes} bytes; {rule}")
         if not self.text:
-            raise InvalidFieldError(f"{FIELD}.{self.kind}", "is empty")
+            raise InvalidFieldError(self.field, "is empty")
+
+    @property
+    def field(self) -> str:
+        return "tools" if self.kind == "tools" else f"{FIELD}.{self.kind}"
 
     @property
     def key(self) -> bytes:
@@ -85,7 +90,7 @@ class Compiler:
             return await asyncio.wait_for(work, MAX_COMPILE_S)
         except TimeoutError:
             rule = f"takes longer than {MAX_COMPILE_S:g} s to prepare. Ask for something simpler"
-            raise InvalidFieldError(f"{FIELD}.{form.kind}", rule) from None
+            raise InvalidFieldError(form.field, rule) from None
 
     def compile_now(self, form: Form) -> Grammar:
         """In the caller's thread. May take long."""
@@ -97,21 +102,27 @@ class Compiler:
 
     def _compile(self, form: Form) -> Grammar:
         try:
-            with panics_are_errors():
-                matcher = llguidance.LLMatcher(
-                    self._tokenizer,
-                    _source(form),
-                    log_level=0,
-                    limits=LIMITS,
-                )
-                if not matcher.is_error():
-                    # The first look is the longest. Copies needn't repeat it.
-                    matcher.compute_ff_tokens()
-                    matcher.compute_bitmask()
+            return self._try(_source(form))
         except ValueError as error:
-            raise _refusal(form, str(error)) from None
+            for field, schema in form.schemas:  # whose fault it is
+                self._check(schema, field)
+            raise refusal(form.field, str(error)) from None
+
+    def _check(self, schema: str, field: str) -> None:
+        try:
+            self._try(schema_source(schema))
+        except ValueError as error:
+            raise refusal(field, str(error)) from None
+
+    def _try(self, source: str) -> Grammar:
+        with panics_are_errors():
+            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
+            if not matcher.is_error():
+                # The first look is the longest. Copies needn't repeat it.
+                matcher.compute_ff_tokens()
+                matcher.compute_bitmask()
         if matcher.is_error():
-            raise _refusal(form, matcher.get_error())
+            raise ValueError(matcher.get_error())
         return Grammar(matcher, self._tokenizer.vocab_size)
 
 
@@ -159,10 +170,16 @@ def _source(form: Form) -> str:
         return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
     if form.kind == "choice":
         return str(llguidance.grammar_from("choice", form.text))
-    schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
+    if form.kind == "tools":
+        return form.text
+    return schema_source(form.text if form.kind == "json_schema" else '{"type": "object"}')
+
+
+def schema_source(schema: str) -> str:
+    """Raises ValueError if it isn't one, or too large."""
     _check_schema(schema)
     return str(
-        matcher.grammar_from_json_schema(
+        llguidance.LLMatcher.grammar_from_json_schema(
             schema,
             # As most JSON is written that models have read, and no room for endless white space.
             defaults={
@@ -182,6 +199,11 @@ def _check_schema(schema: str) -> None:
         raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
+    check_size(parsed)
+
+
+def check_size(parsed: Any) -> None:
+    """Raises ValueError if too much is within one another, or side by side."""
     for depth, each in _inside(parsed):
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
@@ -200,9 +222,9 @@ def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
             waiting += [(depth + 1, one) for one in some]
 
 
-def _refusal(form: Form, said: str) -> InvalidFieldError:
+def refusal(field: str, said: str) -> InvalidFieldError:
     said = " ".join(said.replace("<non-verbose/>", "").split())
     if said.startswith("NoExtension"):
         said = "no text satisfies it"
     said = said if len(said) <= MAX_SAID else said[:MAX_SAID] + "…"
-    return InvalidFieldError(f"{FIELD}.{form.kind}", f"can't be kept to: {said}")
+    return InvalidFieldError(field, f"can't be kept to: {said}")

@@ -101,6 +101,11 @@ class Text:
             text = text.replace(token, token[:1] + _MARK + token[1:])
         return text
 
+    def split(self, text: str) -> list[str | int]:
+        """A template's text, in which special tokens are ids."""
+        parts = self._parts(text) if self._special else [text]
+        return [self._special.get(part, part) for part in parts if part]
+
     @_panics_caught()
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Bytes that make no whole character become U+FFFD."""
