@@ -13,6 +13,7 @@ from email.utils import formatdate
 from typing import Any
 
 from quill.server.errors import CancelledError, SlowReaderError
+from quill.server.http.wire.json_bodies import MAX_INLINE_BYTES, parse
 from quill.server.http.wire.refusals import Headers, RefusalError
 from quill.server.service.json_fields import Json
 
@@ -21,8 +22,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# Longer bodies are read by another thread: nothing slower than a millisecond on the event loop.
-MAX_INLINE_BYTES = 16 * 1024
 JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 30.0
 QUIET_S = 10.0  # proxies hang up on who says nothing
@@ -64,8 +63,9 @@ class Exchange:
             raise RefusalError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
         if len(body) <= MAX_INLINE_BYTES:
-            return read(_parse(body))
-        return await asyncio.to_thread(lambda: read(_parse(body)))
+            return read(parse(body))
+        # By another thread: nothing slower than a millisecond on the event loop.
+        return await asyncio.to_thread(lambda: read(parse(body)))
 
     async def _read(self, max_bytes: int) -> bytes:
         rule = f"at most {max_bytes} bytes are read"
@@ -227,19 +227,3 @@ def dump_in_pieces(content: Any) -> bytes:
     """The same, slower. Other threads get their turns, which `dump` lets nobody have."""
     pieces = _ENCODER.iterencode(content)
     return b"".join(piece.encode() for piece in pieces)
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        content = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        if b"\\ud" in body.lower():
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise RefusalError(400, "body", "has half of a surrogate pair, which is no text") from None
-    except (ValueError, RecursionError):
-        raise RefusalError(400, "body", "isn't JSON in UTF-8, or is nested too deeply") from None
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
