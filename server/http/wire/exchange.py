@@ -13,9 +13,9 @@ from email.utils import formatdate
 from typing import Any
 
 from quill.server.errors import CancelledError, SlowReaderError
-from quill.server.http.wire.json_bodies import MAX_INLINE_BYTES, parse
 from quill.server.http.wire.refusals import Headers, RefusalError
 from quill.server.service.json_fields import Json
+from quill.server.service.json_text import MAX_INLINE_BYTES, JsonError, parse_json
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -63,9 +63,9 @@ class Exchange:
             raise RefusalError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
         if len(body) <= MAX_INLINE_BYTES:
-            return read(parse(body))
+            return read(_parse(body))
         # By another thread: nothing slower than a millisecond on the event loop.
-        return await asyncio.to_thread(lambda: read(parse(body)))
+        return await asyncio.to_thread(lambda: read(_parse(body)))
 
     async def _read(self, max_bytes: int) -> bytes:
         rule = f"at most {max_bytes} bytes are read"
@@ -227,3 +227,10 @@ def dump_in_pieces(content: Any) -> bytes:
     """The same, slower. Other threads get their turns, which `dump` lets nobody have."""
     pieces = _ENCODER.iterencode(content)
     return b"".join(piece.encode() for piece in pieces)
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return parse_json(body)
+    except JsonError as error:
+        raise RefusalError(400, "body", str(error)) from None

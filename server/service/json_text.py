@@ -1,10 +1,10 @@
-"""JSON bodies become values, long ones without holding anybody else up.
+"""JSON becomes values, without holding anybody else up where it is long.
 
-Knows: JSON, what is text. Does not know: HTTP, fields.
+Knows: JSON, what is text. Does not know: doors, fields.
 
 The standard library reads JSON in C and lets no other thread go on before it is done: 4 MiB of
 small lists take it half a second. Its twin in Python is slower, a microsecond a token id, and lets
-others have their turns; beside computing what a long body asks for that is nothing.
+others have their turns; beside computing what a long text asks for that is nothing.
 """
 
 import json
@@ -13,23 +13,27 @@ from json.decoder import JSONArray  # type: ignore[attr-defined]  # no stub has 
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from quill.server.http.wire.refusals import RefusalError
-
-MAX_INLINE_BYTES = 16 * 1024  # of a body that is read at once, on the event loop
+MAX_INLINE_BYTES = 16 * 1024  # of what is read at once, on the event loop
 MAX_CONTAINERS = 2**16  # lists and objects: nothing that is asked for needs more
 
 
-def parse(body: bytes) -> Any:
+class JsonError(ValueError):
+    """What can't be taken, in words that can follow its name."""
+
+
+def parse_json(body: bytes) -> Any:
     try:
         text = body.decode("utf-8")
         content = (_DECODER if len(body) <= MAX_INLINE_BYTES else _LongDecoder()).decode(text)
         if b"\\ud" in body.lower():
             for each in _strings(content):
                 each.encode("utf-8")
+    except JsonError:
+        raise
     except UnicodeEncodeError:
-        raise RefusalError(400, "body", "has half of a surrogate pair, which is no text") from None
+        raise JsonError("has half of a surrogate pair, which is no text") from None
     except (ValueError, RecursionError):
-        raise RefusalError(400, "body", "isn't JSON in UTF-8, or is nested too deeply") from None
+        raise JsonError("isn't JSON in UTF-8, or is nested too deeply") from None
     return content
 
 
@@ -59,7 +63,7 @@ class _LongDecoder(json.JSONDecoder):
         self._num_containers += 1
         if self._num_containers > MAX_CONTAINERS:
             rule = f"at most {MAX_CONTAINERS} are read"
-            raise RefusalError(400, "body", f"has more lists and objects than any request; {rule}")
+            raise JsonError(f"has more lists and objects than any request; {rule}")
 
 
 def _strings(content: Any) -> Iterator[str]:
