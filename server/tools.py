@@ -59,6 +59,15 @@ class CallPiece:
     arguments: str = ""
 
 
+def add_piece(pieces: list[CallPiece], piece: CallPiece) -> None:
+    """To what its call had last, but for the piece that names it."""
+    last = pieces[-1] if pieces else None
+    if last is None or last.index != piece.index or last.id:
+        pieces.append(piece)
+    else:
+        pieces[-1] = replace(last, arguments=last.arguments + piece.arguments)
+
+
 def whole_calls(pieces: Iterable[CallPiece]) -> list[CallPiece]:
     """All pieces of an answer, as one for each call."""
     calls: list[CallPiece] = []

@@ -28,7 +28,7 @@ from quill.server.text.call_reader import CallReader
 from quill.server.text.detokenizer import Decoder
 from quill.server.text.stop_strings import StopStrings
 from quill.server.text.tokenizer import Text
-from quill.server.tools import CallPiece
+from quill.server.tools import CallPiece, add_piece
 
 Vector = npt.NDArray[np.float32]
 
@@ -182,7 +182,8 @@ class _Sequence:
         else:
             read = self._calls.add(text)
             chunk.text += read.text
-            chunk.calls += read.pieces
+            for piece in read.pieces:
+                add_piece(chunk.calls, piece)
 
     def _text_of(self, token_id: int, decoder: Decoder) -> str:
         """Special tokens are no text, but for the one that begins calls."""

@@ -25,8 +25,8 @@ def check_can_constrain(field: str, message: pb.GenerateRequest, served: ServedM
     """Whether answers to this request can be kept to a form, as the field asks."""
     if served.grammars is None:
         raise UnsupportedError(
-            f"this model can't keep to a form, as {field} asks: it has no tokenizer, no token that "
-            "ends a text, or tokens that aren't bytes. Leave it out"
+            "this model can't keep to a constraint: it has no tokenizer, no token that ends a "
+            f"text, or tokens that aren't bytes. Leave out {field}"
         )
     if message.num_beams > 1:
         rule = "is set, and a search with beams looks at the model's own distribution"
