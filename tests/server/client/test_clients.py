@@ -34,6 +34,29 @@ def test_prompts_are_text_tokens_or_a_conversation() -> None:
     assert not spoken.HasField("temperature")
 
 
+def test_tools_and_choices_may_be_written_plainly() -> None:
+    spoken: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    schema = {"type": "object"}
+    request = make_request(
+        spoken,
+        {
+            "tools": [{"name": "f", "parameters": schema}, pb.Tool(name="g"), {"name": "h"}],
+            "tool_choice": "f",
+        },
+    )
+    assert request.messages.messages[0].tool_calls[0].name == "f"
+    assert [each.parameters for each in request.tools] == ['{"type": "object"}', "", ""]
+    assert request.tool_choice == pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=["f"])
+    for name in ("auto", "none", "required"):
+        mode = make_request("x", {"tool_choice": name}).tool_choice.mode
+        assert pb.ToolMode.Name(mode) == f"TOOL_MODE_{name.upper()}"
+    with pytest.raises(CallError, match="can't be written"):
+        make_request("x", {"tools": [{"nam": "f"}]})
+
+
 def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:
     one = embed_request("hi", {"pooling": "last", "normalise": False})
     assert [each.text for each in one.inputs] == ["hi"]
