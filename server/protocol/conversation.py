@@ -35,7 +35,9 @@ def rendered(
     tools = [_marked(_tool(each), mark) for each in use.tools]
     if template.knows_tools:
         return template.render(shown, tools)
-    return template.render(shown if use.mode == "none" else _told(shown, tools))
+    if use.mode != "none":
+        shown = _told(shown, tools, template.takes_system)
+    return template.render(shown)
 
 
 def num_characters(messages: Sequence[pb.Message]) -> int:
@@ -80,13 +82,15 @@ def _tool(tool: Tool) -> Json:
     return {"type": "function", "function": function}
 
 
-def _told(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """Who begins as the system has it at the end of its words."""
+def _told(messages: Sequence[Json], tools: Sequence[Json], takes_system: bool) -> list[Json]:
+    """By the system, at the end of its words; or by whoever speaks first, before."""
     listed = _LISTED.format(tools="\n".join(_json(each["function"]) for each in tools))
     first = messages[0]
-    if first["role"] != "system":
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{listed}"}, *messages[1:]]
+    if takes_system:
         return [{"role": "system", "content": listed}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{listed}"}, *messages[1:]]
+    return [{**first, "content": f"{listed}\n\n{first['content']}"}, *messages[1:]]
 
 
 def _marked(value: Any, mark: Mark) -> Any:

@@ -91,8 +91,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def _written_call(self) -> str:
+        return self._try(_PROBED, [_TOOL])
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with words of the system."""
+        system = {"role": "system", "content": _PROBE}
+        return _PROBE in self._try([system, *_PROBED[:1]])
+
+    def _try(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         try:
-            return self.render(_PROBED, [_TOOL])
+            return self.render(messages, tools)
         except InvalidFieldError:
             return ""
 

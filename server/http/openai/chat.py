@@ -6,7 +6,7 @@ Knows: their JSON, generation.proto. Does not know: templates, how an answer is 
 from typing import Any
 
 from quill.protos import generation_pb2 as pb
-from quill.server.errors import InvalidFieldError, RequestError
+from quill.server.errors import InvalidFieldError
 from quill.server.http.openai.generations import (
     COMMON,
     Facts,
@@ -35,7 +35,7 @@ from quill.server.service.json_fields import (
     refuse,
 )
 from quill.server.service.origin import Origin
-from quill.server.service.tool_options import TOOLS, as_nested, read_calls
+from quill.server.service.tool_options import TOOLS, read_calls
 
 _ROLES = {"developer": "system", "function": "tool"}  # others are what they are
 
@@ -121,10 +121,6 @@ class Chat(Route):
         Refused("continue_final_message", (False,), "The model's turn is always next"),
         Refused("chat_template", (), "The model has its own"),
     )
-
-    def as_written(self, error: RequestError, values: Json) -> RequestError:
-        error = super().as_written(error, values)
-        return as_nested(error) if isinstance(error, InvalidFieldError) else error
 
     async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
         async with self._service.call(origin) as call:

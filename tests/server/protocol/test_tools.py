@@ -19,7 +19,7 @@ from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 from quill.server.tools import whole_calls
 from tests.server.parrot import CONTEXT, HERMES, MISTRAL, make_parrot
-from tests.server.running import make_served
+from tests.server.running import TEMPLATE, make_served
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
 AUTO, NONE, REQUIRED = pb.TOOL_MODE_AUTO, pb.TOOL_MODE_NONE, pb.TOOL_MODE_REQUIRED
@@ -70,6 +70,13 @@ def test_template_that_knows_none_is_given_a_list() -> None:
     asked = shown(read(plain(), (system, HI), tool_choice=choice(REQUIRED)))
     assert asked.startswith("s:Be brief.\n\nYou can call these tools:\n")
     assert shown(read(plain(), tool_choice=choice(NONE))) == "u:hi<|endoftext|>k"
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    strict = replace(plain(), template=ChatTemplate(source, {}))
+    said = shown(read(strict, tool_choice=choice(REQUIRED)))
+    assert said.startswith("u:You can call these tools:\n")
+    assert said.endswith("\n\nhi<|endoftext|>k")
 
 
 def test_what_people_write_in_tools_and_calls_ends_nothing() -> None:

@@ -189,9 +189,15 @@ def test_conversation_goes_on_with_what_came_of_a_call(client: HttpClient) -> No
     body = {"messages": [asked, first, result], "tools": TOOLS}
     said = client.post(PATH, body).json["choices"][0]
     assert (said["message"]["content"], said["finish_reason"]) == ("21°", "stop")
-    tokens = client.post("/tokenize", {"messages": body["messages"]}).json["tokens"]
+    tokens = client.post("/tokenize", body).json["tokens"]
     shown = client.post("/detokenize", {"tokens": tokens}).json["prompt"]
+    assert shown.startswith(">tools:")
     assert f">assistant:<tool_call>\n{CALL}\n</tool_call>>tool:say 21°" in shown
+
+
+def test_tools_of_a_text_arent_counted(client: HttpClient) -> None:
+    reply = client.post("/tokenize", {"prompt": "x", "tools": TOOLS})
+    assert (reply.status, reply.error["param"]) == (400, "tools")
 
 
 def test_template_sees_tools_as_they_were_written(client: HttpClient) -> None:
