@@ -95,6 +95,8 @@ def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
         for field, values in LIKELY.items():
             if chance.random() < 0.15:
                 setattr(message, field, chance.choice(values))
+        if chance.random() < 0.2:
+            _fill_tools(chance, message)
     elif isinstance(message, pb.ScoreRequest):
         message.token_ids.ids.extend(_ids(chance))
     elif isinstance(message, kserve.ModelInferRequest):
@@ -103,6 +105,14 @@ def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
     if fields and chance.random() < 0.6:
         _set(chance, message, chance.choice(fields))
     return message.SerializeToString()
+
+
+def _fill_tools(chance: random.Random, message: pb.GenerateRequest) -> None:
+    message.messages.messages.add(role="user", content="x")
+    schemas = ("", "{}", '{"properties": {"a": {"enum": [1]}}}', "[", '{"type": 1}', *TEXTS)
+    for name in chance.sample(("f", "g", "h", "", "f" * 65), chance.randint(1, 3)):
+        message.tools.add(name=name, parameters=chance.choice(schemas))
+    message.tool_choice.mode = chance.choice(pb.ToolMode.values())
 
 
 def _fill_tensors(chance: random.Random, message: kserve.ModelInferRequest) -> None:
