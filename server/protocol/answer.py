@@ -91,9 +91,10 @@ class Answer:
     def _as_asked(self, error: RequestError) -> RequestError:
         """What failed to keep to a form was asked for by its own field."""
         form = self._parsed.form
-        if form is None or not isinstance(error, InvalidFieldError) or form.kind != "tools":
-            return error
-        return InvalidFieldError(form.field, error.reason)
+        is_tools = form is not None and form.kind == "tools"
+        if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
+            return InvalidFieldError("tools", error.reason)
+        return error
 
     def _add(self, chunk: Chunk, event: TokenEvent | HypothesisEvent | FinishEvent) -> None:
         sequence = self._sequences[event.sequence]

@@ -58,8 +58,14 @@ def _message(name: str, value: Json) -> pb.Message:
         content=_content(f"{name}.content", value.get("content")),
         tool_calls=read_calls(f"{name}.tool_calls", value.get("tool_calls") or []),
         tool_call_id=STRING.read(f"{name}.tool_call_id", value.get("tool_call_id") or ""),
-        name=STRING.read(f"{name}.name", value.get("name") or "") if role == "tool" else "",
+        name=_tool_name(f"{name}.name", value),
     )
+
+
+def _tool_name(name: str, value: Json) -> str:
+    """People have names, too, which no template asks for."""
+    is_tool = value["role"] in ("tool", "function") and value.get("name") is not None
+    return str(STRING.read(name, value["name"])) if is_tool else ""
 
 
 def _content(name: str, value: Any) -> str:
