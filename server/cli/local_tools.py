@@ -48,9 +48,9 @@ class LocalTool:
         """What came of it, for the model to read. A failure is something that came of it."""
         try:
             result = self.function(**json.loads(arguments))
-        except Exception as error:
+            return result if isinstance(result, str) else json.dumps(result, default=str)
+        except (Exception, KeyboardInterrupt) as error:  # Ctrl-C stops it, and the chat goes on
             return f"{type(error).__name__}: {error}"
-        return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def load_tools(path: str) -> dict[str, LocalTool]:
