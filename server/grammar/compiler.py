@@ -96,33 +96,42 @@ class Compiler:
         """In the caller's thread. May take long."""
         found = self._cache.get(form)
         if found is None:
-            found = self._compile(form)
+            found = self._compile_or_blame(form)
             self._cache.put(form, found)
         return found
 
+    def _compile_or_blame(self, form: Form) -> Grammar:
+        """The one of several schemas that can't be kept to is named."""
+        try:
+            return self._compile(form)
+        except InvalidFieldError:
+            for field, schema in form.schemas:
+                self._blame(field, schema)
+            raise
+
+    def _blame(self, field: str, schema: str) -> None:
+        try:
+            self._compile(Form("json_schema", schema))
+        except InvalidFieldError as error:
+            raise InvalidFieldError(field, error.reason) from None
+
     def _compile(self, form: Form) -> Grammar:
         try:
-            return self._try(_source(form))
+            with panics_are_errors():
+                matcher = llguidance.LLMatcher(
+                    self._tokenizer,
+                    _source(form),
+                    log_level=0,
+                    limits=LIMITS,
+                )
+                if not matcher.is_error():
+                    # The first look is the longest. Copies needn't repeat it.
+                    matcher.compute_ff_tokens()
+                    matcher.compute_bitmask()
         except ValueError as error:
-            for field, schema in form.schemas:  # whose fault it is
-                self._check(schema, field)
-            raise refusal(form.field, str(error)) from None
-
-    def _check(self, schema: str, field: str) -> None:
-        try:
-            self._try(schema_source(schema))
-        except ValueError as error:
-            raise refusal(field, str(error)) from None
-
-    def _try(self, source: str) -> Grammar:
-        with panics_are_errors():
-            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
-            if not matcher.is_error():
-                # The first look is the longest. Copies needn't repeat it.
-                matcher.compute_ff_tokens()
-                matcher.compute_bitmask()
+            raise _refusal(form, str(error)) from None
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise _refusal(form, matcher.get_error())
         return Grammar(matcher, self._tokenizer.vocab_size)
 
 
@@ -199,19 +208,14 @@ def _check_schema(schema: str) -> None:
         raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
-    check_size(parsed)
-
-
-def check_size(parsed: Any) -> None:
-    """Raises ValueError if too much is within one another, or side by side."""
-    for depth, each in _inside(parsed):
+    for depth, each in inside(parsed):
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
         if isinstance(each, dict) and len(each) > MAX_WIDTH:
             raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
 
 
-def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
+def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
     """All objects and lists, each with its depth."""
     waiting = [(1, value)]
     while waiting:
@@ -222,9 +226,9 @@ def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
             waiting += [(depth + 1, one) for one in some]
 
 
-def refusal(field: str, said: str) -> InvalidFieldError:
+def _refusal(form: Form, said: str) -> InvalidFieldError:
     said = " ".join(said.replace("<non-verbose/>", "").split())
     if said.startswith("NoExtension"):
         said = "no text satisfies it"
     said = said if len(said) <= MAX_SAID else said[:MAX_SAID] + "…"
-    return InvalidFieldError(field, f"can't be kept to: {said}")
+    return InvalidFieldError(form.field, f"can't be kept to: {said}")

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quill.server.grammar.compiler import Form, refusal, schema_source
+from quill.server.errors import InvalidFieldError
+from quill.server.grammar.compiler import Form, schema_source
 from quill.server.tools import CallForm, Tool
 
 # A text, in which special tokens are numbers.
@@ -66,7 +67,7 @@ def _grammar(schema: str, field: str) -> Any:
     try:
         return json.loads(schema_source(schema))["grammars"][0]
     except ValueError as error:
-        raise refusal(field, str(error)) from None
+        raise InvalidFieldError(field, f"can't be kept to: {error}") from None
 
 
 def _schema(tool: Tool) -> str:

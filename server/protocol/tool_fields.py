@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.compiler import MAX_BYTES, Form, check_size
+from quill.server.grammar.compiler import MAX_BYTES, MAX_DEPTH, Form, inside
 from quill.server.grammar.tool_calls import calls_form
 from quill.server.protocol.constraint_fields import check_can_constrain
 from quill.server.protocol.served_model import ServedModel
@@ -138,17 +138,16 @@ def check_name(field: str, name: str) -> None:
 
 
 def read_object(field: str, text: str) -> dict[str, Any]:
-    """JSON that is neither too deep nor too wide."""
+    """JSON that isn't too deep."""
+    too_deep = f"has more than {MAX_DEPTH} objects and lists within one another"
     try:
         value = json.loads(text)
-        check_size(value)
     except RecursionError:
-        raise InvalidFieldError(field, "has too many objects within one another") from None
-    except json.JSONDecodeError as error:
-        reason = f"isn't JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        raise InvalidFieldError(field, reason) from None
+        raise InvalidFieldError(field, too_deep) from None
     except ValueError as error:
-        raise InvalidFieldError(field, f"has {error}") from None
+        raise InvalidFieldError(field, f"isn't JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "isn't a JSON object")
+    if any(depth > MAX_DEPTH for depth, _ in inside(value)):
+        raise InvalidFieldError(field, too_deep)
     return value
