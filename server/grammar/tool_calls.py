@@ -33,7 +33,9 @@ def calls_form(
     grammars: list[Any] = [{"lark_grammar": "\n".join(lines)}]
     for rule, (field, schema) in zip(_rules(len(tools)), schemas.items(), strict=True):
         grammars.append({**_grammar(schema, field), "name": f"{rule}_arguments"})
-    return Form("tools", json.dumps({"grammars": grammars}), tuple(schemas.items()))
+    return Form(
+        "tools", json.dumps({"grammars": grammars}, ensure_ascii=False), tuple(schemas.items())
+    )
 
 
 def _rules(number: int) -> list[str]:
@@ -77,4 +79,4 @@ def _schema(tool: Tool) -> str:
     schema = {"type": "object", **tool.parameters}
     if "properties" in schema and not any(name in schema for name in _OPEN_ENDED):
         schema["additionalProperties"] = False
-    return json.dumps(schema)
+    return json.dumps(schema, ensure_ascii=False)

@@ -142,8 +142,12 @@ def read_object(field: str, text: str) -> dict[str, Any]:
     too_deep = f"has more than {MAX_DEPTH} objects and lists within one another"
     try:
         value = json.loads(text)
+        # Python also reads NaN, and halves of surrogate pairs.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise InvalidFieldError(field, too_deep) from None
+    except UnicodeEncodeError:
+        raise InvalidFieldError(field, "has half of a surrogate pair") from None
     except ValueError as error:
         raise InvalidFieldError(field, f"isn't JSON: {error}") from None
     if not isinstance(value, dict):

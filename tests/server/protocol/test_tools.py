@@ -119,6 +119,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         {"tools": [pb.Tool(name="f", parameters='{"a":' * 99 + "1" + "}" * 99)]},
     ),
     ("tools[0].parameters", {"tools": [pb.Tool(name="f", parameters="[" * 10**4)]}),
+    ("tools[0].parameters", {"tools": [pb.Tool(name="f", parameters='{"a": "\\ud800"}')]}),
+    ("tools[0].parameters", {"tools": [pb.Tool(name="f", parameters='{"a": NaN}')]}),
     ("tool_choice.mode", {"tool_choice": pb.ToolChoice(mode=9)}),  # type: ignore[arg-type]
     ("tool_choice.names", {"tool_choice": choice(AUTO, "weather", "x")}),
     ("tool_choice", {"tools": [], "tool_choice": choice(REQUIRED)}),
