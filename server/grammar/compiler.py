@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +28,8 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MAX_BYTES = 2**16
 MAX_DEPTH = 64  # objects and lists of a schema within one another
 MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
-MAX_CACHED = 256  # grammars
+MAX_PATTERNS = 64  # of names, in one object: with their cube
+MAX_CACHED = 64  # grammars: each may learn up to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
@@ -39,7 +40,7 @@ LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
     step_max_items=30_000,
-    max_lexer_states=20_000,  # of a kilobyte or two each, for every row
+    max_lexer_states=20_000,  # of all answers that share a grammar; 600 bytes each
     max_grammar_size=100_000,
     verbose_errors=False,
 )
@@ -74,9 +75,14 @@ class Compiler:
         self._cache = _Cache()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
 
+    def known(self, form: Form) -> Grammar | None:
+        """One that was asked for before, and isn't worn out."""
+        found = self._cache.get(form)
+        return None if found is None or found.is_worn_out else found
+
     async def compile(self, form: Form) -> Grammar:
         """From the cache, or made by another thread."""
-        found = self._cache.get(form)
+        found = self.known(form)
         if found is not None:
             return found
         loop = asyncio.get_running_loop()
@@ -89,7 +95,7 @@ class Compiler:
 
     def compile_now(self, form: Form) -> Grammar:
         """In the caller's thread. May take long."""
-        found = self._cache.get(form)
+        found = self.known(form)
         if found is None:
             found = self._compile(form)
             self._cache.put(form, found)
@@ -98,21 +104,33 @@ class Compiler:
     def _compile(self, form: Form) -> Grammar:
         try:
             with panics_are_errors():
-                matcher = llguidance.LLMatcher(
-                    self._tokenizer,
-                    _source(form),
-                    log_level=0,
-                    limits=LIMITS,
-                )
-                if not matcher.is_error():
-                    # The first look is the longest. Copies needn't repeat it.
-                    matcher.compute_ff_tokens()
-                    matcher.compute_bitmask()
+                grammar = Grammar(self._maker(_source(form)), self._tokenizer.vocab_size)
+                _look(grammar.fresh)
         except ValueError as error:
             raise _refusal(form, str(error)) from None
-        if matcher.is_error():
-            raise _refusal(form, matcher.get_error())
-        return Grammar(matcher, self._tokenizer.vocab_size)
+        if grammar.fresh.is_error():
+            raise _refusal(form, grammar.fresh.get_error())
+        return grammar
+
+    def _maker(self, source: str) -> Callable[[], llguidance.LLMatcher]:
+        return functools.partial(
+            llguidance.LLMatcher, self._tokenizer, source, log_level=0, limits=LIMITS
+        )
+
+
+def _look(matcher: llguidance.LLMatcher) -> None:
+    """The first look is the longest, and copies needn't repeat it. The mask is first: for that the
+    library frees the interpreter's lock, and what else it finds out meanwhile it knows afterwards.
+    """
+    if matcher.is_error():
+        return
+    matcher.compute_bitmask()
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        trial = matcher.deep_copy()
+        trial.consume_token(forced[0])
+        if trial.is_error():
+            raise ValueError("what must be said has no end, or none that can be foreseen")
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,10 +159,10 @@ class _Cache:
 
     def put(self, form: Form, grammar: Grammar) -> None:
         with self._lock:
-            if form.key in self._grammars:
-                return
+            if form.key not in self._grammars:
+                self._num_bytes += len(form.text)
             self._grammars[form.key] = grammar, len(form.text)
-            self._num_bytes += len(form.text)
+            self._grammars.move_to_end(form.key)
             while len(self._grammars) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 _, (_, num_bytes) = self._grammars.popitem(last=False)
                 self._num_bytes -= num_bytes
@@ -187,6 +205,9 @@ def _check_schema(schema: str) -> None:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
         if isinstance(each, dict) and len(each) > MAX_WIDTH:
             raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
+        patterns = each.get("patternProperties") if isinstance(each, dict) else None
+        if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
+            raise ValueError(f"{len(patterns)} patternProperties; {MAX_PATTERNS} at most")
 
 
 def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:

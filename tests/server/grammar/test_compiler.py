@@ -13,6 +13,9 @@ from quill.server.grammar.compiler import MAX_BYTES, Compiler, Form, Kind
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, small_compiler, small_tokenizer
 
+ENDLESS = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'
+LAUGHS = "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "ab"'
+
 
 def refusal(kind: Kind, text: str) -> str:
     with pytest.raises(InvalidFieldError) as caught:
@@ -36,6 +39,8 @@ def refusal(kind: Kind, text: str) -> str:
             "unsatisfiable",
         ),
         ("json_schema", '{"$ref": "#"}', "no text satisfies it"),
+        ("json_schema", ENDLESS, "has no end"),
+        ("lark", LAUGHS, "has no end"),
         ("regex", "a(b", "unclosed group"),
         ("lark", "start: foo", "1(8)"),
         ("lark", 'root ::= "a', "line 1"),
