@@ -40,7 +40,7 @@ WITHIN = {
         "protocol": "text grammar",
         "telemetry": "",
         "loading": "engine runtime scheduler sampling protocol text grammar machine",
-        "service": "loading engine protocol text auth telemetry",
+        "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
         "http/wire": "service auth",
         "http/openai": "http/wire service protocol",
