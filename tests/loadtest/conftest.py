@@ -17,6 +17,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    """With a tokenizer, a chat template and an end of text: its answers keep to forms."""
+    from tests.server.tiny_bundle import make_talker
+
+    directory = tmp_path_factory.mktemp("talker")
+    bundle = make_talker(directory / "bundle").directory
+    options = ("--threads", "1", "--max-rows", "4")
+    with own_server(directory / "server.log", bundle, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     options = ("--precision", "fp32", "--threads", "1", "--max-rows", "4")
