@@ -81,6 +81,7 @@ WITHIN = {
         "run": "workload doors environment results",
         "bench/contenders": "environment doors",
         "bench": "bench/contenders doors workload environment results",
+        "bench/forms": "bench workload environment results",
         "compare": "bench environment results",
         "commands": "run bench compare",
     },

@@ -203,11 +203,22 @@ def _check_schema(schema: str) -> None:
     for depth, each in _inside(parsed):
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-        if isinstance(each, dict) and len(each) > MAX_WIDTH:
-            raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
-        patterns = each.get("patternProperties") if isinstance(each, dict) else None
-        if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
-            raise ValueError(f"{len(patterns)} patternProperties; {MAX_PATTERNS} at most")
+        if isinstance(each, dict):
+            _check_object(each)
+
+
+def _check_object(schema: dict[str, Any]) -> None:
+    if len(schema) > MAX_WIDTH:
+        raise ValueError(f"an object of {len(schema)} entries; {MAX_WIDTH} at most")
+    patterns, least = schema.get("patternProperties"), schema.get("minProperties")
+    if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"{len(patterns)} patternProperties; {MAX_PATTERNS} at most")
+    is_open = bool(patterns) or schema.get("additionalProperties") is not False
+    required = schema.get("required")
+    num_known = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and is_open and least > num_known + 1:
+        # The library lets one name come again and again, and readers keep one of them.
+        raise ValueError(f"minProperties {least} where names beside those required may be any")
 
 
 def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:

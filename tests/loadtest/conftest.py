@@ -17,14 +17,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+def talking_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tokenizer, a chat template and an end of text: its answers keep to forms."""
     from tests.server.tiny_bundle import make_talker
 
-    directory = tmp_path_factory.mktemp("talker")
-    bundle = make_talker(directory / "bundle").directory
-    options = ("--threads", "1", "--max-rows", "4")
-    with own_server(directory / "server.log", bundle, *options) as running:
+    return make_talker(tmp_path_factory.mktemp("talker") / "bundle").directory
+
+
+@pytest.fixture(scope="session")
+def talker(talking_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    log = tmp_path_factory.mktemp("server") / "talker.log"
+    with own_server(log, talking_bundle, "--threads", "1", "--max-rows", "4") as running:
         yield running
 
 
