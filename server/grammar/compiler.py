@@ -34,12 +34,12 @@ MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
 MAX_SAID = 300  # characters of the library's own words
-# Of work that the library does at once. Fuel is about 14,000 a millisecond, items 20,000.
+# Of work that the library does at once. Fuel is about 14,000 a millisecond, items 1,500.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
-    step_max_items=30_000,
+    step_max_items=10_000,
     max_lexer_states=20_000,  # of all answers that share a grammar; 600 bytes each
     max_grammar_size=100_000,
     verbose_errors=False,
