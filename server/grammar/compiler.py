@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -103,27 +103,27 @@ class Compiler:
 
     def _compile(self, form: Form) -> Grammar:
         try:
-            with panics_are_errors():
-                grammar = Grammar(self._maker(_source(form)), self._tokenizer.vocab_size)
-                _look(grammar.fresh)
+            return self._try(_source(form))
         except ValueError as error:
             raise _refusal(form, str(error)) from None
-        if grammar.fresh.is_error():
-            raise _refusal(form, grammar.fresh.get_error())
-        return grammar
 
-    def _maker(self, source: str) -> Callable[[], llguidance.LLMatcher]:
-        return functools.partial(
+    def _try(self, source: str) -> Grammar:
+        make = functools.partial(
             llguidance.LLMatcher, self._tokenizer, source, log_level=0, limits=LIMITS
         )
+        with panics_are_errors():
+            grammar = Grammar(make, self._tokenizer.vocab_size)
+            if not grammar.fresh.is_error():
+                _look(grammar.fresh)
+        if grammar.fresh.is_error():
+            raise ValueError(grammar.fresh.get_error())
+        return grammar
 
 
 def _look(matcher: llguidance.LLMatcher) -> None:
     """The first look is the longest, and copies needn't repeat it. The mask is first: for that the
     library frees the interpreter's lock, and what else it finds out meanwhile it knows afterwards.
     """
-    if matcher.is_error():
-        return
     matcher.compute_bitmask()
     forced = matcher.compute_ff_tokens()
     if forced:
