@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quill.model.checkpoint.typed_values import TypedValues
-from quill.model.errors import UnsupportedError
+from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
 from quill.model.network.config import Experts, Latent, ModelConfig, RotaryScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -134,6 +134,13 @@ def _gemma(settings: TypedValues, default_pattern: int, **own: Any) -> ModelConf
         raise UnsupportedError(
             f"the model's hidden_activation is {activation!r}; Quill knows 'gelu_pytorch_tanh'"
         )
+    scalar = settings.number("query_pre_attn_scalar", 256)
+    for name, value in {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window_pattern": default_pattern,
+    }.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be a positive number")
     bias = settings.flag("attention_bias", False)
     windows = _windows(settings, settings.integer("sliding_window", 4096), default_pattern)
     if not windows:
@@ -147,7 +154,7 @@ def _gemma(settings: TypedValues, default_pattern: int, **own: Any) -> ModelConf
         qkv_bias=bias,
         attention_out_bias=bias,
         tied_embeddings=settings.flag("tie_word_embeddings", True),
-        attention_scale=settings.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=scalar**-0.5,
         **windows,
         **own,
     )
@@ -265,7 +272,7 @@ def _refuse(settings: TypedValues, **known: Any) -> None:
             raise UnsupportedError(f"the model has {name} {found}; Quill knows {value} only")
 
 
-def _qwen_windows(settings: TypedValues) -> dict[str, int]:
+def _qwen_windows(settings: TypedValues) -> dict[str, Any]:
     if not settings.flag("use_sliding_window", False):
         return _windows(settings, 0, FULL)
     if not isinstance(settings.get("layer_types"), list):
@@ -273,21 +280,25 @@ def _qwen_windows(settings: TypedValues) -> dict[str, int]:
     return _windows(settings, settings.integer("sliding_window", 4096), FULL)
 
 
-def _one_window(settings: TypedValues, window: int) -> dict[str, int]:
+def _one_window(settings: TypedValues, window: int) -> dict[str, Any]:
     """The same in all layers. Layers of other types are refused: transformers overlooks them."""
     if window:
         _refuse(settings, layer_types=[SLIDING])
     return _windows(settings, window, SLIDING)
 
 
-def _windows(settings: TypedValues, window: int, default: str | int) -> dict[str, int]:
+def _windows(settings: TypedValues, window: int, default: str | int) -> dict[str, Any]:
     """Which layers see a window only. `default`: what all are, or every how many-th sees all."""
-    num_layers, kinds = settings.integer("num_hidden_layers"), settings.get("layer_types")
-    if not isinstance(kinds, list) and isinstance(default, int):
+    num_layers = settings.integer("num_hidden_layers")
+    if settings.get("layer_types") is not None:
+        kinds = settings.texts("layer_types")
+    elif isinstance(default, int):
         kinds = [FULL if (i + 1) % default == 0 else SLIDING for i in range(num_layers)]
-    elif not isinstance(kinds, list):
+    else:
         kinds = [default] * num_layers
-    if unknown := set(map(str, kinds)) - {SLIDING, FULL}:
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"the model has {len(kinds)} layer_types for {num_layers} layers")
+    if unknown := set(kinds) - {SLIDING, FULL}:
         raise UnsupportedError(f"the model has layers of {', '.join(sorted(unknown))}")
     if window == 0 or SLIDING not in kinds:
         return {}

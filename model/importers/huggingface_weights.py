@@ -61,7 +61,7 @@ class WeightFiles:
 
 def weight_paths(directory: Path) -> list[Path]:
     """The files that hold the weights."""
-    if (directory / WHOLE).exists():  # before shards, as in transformers
+    if (directory / WHOLE).is_file():  # before shards, as in transformers
         names = [WHOLE]
     elif (directory / INDEX).exists():
         names = sorted(set(_read_index(directory).values()))

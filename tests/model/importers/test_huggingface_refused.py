@@ -96,6 +96,24 @@ def test_gemma_2_caps_its_scores_and_logits_unless_told_not_to(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1.0"),
+        ({"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern is 0"),
+        ({"layer_types": "full_attention"}, "'layer_types' as 'full_attention'"),
+        ({"layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
+    ],
+)
+def test_settings_of_gemma_that_make_no_sense_are_errors(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(saved(SUCCESSORS["gemma 3"](), tmp_path), **changes)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"hidden_size": "REMOVED"}, "hidden_size"),
         ({"hidden_size": "big"}, "'hidden_size' as 'big'"),
         ({"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
