@@ -42,7 +42,8 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=0, metavar="N", help="end after so many")
     add("--scenario", default="short-chat", metavar="NAME",
         help="short-chat, long-prompt, long-answer, shared-prompt, mixed; cancels, slow-readers, "
-        "deadlines, bad-requests, reconnects, unfriendly; beams (default short-chat)")  # fmt: skip
+        "deadlines, bad-requests, reconnects, unfriendly; beams, embed (default short-chat)"
+    )  # fmt: skip
     add("--seed", type=int, metavar="N",
         help="from 1; the same one asks the same requests (default: a new one)")  # fmt: skip
     add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
