@@ -60,6 +60,10 @@ class Tokenizer:
         # The library keeps this choice in the object. One object for each keeps calls independent.
         self._plain = tokenizers.Tokenizer.from_str(self._json)
         self._plain.encode_special_tokens = True
+        for each in (self._parsing, self._plain):
+            # Some files say how long a text should be, for batches that aren't ours.
+            each.no_padding()
+            each.no_truncation()
         self.special = special if special is not None else _special_by_name(inner)
 
     @classmethod
@@ -76,6 +80,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._parsing.get_vocab_size()
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones included."""
+        return self._parsing.get_vocab()
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """The ids of a text. None is added: bos and eos are the caller's business."""

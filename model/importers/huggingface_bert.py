@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _UNUSED = re.compile(
     r"(^|\.)(pooler\.dense\.(weight|bias)|embeddings\.position_ids|seq_relationship\.(weight|bias))$"
 )
-_TIED = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+HEAD_BIAS = "cls.predictions.decoder.bias"  # the output's bias under another name
 
 
 def read_bert_config(settings: TypedValues) -> ModelConfig:
@@ -83,8 +83,8 @@ def read_masked_bert_config(settings: TypedValues) -> ModelConfig:
 
 
 def takes_no_part(name: str) -> bool:
-    """Whether a tensor isn't needed, or is the embedding under another name."""
-    return bool(_UNUSED.search(name)) or name in _TIED
+    """Whether a tensor isn't needed."""
+    return bool(_UNUSED.search(name))
 
 
 def bert_layout(config: ModelConfig, names: Collection[str]) -> Layout:

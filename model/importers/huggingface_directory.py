@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.typed_values import TypedValues
-from quill.model.errors import CheckpointError
-from quill.model.importers.huggingface_bert import bert_layout, takes_no_part
+from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.importers.huggingface_bert import HEAD_BIAS, bert_layout, takes_no_part
 from quill.model.importers.huggingface_config import read_architecture, read_config
 from quill.model.importers.huggingface_marian import (
     BANNED,
@@ -88,7 +88,12 @@ _TABLES = re.compile(
     r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight)$"
 )
 # The one embedding under other names.
-_TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+_TIED = (
+    "lm_head.weight",
+    "model.encoder.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "cls.predictions.decoder.weight",
+)
 
 
 def read_settings(directory: Path) -> TypedValues:
@@ -130,8 +135,10 @@ def _read_weights(
     files: WeightFiles, config: ModelConfig, layout: Layout, directory: Path, track: Track
 ) -> dict[str, Tensor]:
     shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
-    for name in _TIED if config.tied_embeddings else ():
-        shapes.pop(name, None)
+    for name, original in _copies(config, layout).items():
+        if name in shapes and original in shapes:
+            _refuse_other_numbers(files, name, original)
+            del shapes[name]
     if config.family == "encoder":
         shapes = {name: shape for name, shape in shapes.items() if not takes_no_part(name)}
     check_source(layout, shapes, str(directory))
@@ -143,6 +150,23 @@ def _read_weights(
     for token in banned_tokens(generation, config.vocab_size):
         weights["output_bias"][token] = BANNED
     return weights
+
+
+def _copies(config: ModelConfig, layout: Layout) -> dict[str, str]:
+    """Tensors that are others under another name, and those."""
+    if not config.tied_embeddings:
+        return {}
+    copies = dict.fromkeys(_TIED, layout["embedding.weight"][0].name)
+    return copies | ({HEAD_BIAS: layout["output_bias"][0].name} if config.masked_head else {})
+
+
+def _refuse_other_numbers(files: WeightFiles, name: str, original: str) -> None:
+    if not files.same(name, original):
+        raise UnsupportedError(
+            f"{files.directory} has a {name} with other numbers than {original}, but its "
+            "config.json says that they are the same (tie_word_embeddings). Set that to false if "
+            "both count, or remove the former"
+        )
 
 
 def _join(files: WeightFiles, parts: list[Part]) -> Tensor:

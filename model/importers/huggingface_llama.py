@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quill.model.checkpoint.typed_values import TypedValues
-from quill.model.errors import UnsupportedError
+from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
 from quill.model.network.config import Experts, Latent, ModelConfig, RotaryScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -28,7 +28,7 @@ def _llama(settings: TypedValues) -> ModelConfig:
 def _mistral(settings: TypedValues) -> ModelConfig:
     # An absent setting and a null differ here: absent, the window is 4,096 tokens.
     window = settings.integer("sliding_window", 0) if "sliding_window" in settings.names else 4096
-    return _family(settings, default_kv_heads=8, **_windows(settings, window, SLIDING))
+    return _family(settings, default_kv_heads=8, **_one_window(settings, window))
 
 
 def _qwen2(settings: TypedValues) -> ModelConfig:
@@ -79,7 +79,7 @@ def _mixtral(settings: TypedValues) -> ModelConfig:
         default_eps=1e-5,
         default_base=1e6,
         experts=experts,
-        **_windows(settings, window, SLIDING),
+        **_one_window(settings, window),
     )
 
 
@@ -98,22 +98,21 @@ def _olmo2(settings: TypedValues) -> ModelConfig:
 def _phi3(settings: TypedValues) -> ModelConfig:
     _refuse(settings, partial_rotary_factor=1.0)
     window = settings.integer("sliding_window", 0)
-    return _family(settings, default_eps=1e-5, **_windows(settings, window, SLIDING))
+    return _family(settings, default_eps=1e-5, **_one_window(settings, window))
 
 
 def _gemma2(settings: TypedValues) -> ModelConfig:
     return _gemma(
         settings,
         default_pattern=2,
-        attention_soft_cap=settings.number("attn_logit_softcapping", 0.0),
+        attention_soft_cap=_cap(settings, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=_cap(settings, "final_logit_softcapping", 30.0),
     )
 
 
 def _gemma3(settings: TypedValues) -> ModelConfig:
     _refuse(settings, attn_logit_softcapping=None)  # transformers has it, and doesn't use it
-    rotary = _rotary_settings(settings)
-    local = rotary.get("sliding_attention")
-    of_local = TypedValues(local if isinstance(local, dict) else {}, "sliding_attention")
+    of_full, of_local = _rotary_by_kind(settings)
     if of_local.text("rope_type", "default") != "default":
         raise UnsupportedError("the model stretches the positions of layers with a window")
     base = of_local.number("rope_theta", settings.number("rope_local_base_freq", 10_000.0))
@@ -122,7 +121,9 @@ def _gemma3(settings: TypedValues) -> ModelConfig:
         default_pattern=settings.integer("sliding_window_pattern", 6),
         default_base=1e6,
         qk_norm="head",
+        rotary=of_full,
         local_rotary_base=base,
+        logit_soft_cap=settings.number("final_logit_softcapping", 0.0),
     )
 
 
@@ -133,6 +134,13 @@ def _gemma(settings: TypedValues, default_pattern: int, **own: Any) -> ModelConf
         raise UnsupportedError(
             f"the model's hidden_activation is {activation!r}; Quill knows 'gelu_pytorch_tanh'"
         )
+    scalar = settings.number("query_pre_attn_scalar", 256)
+    for name, value in {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window_pattern": default_pattern,
+    }.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be a positive number")
     bias = settings.flag("attention_bias", False)
     windows = _windows(settings, settings.integer("sliding_window", 4096), default_pattern)
     if not windows:
@@ -146,11 +154,15 @@ def _gemma(settings: TypedValues, default_pattern: int, **own: Any) -> ModelConf
         qkv_bias=bias,
         attention_out_bias=bias,
         tied_embeddings=settings.flag("tie_word_embeddings", True),
-        attention_scale=settings.number("query_pre_attn_scalar", 256) ** -0.5,
-        logit_soft_cap=settings.number("final_logit_softcapping", 0.0),
+        attention_scale=scalar**-0.5,
         **windows,
         **own,
     )
+
+
+def _cap(settings: TypedValues, name: str, default: float) -> float:
+    """An absent setting and a null differ here: a null is no cap."""
+    return settings.number(name, 0.0 if name in settings.names else default)
 
 
 def _deepseek_v2(settings: TypedValues) -> ModelConfig:
@@ -176,7 +188,7 @@ def _deepseek_v2(settings: TypedValues) -> ModelConfig:
 
 
 def _deepseek_v3(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, topk_method="noaux_tc", scoring_func="sigmoid")
+    _refuse(settings, topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True)
     groups, number = settings.integer("n_group", 8), settings.integer("n_routed_experts", 256)
     return _deepseek(
         settings,
@@ -222,6 +234,7 @@ def _family(
     default_kv_heads: int | None = None,
     default_eps: float = 1e-6,
     default_base: float = 10_000.0,
+    rotary: TypedValues | None = None,
     **own: Any,
 ) -> ModelConfig:
     """Llama's settings, and those that an architecture has of its own or in their place."""
@@ -229,9 +242,7 @@ def _family(
     if "activation" not in own and activation not in ("silu", "swish"):
         raise UnsupportedError(f"the model's hidden_act is {activation!r}; Quill knows 'silu'")
     d_model, num_heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    rotary, context = _rotary_settings(settings), settings.integer("max_position_embeddings")
-    if isinstance(full := rotary.get(FULL), dict):  # one object for each kind of layer
-        rotary = TypedValues(full, f"{FULL} of the rope_parameters")
+    rotary, context = rotary or _rotary(settings), settings.integer("max_position_embeddings")
     values: dict[str, Any] = {
         "vocab_size": settings.integer("vocab_size"),
         "context": context,
@@ -261,7 +272,7 @@ def _refuse(settings: TypedValues, **known: Any) -> None:
             raise UnsupportedError(f"the model has {name} {found}; Quill knows {value} only")
 
 
-def _qwen_windows(settings: TypedValues) -> dict[str, int]:
+def _qwen_windows(settings: TypedValues) -> dict[str, Any]:
     if not settings.flag("use_sliding_window", False):
         return _windows(settings, 0, FULL)
     if not isinstance(settings.get("layer_types"), list):
@@ -269,14 +280,25 @@ def _qwen_windows(settings: TypedValues) -> dict[str, int]:
     return _windows(settings, settings.integer("sliding_window", 4096), FULL)
 
 
-def _windows(settings: TypedValues, window: int, default: str | int) -> dict[str, int]:
+def _one_window(settings: TypedValues, window: int) -> dict[str, Any]:
+    """The same in all layers. Layers of other types are refused: transformers overlooks them."""
+    if window:
+        _refuse(settings, layer_types=[SLIDING])
+    return _windows(settings, window, SLIDING)
+
+
+def _windows(settings: TypedValues, window: int, default: str | int) -> dict[str, Any]:
     """Which layers see a window only. `default`: what all are, or every how many-th sees all."""
-    num_layers, kinds = settings.integer("num_hidden_layers"), settings.get("layer_types")
-    if not isinstance(kinds, list) and isinstance(default, int):
+    num_layers = settings.integer("num_hidden_layers")
+    if settings.get("layer_types") is not None:
+        kinds = settings.texts("layer_types")
+    elif isinstance(default, int):
         kinds = [FULL if (i + 1) % default == 0 else SLIDING for i in range(num_layers)]
-    elif not isinstance(kinds, list):
+    else:
         kinds = [default] * num_layers
-    if unknown := set(map(str, kinds)) - {SLIDING, FULL}:
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"the model has {len(kinds)} layer_types for {num_layers} layers")
+    if unknown := set(kinds) - {SLIDING, FULL}:
         raise UnsupportedError(f"the model has layers of {', '.join(sorted(unknown))}")
     if window == 0 or SLIDING not in kinds:
         return {}
@@ -292,13 +314,32 @@ def _windows(settings: TypedValues, window: int, default: str | int) -> dict[str
     return {"window": window, "window_pattern": pattern}
 
 
-def _rotary_settings(settings: TypedValues) -> TypedValues:
-    """`rope_parameters` in transformers 5, `rope_scaling` in 4."""
-    for name in ("rope_parameters", "rope_scaling"):
-        value = settings.get(name)
-        if isinstance(value, dict):
-            return TypedValues(value, f"{name} in the config.json")
-    return TypedValues({}, "config.json")
+def _rotary(settings: TypedValues) -> TypedValues:
+    """`rope_parameters` in transformers 5, `rope_scaling` in 4: there it wins if both are there."""
+    name = "rope_scaling" if _object(settings, "rope_scaling") else "rope_parameters"
+    values = _object(settings, name)
+    if {SLIDING, FULL} & set(values):
+        raise UnsupportedError(
+            f"the model has {name} for each kind of layer; Quill knows that of Gemma 3 only"
+        )
+    return TypedValues(values, f"{name} in the config.json")
+
+
+def _rotary_by_kind(settings: TypedValues) -> tuple[TypedValues, TypedValues]:
+    """Gemma 3's, of layers that see all and of layers with a window. `rope_scaling` is added to
+    the former's."""
+    name = "rope_parameters"
+    by_kind = TypedValues(_object(settings, name), name)
+    if others := sorted(set(by_kind.names) - {SLIDING, FULL}):
+        raise UnsupportedError(
+            f"the model's {name} have {others[0]}; Quill knows {SLIDING} and {FULL} in Gemma 3's"
+        )
+    full = _object(by_kind, FULL) | _object(settings, "rope_scaling")
+    return TypedValues(full, f"{name} of {FULL}"), TypedValues(_object(by_kind, SLIDING), name)
+
+
+def _object(settings: TypedValues, name: str) -> dict[str, Any]:
+    return {} if settings.get(name) is None else settings.mapping(name)
 
 
 def _rotary_scaling(rotary: TypedValues, context: int) -> RotaryScaling | None:

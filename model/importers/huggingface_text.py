@@ -15,6 +15,15 @@ from quill.model.errors import CheckpointError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "max_new_tokens", "num_beams", "length_penalty")
+# What a request may have, too: a default outside would fail every request that doesn't say it.
+_WITHIN = {
+    "temperature": (0.0, 1e9),
+    "top_k": (0, 1 << 31),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "max_new_tokens": (1, 1 << 31),
+}
 
 
 class Text(NamedTuple):
@@ -62,6 +71,8 @@ def read_text(
     if special.eos is None and stop_ids:
         special = replace(special, eos=min(stop_ids))
     tokenizer = Tokenizer.load(directory / "tokenizer.json", special) if tokenizer_json else None
+    if tokenizer is not None:
+        _check_ids(tokenizer.vocabulary, vocab_size)
     return Text(
         tokenizer=tokenizer,
         special_tokens=special,
@@ -161,5 +172,17 @@ def _defaults(generation: dict[str, Any], samples: bool) -> dict[str, float | in
     for name in names:
         value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_default(name, value)
             defaults[name] = value
     return defaults
+
+
+def _check_default(name: str, value: float) -> None:
+    if name not in _WITHIN:
+        return
+    low, high = _WITHIN[name]
+    if not low <= value <= high or (isinstance(low, int) and not isinstance(value, int)):
+        raise CheckpointError(
+            f"generation_config.json has {name} {value}; it must be from {low} to {high}. Correct "
+            "it, or take it out: then nothing is set"
+        )

@@ -37,6 +37,12 @@ class WeightFiles:
         tensor: Tensor = self._files[self._places[name]].get_tensor(name)
         return tensor.to(torch.float32)
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        return self.shapes[name] == self.shapes[other] and torch.equal(
+            self.read(name), self.read(other)
+        )
+
     def _shape(self, name: str) -> tuple[int, ...]:
         file = self._places[name]
         try:
@@ -55,10 +61,10 @@ class WeightFiles:
 
 def weight_paths(directory: Path) -> list[Path]:
     """The files that hold the weights."""
-    if (directory / INDEX).exists():
-        names = sorted(set(_read_index(directory).values()))
-    elif (directory / WHOLE).exists():
+    if (directory / WHOLE).is_file():  # before shards, as in transformers
         names = [WHOLE]
+    elif (directory / INDEX).exists():
+        names = sorted(set(_read_index(directory).values()))
     else:
         raise _without_safetensors(directory)
     missing = [name for name in names if not (directory / name).is_file()]
@@ -72,10 +78,10 @@ def open_weights(directory: Path) -> Iterator[WeightFiles]:
     paths = weight_paths(directory)
     with contextlib.ExitStack() as stack:
         files = {path.name: stack.enter_context(_open(path)) for path in paths}
-        if (directory / INDEX).exists():
-            places = _read_index(directory)
-        else:
+        if WHOLE in files:
             places = dict.fromkeys(files[WHOLE].keys(), WHOLE)
+        else:
+            places = _read_index(directory)
         yield WeightFiles(files, places, directory)
 
 

@@ -38,6 +38,8 @@ Similarities = npt.NDArray[np.float64]
 
 
 def compare(args: argparse.Namespace) -> None:
+    if not args.compare.strip():
+        raise ServerError("--compare wants a word, such as apple; this one is empty")
     sentences = _sentences(args)
     out: Path = args.out or Path(f"{args.compare}.png")
     if out.suffix.lower() != ".png":

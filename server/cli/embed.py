@@ -17,6 +17,7 @@ from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError
 
 MAX_INPUTS = 2048  # of a call
+MAX_BYTES = 1 << 21  # of its texts; a server's --max-message-bytes is twice that by default
 
 
 def embed(args: argparse.Namespace) -> None:
@@ -57,8 +58,13 @@ def _texts(given: Sequence[str]) -> list[str]:
 
 def _cut(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     """As many as fit into a call."""
-    for start in range(0, len(texts), MAX_INPUTS):
-        yield texts[start : start + MAX_INPUTS]
+    start = num_bytes = 0
+    for index, text in enumerate(texts):
+        num_bytes += len(text.encode(errors="replace"))
+        if index > start and (num_bytes > MAX_BYTES or index - start == MAX_INPUTS):
+            yield texts[start:index]
+            start, num_bytes = index, len(text.encode(errors="replace"))
+    yield texts[start:]
 
 
 def _options(args: argparse.Namespace) -> EmbedOptions:

@@ -90,7 +90,13 @@ def _tool_choice(choice: pb.ToolChoice | str) -> pb.ToolChoice:
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
-    return pb.ScoreRequest(**_text(text))
+    try:
+        return pb.ScoreRequest(**_text(text))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _unwritable(error) from error
+
+
+POOLINGS = ("mean", "first", "last")
 
 
 class EmbedOptions(TypedDict, total=False):
@@ -106,6 +112,9 @@ def embed_request(inputs: Texts, options: EmbedOptions) -> pb.EmbedRequest:
     texts = [inputs] if isinstance(inputs, str) else inputs
     fields: dict[str, Any] = dict(options)
     if "pooling" in options:
+        if str(options["pooling"]).lower() not in POOLINGS:
+            wrong = f"pooling is {options['pooling']!r}; it must be {' or '.join(POOLINGS)}"
+            raise _unwritable(ValueError(wrong))
         fields["pooling"] = f"POOLING_{options['pooling'].upper()}"
     try:
         return pb.EmbedRequest(inputs=map(_embed_input, texts), **fields)

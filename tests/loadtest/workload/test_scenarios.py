@@ -1,10 +1,12 @@
 """What the crowd asks: reproducible, within the model's limits, and as unfriendly as it says."""
 
+import re
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from quill.__main__ import main
 from quill.loadtest.doors.names import DOORS, DoorName
 from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import OwnServer
@@ -18,6 +20,17 @@ from quill.server.client.access import Access
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
 CHAT = Facts(vocab_size=49_152, context=8192, has_tokenizer=True, has_template=True)
+
+
+def test_help_names_every_scenario(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # in one line
+    with pytest.raises(SystemExit):
+        main(["loadtest", "--help"])
+    told = re.search(r"--scenario NAME +(.*) \(default", capsys.readouterr().out)
+    assert told is not None
+    assert re.split("[,;] ", told[1]) == list(SCENARIOS)
 
 
 @pytest.mark.parametrize("facts", [IDS, TEXT, CHAT], ids=["ids", "text", "chat"])

@@ -113,6 +113,21 @@ def test_other_berts_are_refused_by_name(
         read_huggingface(tmp_path)
 
 
+def test_a_head_that_is_tied_but_has_numbers_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = saved(bert(), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    for copy, original in (
+        ("decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("decoder.bias", "cls.predictions.bias"),
+    ):
+        name, same = f"cls.predictions.{copy}", tensors[original].clone()
+        save_file(tensors | {name: same}, path)
+        read_huggingface(tmp_path)
+        save_file(tensors | {name: same + 1}, path)
+        with pytest.raises(UnsupportedError, match=rf"{name} with other numbers than {original}"):
+            read_huggingface(tmp_path)
+
+
 def write_tokenizer(directory: Path) -> None:
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     inner = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

@@ -1,6 +1,7 @@
 """A Hugging Face directory becomes a checkpoint that computes what transformers computes."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,44 @@ def test_a_token_beyond_the_embedding_is_an_error(chatty: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="'<far>' with the id 300"):
         read_huggingface(chatty)
+
+
+def test_a_vocabulary_beyond_the_embedding_is_an_error(tmp_path: Path) -> None:
+    words = {f"w{index}": index for index in range(301)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.save(str(saved(llama(), tmp_path) / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="'w300' with the id 300"):
+        read_huggingface(tmp_path)
+
+
+def test_texts_are_neither_cut_nor_filled_up_whatever_the_tokenizer_says(chatty: Path) -> None:
+    path = chatty / "tokenizer.json"
+    inner = Tokenizer.from_file(str(path))
+    whole = inner.encode("of the people", add_special_tokens=False).ids
+    assert len(whole) > 1
+    for change in (lambda: inner.enable_truncation(1), lambda: inner.enable_padding(length=99)):
+        change()
+        inner.save(str(path))
+        tokenizer = read_huggingface(chatty).tokenizer
+        assert tokenizer is not None
+        assert tokenizer.encode("of the people") == whole
+        assert tokenizer.encode_all(["of the people"]) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", -0.5), ("temperature", math.nan), ("top_k", -1), ("top_k", 2.5)),
+        *(("top_p", 7), ("min_p", -1), ("repetition_penalty", 0), ("max_new_tokens", 0)),
+    ],
+)
+def test_an_authors_default_that_no_request_could_have_is_an_error(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    settings = {"do_sample": True, name: value}
+    (saved(llama(), tmp_path) / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json has {name} {value}"):
+        read_huggingface(tmp_path)
 
 
 def test_name_and_version_come_from_the_hubs_cache(tmp_path: Path) -> None:

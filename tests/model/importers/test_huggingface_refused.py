@@ -12,6 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
 from quill.model.importers.huggingface_directory import read_huggingface
 from tests.model.huggingface_models import SIZES, change_config, gpt2, llama, saved
+from tests.model.successors import SUCCESSORS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,9 @@ from tests.model.huggingface_models import SIZES, change_config, gpt2, llama, sa
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        # It counts before rope_parameters, as in transformers.
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "each kind of layer"),
     ],
 )
 def test_what_quill_does_not_know_is_refused_by_name(
@@ -61,6 +65,50 @@ def test_mistrals_sliding_window_is_read_even_when_only_implied(
     saved(MistralForCausalLM(MistralConfig(**sizes)), tmp_path)
     change_config(tmp_path, sliding_window=window)
     assert read_huggingface(tmp_path).config.window == read
+
+
+def test_a_window_that_layer_types_contradict_is_refused(tmp_path: Path) -> None:
+    sizes = SIZES | {"sliding_window": 16, "head_dim": 8}
+    saved(MistralForCausalLM(MistralConfig(**sizes)), tmp_path)
+    change_config(tmp_path, layer_types=["full_attention"] * 3)  # transformers doesn't look at it
+    with pytest.raises(UnsupportedError, match="layer_types"):
+        read_huggingface(tmp_path)
+
+
+def test_deepseeks_other_order_of_rotation_is_refused(tmp_path: Path) -> None:
+    change_config(saved(SUCCESSORS["deepseek-v3"](), tmp_path), rope_interleave=False)
+    with pytest.raises(UnsupportedError, match="rope_interleave"):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "caps"), [("REMOVED", (50.0, 30.0)), (None, (0.0, 0.0)), (7.0, (7.0, 7.0))]
+)
+def test_gemma_2_caps_its_scores_and_logits_unless_told_not_to(
+    tmp_path: Path, changes: object, caps: tuple[float, float]
+) -> None:
+    saved(SUCCESSORS["gemma 2"](), tmp_path)
+    change_config(tmp_path, attn_logit_softcapping=changes, final_logit_softcapping=changes)
+    config = read_huggingface(tmp_path).config
+    assert (config.attention_soft_cap, config.logit_soft_cap) == caps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1.0"),
+        ({"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern is 0"),
+        ({"layer_types": "full_attention"}, "'layer_types' as 'full_attention'"),
+        ({"layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
+    ],
+)
+def test_settings_of_gemma_that_make_no_sense_are_errors(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(saved(SUCCESSORS["gemma 3"](), tmp_path), **changes)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +152,17 @@ def test_missing_misshapen_unknown_and_mistyped_tensors_are_refused_by_name(tmp_
     change_tensors(tmp_path, {name: torch.zeros(80, 48), "model.layers.0.extra": torch.zeros(1)})
     with pytest.raises(UnsupportedError, match=r"no place for: model\.layers\.0\.extra"):
         read_huggingface(tmp_path)
+
+
+def test_an_output_that_is_tied_but_has_numbers_of_its_own_is_refused(tmp_path: Path) -> None:
+    tensors = saved(llama(tie_word_embeddings=True), tmp_path) / "model.safetensors"
+    embedding = load_file(tensors)["model.embed_tokens.weight"]
+    change_tensors(tmp_path, {"lm_head.weight": embedding.clone()})
+    assert "projection.weight" not in read_huggingface(tmp_path).weights
+    for other in (embedding + 1, embedding[:-1].clone()):
+        change_tensors(tmp_path, {"lm_head.weight": other})
+        with pytest.raises(UnsupportedError, match=r"lm_head\.weight .*tie_word_embeddings"):
+            read_huggingface(tmp_path)
 
 
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -161,3 +220,13 @@ def test_a_shard_that_is_missing_or_lacks_its_tensor_is_an_error(tmp_path: Path)
     (tmp_path / last).unlink()
     with pytest.raises(CheckpointError, match=f"lacks {last}"):
         read_huggingface(tmp_path)
+
+
+def test_a_whole_file_counts_before_shards_as_in_transformers(tmp_path: Path) -> None:
+    saved(llama(), tmp_path, max_shard_size="40KB")
+    shards = {path.name: path.read_bytes() for path in tmp_path.glob("model*")}
+    saved(llama(rms_norm_eps=1e-5), tmp_path)  # it deletes the shards
+    for name, content in shards.items():
+        (tmp_path / name).write_bytes(content)
+    change_tensors(tmp_path, {"model.norm.weight": torch.full((48,), 7.0)})
+    assert float(read_huggingface(tmp_path).weights["decoder_norm.weight"].mean()) == 7.0

@@ -49,6 +49,17 @@ def test_texts_may_come_from_a_pipe_and_go_to_a_file(
     np.testing.assert_allclose(vectors_ND[-1], expected_D / np.linalg.norm(expected_D), rtol=1e-6)
 
 
+def test_texts_too_long_for_one_call_go_in_several(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = "é" * 40
+    monkeypatch.setattr("quill.server.cli.embed.MAX_BYTES", 200)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n" * 5 + "x" * 90 + "\nab\n"))
+    code, printed, _ = run("embed", "-", "--json")
+    assert (code, printed.count('"num_tokens"')) == (0, 7)
+    assert printed.count('"embeddings"') == 3, "two lines, two lines, and the rest"
+
+
 def test_json_has_everything(run: Run) -> None:
     _, printed, _ = run("embed", "abc", "--json", "--no-normalise")
     answer = json.loads(printed)
@@ -78,6 +89,7 @@ def test_words_vectors_are_compared_in_a_picture(run: Run, tmp_path: Path) -> No
 
 def test_words_that_cant_be_compared_are_refused(run: Run, tmp_path: Path) -> None:
     assert "needs two sentences or more" in run("embed", "--compare", "pear")[2]
+    assert "--compare wants a word" in run("embed", "--compare", " ", "a b", "c d")[2]
     assert "needs two sentences" in run("embed", "--compare", "pear", "one pear")[2]
     assert "should end in .png" in run("embed", "--compare=apple", f"--out={tmp_path}/a.jpg")[2]
     assert "can't read" in run("embed", "--compare=apple", f"--sentences={tmp_path}/no")[2]

@@ -11,7 +11,13 @@ from quill.protos import generation_pb2 as pb
 from quill.server.api import grpc_server
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.call_error import CallError
-from quill.server.client.requests import Options, embed_request, fill_request, make_request
+from quill.server.client.requests import (
+    Options,
+    embed_request,
+    fill_request,
+    make_request,
+    score_request,
+)
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.parrot import Parrot, make_parrot
@@ -65,7 +71,7 @@ def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:
     several = embed_request(["hi", [1, 2]], {})
     assert [each.WhichOneof("input") for each in several.inputs] == ["text", "token_ids"]
     assert list(fill_request([1, 2], None).token_ids.ids) == [1, 2]
-    with pytest.raises(CallError, match="POOLING_MIDDLE"):
+    with pytest.raises(CallError, match="'middle'; it must be mean or first or last"):
         embed_request("hi", {"pooling": "middle"})
 
 
@@ -74,6 +80,18 @@ def test_what_the_wire_cannot_carry_is_refused_here(options: Any) -> None:
     with pytest.raises(CallError) as caught:
         make_request("hi", options)
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("text", ["\ud800", [2**40], [-1.5]])
+def test_what_the_wire_cannot_carry_of_a_text_is_refused_here(text: Any) -> None:
+    for write in (score_request, lambda text: fill_request(text, None), embed_request_of):
+        with pytest.raises(CallError) as caught:
+            write(text)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def embed_request_of(text: Any) -> pb.EmbedRequest:
+    return embed_request([text], {})
 
 
 def test_servers_own_delay_goes_first() -> None:
