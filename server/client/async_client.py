@@ -62,7 +62,8 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        return await self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return await self._call(self._stub.Generate, request, timeout_s)
 
     def stream(
         self,
@@ -77,10 +78,8 @@ class AsyncClient:
         With `resume`, a stream that breaks is asked for again with the same seed, and goes on
         where it broke, if the server comes back within the retries.
         """
-        request = make_request(prompt, options)
-        if not resume:
-            return self._stream(request, timeout_s)
-        return self._resumed(seeded(request), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None

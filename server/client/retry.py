@@ -69,4 +69,6 @@ def _is_passing(error: CallError) -> bool:
     # Without a delay it isn't overload, but a message that is too large.
     if error.code is _OVERLOADED and error.retry_after_s is not None:
         return True
+    if error.is_broken:
+        return True
     return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting

@@ -52,6 +52,7 @@ class Client:
         self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
+        self._is_closed = False
 
     def __enter__(self) -> "Client":
         return self
@@ -60,13 +61,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        self._is_closed = True
         self._channel.close()
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        return self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return self._call(self._stub.Generate, request, timeout_s)
 
     def stream(
         self,
@@ -81,10 +84,8 @@ class Client:
         With `resume`, a stream that breaks is asked for again with the same seed, and goes on
         where it broke, if the server comes back within the retries.
         """
-        request = make_request(prompt, options)
-        if not resume:
-            return self._stream(request, timeout_s)
-        return self._resumed(seeded(request), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
@@ -117,7 +118,7 @@ class Client:
                 yield chunk
                 chunk = next(call, None)
         except grpc.RpcError as error:
-            raise read_error(error, self._access) from error
+            raise self._read(error) from error
         finally:
             call.cancel()
 
@@ -171,8 +172,13 @@ class Client:
             try:
                 return call(attempts.left_s)
             except grpc.RpcError as raised:
-                error = read_error(raised, self._access)
+                error = self._read(raised)
                 delay_s = attempts.delay_s(error)
                 if delay_s is None:
                     raise error from raised
             self._sleep(delay_s)
+
+    def _read(self, error: grpc.RpcError) -> CallError:
+        if self._is_closed:  # in another thread
+            return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+        return read_error(error, self._access)
