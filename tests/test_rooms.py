@@ -47,8 +47,9 @@ WITHIN = {
         "http": "http/openai http/wire service auth telemetry",
         "kserve": "api service protocol auth telemetry",
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
-        "client": "",
-        "cli": "client serve auth",
+        "client/balancing": "",
+        "client": "client/balancing",
+        "cli": "client client/balancing serve auth",
         "commands": "cli",
     },
     "export": {
