@@ -20,7 +20,7 @@ BETWEEN = {
     "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
     "export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/fleet": "protos server.client server.scheduler server.limits server.request",
+    "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.limits server.request server.events server.errors "
@@ -84,8 +84,8 @@ WITHIN = {
         "run": "workload doors environment results",
         "bench/contenders": "environment doors",
         "bench": "bench/contenders doors workload environment results",
+        "bench/fleet": "bench doors workload environment results",
         "compare": "bench environment results",
-        "fleet": "bench doors workload environment results",
         "commands": "run bench compare",
     },
     "protos": {},

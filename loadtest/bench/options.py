@@ -237,7 +237,7 @@ def _add_affinity(kinds: "Subparsers") -> None:
     parser.add_argument("--seed", type=_positive, default=1, metavar="N", help="default 1")
     _add_rounds(parser, 2)
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="write the results there too")
-    parser.set_defaults(run="quill.loadtest.fleet.affinity:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench.fleet.affinity:run", extra="loadtest")
 
 
 def _add_fleet(kinds: "Subparsers") -> None:
@@ -262,7 +262,7 @@ def _add_fleet(kinds: "Subparsers") -> None:
     add("--seed", type=_positive, default=1, metavar="N", help="default 1")
     add("--out", type=Path, default=Path("runs/fleet"), metavar="DIRECTORY",
         help="gets the picture and the numbers (default runs/fleet)")  # fmt: skip
-    parser.set_defaults(run="quill.loadtest.fleet.fleet:run", extra="loadtest")
+    parser.set_defaults(run="quill.loadtest.bench.fleet.fleet:run", extra="loadtest")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quill.loadtest.fleet.replica import Replica, StepCost
-from quill.loadtest.fleet.traffic import Call
+from quill.loadtest.bench.fleet.replica import Replica, StepCost
+from quill.loadtest.bench.fleet.traffic import Call
 from quill.server.client.balancing.balancer import Balancer
 from quill.server.client.balancing.target import Balance
 from quill.server.client.retry import Retries

@@ -15,11 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from quill.loadtest.bench.fleet.outcome import MAX_FIRST_S, MAX_GAP_S, Outcome, summarise
+from quill.loadtest.bench.fleet.picture import draw
+from quill.loadtest.bench.fleet.simulation import FleetShape, Simulation, Trouble
+from quill.loadtest.bench.fleet.traffic import Traffic
 from quill.loadtest.environment.machine import machine_facts
-from quill.loadtest.fleet.outcome import MAX_FIRST_S, MAX_GAP_S, Outcome, summarise
-from quill.loadtest.fleet.picture import draw
-from quill.loadtest.fleet.simulation import FleetShape, Simulation, Trouble
-from quill.loadtest.fleet.traffic import Traffic
 from quill.server.client.balancing.target import Balance
 
 BALANCES: tuple[Balance, ...] = ("round-robin", "least", "affinity")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quill.loadtest.fleet.simulation import CallState, Simulated
+from quill.loadtest.bench.fleet.simulation import CallState, Simulated
 
 # A call is served well if its first token comes so soon, and the others so fast.
 MAX_FIRST_S = 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from quill.loadtest.fleet.outcome import MAX_FIRST_S, Outcome
+from quill.loadtest.bench.fleet.outcome import MAX_FIRST_S, Outcome
 from quill.loadtest.results.plots import BLUE, ORANGE, PLAIN, RED, save
 
 _STYLES = {"round-robin": (RED, ":"), "least": (ORANGE, "--"), "affinity": (BLUE, "-")}

@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from quill.loadtest.fleet.outcome import is_good, summarise
-from quill.loadtest.fleet.replica import Replica, StepCost
-from quill.loadtest.fleet.simulation import CallState, FleetShape, Simulated, Simulation, Trouble
-from quill.loadtest.fleet.traffic import Traffic
+from quill.loadtest.bench.fleet.outcome import is_good, summarise
+from quill.loadtest.bench.fleet.replica import Replica, StepCost
+from quill.loadtest.bench.fleet.simulation import (
+    CallState,
+    FleetShape,
+    Simulated,
+    Simulation,
+    Trouble,
+)
+from quill.loadtest.bench.fleet.traffic import Traffic
 from quill.server.client.balancing.target import BALANCES, Balance
 from quill.server.limits import Limits
 from quill.server.request import Request

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.fleet import affinity
+from quill.loadtest.bench.fleet import affinity
 
 
 def test_bench_affinity_asks_new_servers_the_same_and_tells_who_found_more(
