@@ -17,6 +17,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_engine(kinds)
     _add_guesses(kinds)
+    _add_forms(kinds)
     _add_server(kinds)
     _add_streams(kinds)
     _add_peers(kinds)
@@ -44,6 +45,30 @@ def _add_guesses(kinds: "Subparsers") -> None:
     _add_common(parser)
     _add_rounds(parser, 3)
     parser.set_defaults(run="quill.loadtest.bench.guesses:run", extra="loadtest")
+
+
+def _add_forms(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "forms",
+        help="answers that keep to JSON schemas: valid, the same alone, as fast as free ones",
+        description="Asks a server for answers to fifty JSON schemas in a crowd, validates them, "
+        "asks some again alone, measures what forms cost, and sends hostile ones.",
+    )
+    _add_common(parser)
+    _add_rounds(parser, 3)
+    parser.add_argument(
+        "--seeds", type=_positive, default=20, metavar="N", help="of each schema; default 20"
+    )
+    parser.add_argument(
+        "--alone", type=_natural, default=500, metavar="N", help="asked again; default 500"
+    )
+    parser.add_argument(
+        "--parts",
+        default="answers,speed,hostile",
+        metavar="NAMES",
+        help="with commas; default answers,speed,hostile",
+    )
+    parser.set_defaults(run="quill.loadtest.bench.forms.run:run", extra="loadtest")
 
 
 def _add_peers(kinds: "Subparsers") -> None:

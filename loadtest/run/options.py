@@ -42,9 +42,9 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
     add("--duration", metavar="TIME", help="500ms, 30s, 2m (default 30s, or --requests' end)")
     add("--requests", type=int, default=0, metavar="N", help="end after so many")
     add("--scenario", default="short-chat", metavar="NAME",
-        help="short-chat, long-prompt, long-answer, shared-prompt, system-prompts, mixed; cancels, "
-        "slow-readers, deadlines, bad-requests, reconnects, unfriendly; beams "
-        "(default short-chat)")  # fmt: skip
+        help="short-chat, long-prompt, long-answer, shared-prompt, system-prompts, structured, "
+        "mixed; cancels, slow-readers, deadlines, bad-requests, reconnects, unfriendly; beams; "
+        "embed (default short-chat)")  # fmt: skip
     add("--seed", type=int, metavar="N",
         help="from 1; the same one asks the same requests (default: a new one)")  # fmt: skip
     add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
