@@ -196,7 +196,7 @@ class AsyncClient:
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return await self._ask(call, key, attempts.left_s, failed)
+                return await self._ask(call, key, attempts, failed)
             except CallError as error:
                 elsewhere = self._fleet.has_other(failed)
                 delay_s = attempts.delay_s(error, elsewhere=elsewhere)
@@ -208,12 +208,12 @@ class AsyncClient:
         self,
         call: Callable[[Lease, float | None], Awaitable[_Result]],
         key: bytes | None,
-        left_s: float | None,
+        attempts: Attempts,
         failed: set[str],
     ) -> _Result:
         server = await self._fleet.take(key, failed)
         try:
-            return await call(server, left_s)
+            return await call(server, attempts.left_s)
         except grpc.aio.AioRpcError as raised:
             failed.add(server.address)
             error = read_error(raised, self._access)

@@ -21,7 +21,6 @@ from quill.server.client.call_error import CallError
 from quill.server.client.fleet_state import FleetState, Lease, channel_options
 from quill.server.client.health import (
     HEAR_S,
-    LOOK_S,
     QUESTION,
     RESOLVE_S,
     WATCH_S,
@@ -115,8 +114,7 @@ class AsyncFleet:
         return task
 
     async def _watch(self, address: str, connection: _Connection) -> None:
-        is_final = False
-        while not is_final:
+        while True:
             was_heard, code = False, None
             try:
                 async for word in watching(connection.channel)(QUESTION, timeout=WATCH_S):
@@ -125,10 +123,9 @@ class AsyncFleet:
             except grpc.aio.AioRpcError as error:
                 code = error.code()
             silence = read_silence(code, was_heard)
-            is_final = silence.is_final
             if silence.is_serving is not None:
                 self._note(address, silence.is_serving)
-                await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(silence.pause_s)
 
     def _note(self, address: str, is_serving: bool) -> None:
         self._state.note(address, is_serving)

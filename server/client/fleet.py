@@ -20,7 +20,6 @@ from quill.server.client.call_error import CallError
 from quill.server.client.fleet_state import ChannelOptions, FleetState, Lease, channel_options
 from quill.server.client.health import (
     HEAR_S,
-    LOOK_S,
     QUESTION,
     RESOLVE_S,
     WATCH_S,
@@ -108,8 +107,7 @@ class Fleet:
         threading.Thread(target=work, args=arguments, daemon=True).start()
 
     def _watch(self, address: str, connection: _Connection) -> None:
-        is_final = False
-        while not is_final and self._is_current(address, connection):
+        while self._is_current(address, connection):
             was_heard, code = False, None
             try:
                 connection.watch = watching(connection.channel)(QUESTION, timeout=WATCH_S)
@@ -121,10 +119,9 @@ class Fleet:
             except ValueError:  # the channel was closed just now
                 return
             silence = read_silence(code, was_heard)
-            is_final = silence.is_final
             if silence.is_serving is not None:
                 self._note(address, silence.is_serving)
-                self._closed.wait(LOOK_S)
+            self._closed.wait(silence.pause_s)
 
     def _is_current(self, address: str, connection: _Connection) -> bool:
         with self._changed:

@@ -40,15 +40,15 @@ def is_serving(word: pb.HealthWord) -> bool:
 
 @dataclass(frozen=True)
 class Silence:
-    """What it means that no more is heard. `is_serving` None: as it was."""
+    """What it means that no more is heard, and when to ask again."""
 
-    is_serving: bool | None
-    is_final: bool = False
+    is_serving: bool | None  # None: as it was
+    pause_s: float = LOOK_S
 
 
 def read_silence(code: grpc.StatusCode | None, was_heard: bool) -> Silence:
-    if code is grpc.StatusCode.UNIMPLEMENTED:  # no such service: it can't say, and may serve
-        return Silence(is_serving=True, is_final=True)
+    if code is grpc.StatusCode.UNIMPLEMENTED:  # there is no such service, but somebody answers
+        return Silence(is_serving=True, pause_s=HEAR_S)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and was_heard:
-        return Silence(is_serving=None)
+        return Silence(is_serving=None, pause_s=0.0)
     return Silence(is_serving=False)

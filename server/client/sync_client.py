@@ -196,7 +196,7 @@ class Client:
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return self._ask(call, key, attempts.left_s, failed)
+                return self._ask(call, key, attempts, failed)
             except CallError as error:
                 elsewhere = self._fleet.has_other(failed)
                 delay_s = attempts.delay_s(error, elsewhere=elsewhere)
@@ -208,12 +208,12 @@ class Client:
         self,
         call: Callable[[Lease, float | None], _Result],
         key: bytes | None,
-        left_s: float | None,
+        attempts: Attempts,
         failed: set[str],
     ) -> _Result:
         server = self._fleet.take(key, failed)
         try:
-            return call(server, left_s)
+            return call(server, attempts.left_s)
         except grpc.RpcError as raised:
             failed.add(server.address)
             error = self._read(raised)
