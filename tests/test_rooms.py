@@ -19,6 +19,8 @@ BETWEEN = {
     "protos": "",
     "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
     "export.bundle",
+    # The scheduler without an engine, for `quill bench fleet`.
+    "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.limits server.request server.events server.errors "
@@ -47,8 +49,9 @@ WITHIN = {
         "http": "http/openai http/wire service auth telemetry",
         "kserve": "api service protocol auth telemetry",
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
-        "client": "",
-        "cli": "client serve auth",
+        "client/balancing": "",
+        "client": "client/balancing",
+        "cli": "client client/balancing serve auth",
         "commands": "cli",
     },
     "export": {
@@ -81,6 +84,7 @@ WITHIN = {
         "run": "workload doors environment results",
         "bench/contenders": "environment doors",
         "bench": "bench/contenders doors workload environment results",
+        "bench/fleet": "bench doors workload environment results",
         "bench/forms": "bench workload environment results",
         "compare": "bench environment results",
         "commands": "run bench compare",

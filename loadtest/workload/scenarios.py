@@ -28,6 +28,7 @@ from quill.loadtest.workload.forms import draw_form
 from quill.protos import generation_pb2 as pb
 
 Scenario = Callable[[RequestDraw, Facts], Ask]
+NUM_SYSTEM_PROMPTS = 20
 
 
 def short_chat(draw: RequestDraw, facts: Facts) -> Ask:
@@ -54,8 +55,17 @@ def long_answer(draw: RequestDraw, facts: Facts) -> Ask:
 
 def shared_prompt(draw: RequestDraw, facts: Facts) -> Ask:
     """Everybody's prompt begins alike: what a prefix cache is for."""
-    shared = random.Random(f"{draw.seed}/shared")
-    length, own = min(facts.context // 3, 256), draw.tokens(4, 16, facts)
+    return _beginning_with(random.Random(f"{draw.seed}/shared"), 256, draw, facts)
+
+
+def system_prompts(draw: RequestDraw, facts: Facts) -> Ask:
+    """Twenty applications, each with a long system prompt of its own, all asked equally often."""
+    number = draw.random.randrange(NUM_SYSTEM_PROMPTS)
+    return _beginning_with(random.Random(f"{draw.seed}/system/{number}"), 512, draw, facts)
+
+
+def _beginning_with(shared: random.Random, most: int, draw: RequestDraw, facts: Facts) -> Ask:
+    length, own = min(facts.context // 3, most), draw.tokens(4, 16, facts)
     if facts.has_template:
         request = chat(draw.random, own, facts, system=words(shared, length * 3 // 4))
     elif facts.has_tokenizer:
@@ -168,7 +178,7 @@ def name_of(scenario: Scenario) -> str:
 SCENARIOS: dict[str, Scenario] = {
     name_of(function): function
     for function in (
-        *(short_chat, long_prompt, long_answer, shared_prompt, structured, mixed),
+        *(short_chat, long_prompt, long_answer, shared_prompt, system_prompts, structured, mixed),
         *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams, embed),
     )
 }

@@ -129,7 +129,7 @@ class _Talk:
         """What was said until the end, or until Ctrl-C."""
         said = _Said()
         options: Options = {**self.options, "tool_choice": choice} if self.tools else self.options
-        chunks = self.client.stream(messages, timeout_s=self.timeout_s, **options)
+        chunks = self.client.stream(messages, timeout_s=self.timeout_s, resume=True, **options)
         try:
             for chunk in chunks:
                 said.take(chunk)

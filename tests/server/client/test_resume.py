@@ -44,6 +44,13 @@ def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
     assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_LENGTH)
 
 
+def test_end_is_told_once() -> None:
+    given = ResumeFilter()
+    take(given, chunk("ab", last=True), chunk("x", 1))
+    given.replay()
+    assert take(given, chunk("ab", last=True), chunk("xy", 1, last=True)) == ["y"]
+
+
 def test_calls_go_on_where_they_broke() -> None:
     def call(index: int, arguments: str, id: str = "") -> pb.GenerateChunk:
         piece = pb.ToolCallPiece(index=index, id=id, name="f" if id else "", arguments=arguments)
