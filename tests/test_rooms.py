@@ -48,6 +48,7 @@ WITHIN = {
         "kserve": "api service protocol auth telemetry",
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
         "client": "",
+        "client/batch": "client",
         "cli": "client serve auth",
         "commands": "cli",
     },

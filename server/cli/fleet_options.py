@@ -1,0 +1,61 @@
+"""The options of the commands that ask any number of servers.
+
+Knows: argparse. Does not know: requests; it imports no grpc.
+"""
+
+import argparse
+from pathlib import Path
+
+from quill.server.cli.access_options import ADDRESS, add_proof
+from quill.server.cli.argument_types import Subparsers, address, natural, positive, seconds
+
+
+def add_batch(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "batch",
+        help="answer a file of prompts on running servers",
+        description="Answers every line of a file, in order, and goes on where it was stopped if "
+        "it is started again. A line is a JSON object with prompt, messages or input, and options "
+        "by the names of protos/generation.proto. Where a line has no seed, it gets one by its "
+        "number: so the same file has the same answers. The exit code is 4 if lines failed.",
+    )
+    parser.add_argument("input", type=Path, metavar="IN.jsonl", help="a JSON object a line")
+    parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="an answer a line")
+    parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"}, default_address=ADDRESS)
+    parser.add_argument(
+        "--address",
+        action="append",
+        type=address,
+        metavar="HOST:PORT",
+        help=f"several times for several servers of the same model (default {ADDRESS})",
+    )
+    add_proof(parser)
+    _add_pace(parser)
+    parser.set_defaults(run="quill.server.client.batch.command:batch", extra="client")
+
+
+def _add_pace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="lines that are asked at once, on all servers together (default 32)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="another number gives other seeds to lines that have none (default 0)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait while no server answers at all (default 300)",
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, metavar="SECONDS", help="for one line (default: none)"
+    )
