@@ -49,6 +49,7 @@ WITHIN = {
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
         "client": "",
         "client/batch": "client",
+        "client/top": "client",
         "cli": "client serve auth",
         "commands": "cli",
     },

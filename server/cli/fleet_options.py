@@ -34,6 +34,43 @@ def add_batch(subparsers: Subparsers) -> None:
     parser.set_defaults(run="quill.server.client.batch.command:batch", extra="client")
 
 
+def add_top(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "top",
+        help="watch running servers in the terminal",
+        description="Shows what servers do: health, sequences that run and requests that wait, "
+        "tokens a second, time to first token and between tokens (median / 95%%), memory for keys "
+        "and values, prompts whose beginning was known, guesses that were right. The numbers are "
+        "those of their metrics.",
+    )
+    parser.add_argument(
+        "addresses",
+        nargs="*",
+        type=_watched,
+        metavar="HOST:PORT",
+        help="a server's metrics or HTTP port, or its gRPC port if the metrics are at the next "
+        "one; quill+dns://NAME:PORT is every address of a name, looked up again each time "
+        f"(default {ADDRESS})",
+    )
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="between looks (default 1)"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one table and leave; exit code 1 if no server serves",
+    )
+    add_proof(parser)
+    parser.set_defaults(
+        run="quill.server.client.top.command:top", extra="client", default_address=ADDRESS
+    )
+
+
+def _watched(text: str) -> str:
+    address(text.removeprefix("quill+dns://"))
+    return text
+
+
 def _add_pace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency",
