@@ -16,8 +16,9 @@ def add_batch(subparsers: Subparsers) -> None:
         help="answer a file of prompts on running servers",
         description="Answers every line of a file, in order, and goes on where it was stopped if "
         "it is started again. A line is a JSON object with prompt, messages or input, and options "
-        "by the names of protos/generation.proto. Where a line has no seed, it gets one by its "
-        "number: so the same file has the same answers. The exit code is 4 if lines failed.",
+        "by the names of protos/generation.proto, or a line of OpenAI's batch files. Where it has "
+        "no seed, it gets one by its number: so the same file has the same answers. The exit code "
+        "is 4 if lines failed.",
     )
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help="a JSON object a line")
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="an answer a line")
@@ -28,6 +29,13 @@ def add_batch(subparsers: Subparsers) -> None:
         type=address,
         metavar="HOST:PORT",
         help=f"several times for several servers of the same model (default {ADDRESS})",
+    )
+    parser.add_argument(
+        "--http",
+        action="append",
+        type=address,
+        metavar="HOST:PORT",
+        help="where the servers speak HTTP, for OpenAI's lines (default: two ports further)",
     )
     add_proof(parser)
     _add_pace(parser)

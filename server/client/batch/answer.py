@@ -8,12 +8,14 @@ caches and guesses saved.
 
 import json
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from quill.protos import generation_pb2 as pb
 from quill.server.client.batch.line import Json
+from quill.server.client.batch.posting import Reply, lasting
 from quill.server.client.call_error import CallError
 from quill.server.errors import InvalidFieldError
 
@@ -47,12 +49,23 @@ def write_answer(head: Json, response: Response, tail: Json) -> Answer:
     return Answer(_write(head | {"answer": told | {"usage": usage}} | tail), False, num_tokens)
 
 
+def write_reply(head: Json, reply: Reply, name: str, tail: Json) -> Answer:
+    """In the form of OpenAI's files, whose refusals are responses, too."""
+    response = {"status_code": reply.status, "request_id": name, "body": lasting(reply, name)}
+    content = {"id": f"batch_req_{name}", **tail, "response": response}
+    if reply.status != HTTPStatus.OK:
+        return Answer(_write(head | {"error": None} | content), True)
+    usage = reply.body.get("usage", {})
+    num_tokens = usage.get("completion_tokens", usage.get("prompt_tokens", 0))
+    return Answer(_write(head | content | {"error": None}), False, num_tokens)
+
+
 def write_error(head: Json, error: CallError | InvalidFieldError, tail: Json) -> Answer:
     if isinstance(error, CallError):
         code, reason = error.code.name, error.reason
     else:
         code, reason = "INVALID_ARGUMENT", str(error)
-    told = {"code": code, "field": error.field, "reason": reason}
+    told = {"code": code, "field": error.field, "message": reason}
     return Answer(_write(head | {"error": told} | tail), True)
 
 

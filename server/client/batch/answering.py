@@ -10,14 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quill.server.client.access import Access
-from quill.server.client.batch.answer import Answer, write_answer, write_error
+from quill.server.client.batch.answer import Answer, write_answer, write_error, write_reply
 from quill.server.client.batch.in_order import in_order
 from quill.server.client.batch.line import Json, derived_seed, read_object, read_request
-from quill.server.client.batch.servers import Servers
+from quill.server.client.batch.posting import read_posted
+from quill.server.client.batch.servers import CONCURRENCY, Fleet, Servers
 from quill.server.client.call_error import CallError
 from quill.server.errors import InvalidFieldError
 
-CONCURRENCY = 32
+_NAMES = ("id", "custom_id")  # that authors give their lines
 _DIGEST_CHARACTERS = 16
 
 
@@ -49,7 +50,11 @@ async def answer(line: Line, servers: Servers) -> Answer:
     tail: Json = {}
     try:
         found = read_object(line.text)
-        tail = {"id": found["id"]} if found.get("id") is not None else {}
+        tail = {name: found[name] for name in _NAMES if found.get(name) is not None}
+        if "url" in found:
+            posted = read_posted(found, line.seed)
+            reply = await servers.post(posted)
+            return write_reply(line.head, reply, digest(line.text, str(line.seed)), tail)
         response = await servers.ask(read_request(found, line.seed))
         return write_answer(line.head, response, tail)
     except (InvalidFieldError, CallError) as error:
@@ -60,6 +65,7 @@ def answer_lines(
     lines: Sequence[str],
     addresses: str | Sequence[str],
     *,
+    http_addresses: Sequence[str] = (),
     access: Access | None = None,
     concurrency: int = CONCURRENCY,
     seed: int = 0,
@@ -69,21 +75,24 @@ def answer_lines(
     A line that has no seed gets one by its text: where equal lines should be answered differently,
     give them seeds.
     """
-    several = [addresses] if isinstance(addresses, str) else addresses
+    fleet = Fleet(
+        addresses=[addresses] if isinstance(addresses, str) else addresses,
+        http_addresses=http_addresses,
+        access=access or Access(),
+        concurrency=concurrency,
+    )
     asked = [
         Line(each.encode("utf-8", "surrogatepass"), derived_seed(seed, each), {}) for each in lines
     ]
-    return asyncio.run(_answer_all(asked, several, access, concurrency))
+    return asyncio.run(_answer_all(asked, fleet))
 
 
-async def _answer_all(
-    lines: Iterable[Line], addresses: Sequence[str], access: Access | None, concurrency: int
-) -> list[str]:
+async def _answer_all(lines: Iterable[Line], fleet: Fleet) -> list[str]:
     answers: list[str] = []
 
     def take(each: Answer) -> None:
         answers.append(each.line.decode().removesuffix("\n"))
 
-    async with Servers(addresses, access) as servers:
-        await in_order(lines, lambda line: answer(line, servers), take, concurrency)
+    async with Servers(fleet) as servers:
+        await in_order(lines, lambda line: answer(line, servers), take, fleet.concurrency)
     return answers

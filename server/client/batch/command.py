@@ -17,7 +17,7 @@ from quill.server.client.batch.answering import Line, answer, numbered
 from quill.server.client.batch.in_order import in_order
 from quill.server.client.batch.output import Output
 from quill.server.client.batch.progress import Progress
-from quill.server.client.batch.servers import Servers
+from quill.server.client.batch.servers import Fleet, Servers
 from quill.server.errors import ServerError
 
 
@@ -53,8 +53,15 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
 
 async def _run(args: argparse.Namespace, output: Output, num_all: int) -> int:
     """How many lines failed, in this run or before."""
-    addresses = args.address or [args.default_address]
-    async with Servers(addresses, read_access(args), args.patience, args.timeout) as servers:
+    fleet = Fleet(
+        addresses=args.address or [args.default_address],
+        http_addresses=args.http or (),
+        access=read_access(args),
+        concurrency=args.concurrency,
+        patience_s=args.patience,
+        timeout_s=args.timeout,
+    )
+    async with Servers(fleet) as servers:
         model = await servers.model()
 
         def lines() -> Iterator[Line]:

@@ -14,6 +14,8 @@ import pytest
 
 from quill.__main__ import main
 from quill.client import answer_lines
+from quill.server.auth.key_file import add_key
+from quill.server.client.batch.line import derived_seed
 from tests.server.process import FRONT_DOOR, wait_until
 from tests.server.running import Running, make_embedder, make_manifest, make_served, running_server
 
@@ -247,3 +249,75 @@ def test_a_step_that_fails_is_asked_for_again(run: Run, files: tuple[Path, Path]
         files[1].unlink()
         assert run(address=server.address)[0] == 4
     assert [each["error"]["code"] for each in read(files[1])] == ["INTERNAL"] * 2
+
+
+def posted(number: int, url: str = "/v1/completions", **body: object) -> dict[str, object]:
+    return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
+
+
+def test_files_of_openais_are_answered_in_their_form(run: Run, files: tuple[Path, Path]) -> None:
+    said = [{"role": "user", "content": "x"}]
+    write(
+        files[0],
+        posted(1, prompt="abc", max_tokens=3),
+        posted(2, "/v1/chat/completions", messages=said, max_tokens=2),
+        posted(3, "/v1/embeddings", input=["a", "b"], dimensions=2),
+        posted(4, prompt="abc", temperature=-1),
+        posted(5, "/v1/files"),
+        posted(6, prompt="abc", stream=True),
+        {"prompt": "abc", "max_new_tokens": 1},
+    )
+    with running_server(http_port=0, served=make_embedder()) as server:
+        http = ("--http", f"127.0.0.1:{server.http_port}")
+        assert run(*http, address=server.address)[0] == 4
+        first, second, third, cold, unknown, stream, own = read(files[1])
+        assert first["custom_id"] == "line-1"
+        assert first["error"] is None
+        assert first["response"]["status_code"] == 200
+        body = first["response"]["body"]
+        assert body["choices"][0]["text"] == "def"
+        assert (body["object"], body["created"], body["usage"]["completion_tokens"]) == (
+            *("text_completion", 0, 3),
+        )
+        assert body["seed"] == derived_seed(0, 1)
+        assert second["response"]["body"]["choices"][0]["message"]["content"] == "lm"
+        assert len(third["response"]["body"]["data"]) == 2
+        assert (cold["custom_id"], cold["response"]["status_code"], cold["error"]) == (
+            *("line-4", 400, None),
+        )
+        assert "temperature" in cold["response"]["body"]["error"]["message"]
+        assert unknown["error"]["field"] == "url"
+        assert stream["error"]["field"] == "body.stream"
+        assert own["answer"]["sequences"][0]["text"] == "d"
+        whole = files[1].read_bytes()
+        for end in (0, len(whole) // 2):
+            files[1].write_bytes(whole[:end])
+            assert run(*http, address=server.address)[0] == 4
+            assert files[1].read_bytes() == whole
+
+
+def test_openais_lines_wait_for_full_servers_and_know_keys(
+    run: Run, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    write(files[0], *(posted(number, prompt="abc", max_tokens=9) for number in range(20)))
+    keys, key = tmp_path / "keys.json", tmp_path / "key"
+    key.write_text(add_key(keys, "me"))
+    with running_server(max_rows=1, max_waiting=1, http_port=0, api_keys=keys) as server:
+        http = ("--http", f"127.0.0.1:{server.http_port}", "--api-key-file", str(key))
+        assert run("--concurrency", "5", *http, address=server.address)[0] == 0
+        assert server.next_record("RESOURCE_EXHAUSTED")
+    assert [each["response"]["status_code"] for each in read(files[1])] == [200] * 20
+
+
+def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None:
+    write(files[0], *(posted(number, prompt="abc", max_tokens=9) for number in range(20)))
+    with running_server(http_port=0) as server:
+        server.session.hold()
+        command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
+        command += ["--address", server.address, "--http", f"127.0.0.1:{server.http_port}"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        server.wait_for_requests(4)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "0 lines are answered: the same command goes on" in said
