@@ -31,6 +31,8 @@ def batch(args: argparse.Namespace) -> None:
     logging.basicConfig(format=("\r\x1b[2K" if sys.stderr.isatty() else "") + "%(message)s")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
         raise ServerError(f"{args.output} is the file of questions. Give another for the answers")
+    if args.input.exists() and not args.input.is_file():
+        raise ServerError(f"{args.input} must be a file: it is read again when the command goes on")
     num_all = sum(1 for _ in _texts(args.input))
     with Output(args.output) as output:
         num_failed = asyncio.run(_run(args, output, num_all))

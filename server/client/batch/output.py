@@ -9,7 +9,7 @@ cut off, and asked again.
 
 import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from quill.server.errors import ServerError
@@ -43,7 +43,17 @@ class Output:
     def go_on(self, heads: Iterable[bytes], mark: bytes) -> tuple[int, int]:
         """How many lines are there already, which must begin as these do, and after how many of
         these beginnings there is the mark."""
-        num_lines, num_marked, end, heads = 0, 0, 0, iter(heads)
+        try:
+            num_lines, num_marked, end = self._count(iter(heads), mark)
+            os.ftruncate(self._file, end)
+            os.lseek(self._file, end, os.SEEK_SET)
+        except OSError as error:
+            raise OutputError(f"{self._path} must be a file: {error.strerror}") from error
+        return num_lines, num_marked
+
+    def _count(self, heads: Iterator[bytes], mark: bytes) -> tuple[int, int, int]:
+        """Whole lines, those of them with the mark, and their bytes."""
+        num_lines, num_marked, end = 0, 0, 0
         with self._path.open("rb") as file:
             for line in file:
                 head = next(heads, None)
@@ -59,9 +69,7 @@ class Output:
                 if is_whole:
                     num_lines, end = num_lines + 1, end + len(line)
                     num_marked += line.startswith(mark, len(head))
-        os.ftruncate(self._file, end)
-        os.lseek(self._file, end, os.SEEK_SET)
-        return num_lines, num_marked
+        return num_lines, num_marked, end
 
     def append(self, lines: bytes) -> None:
         left = memoryview(lines)

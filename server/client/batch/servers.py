@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import grpc
+
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
@@ -91,7 +93,7 @@ class Servers:
 
         async def send(client: AsyncClient) -> Response:
             if isinstance(request, pb.GenerateRequest):
-                return await client.generate(request, timeout_s=timeout_s)
+                return _whole(await client.generate(request, timeout_s=timeout_s))
             return await client.embed(request, timeout_s=timeout_s)
 
         return await self._turns.ask(send)
@@ -104,6 +106,14 @@ class Servers:
             return await loop.run_in_executor(self._threads, poster.post, posted, timeout_s)
 
         return await self._posting.ask(send)
+
+
+def _whole(response: pb.GenerateResponse) -> pb.GenerateResponse:
+    """An answer that the clock has cut would be another one the next time."""
+    if any(each.finish_reason == pb.FINISH_REASON_DEADLINE for each in response.sequences):
+        reason = "the answer wasn't complete in time"
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+    return response
 
 
 def _beside(address: str) -> str:

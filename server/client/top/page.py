@@ -18,6 +18,7 @@ from quill.server.client.access import Access
 from quill.server.errors import ServerError
 
 TIMEOUT_S = 2.0
+MAX_PORT = 65535
 _MAX_BYTES = 4 * 2**20
 _LINE = re.compile(r"^(quill_\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -81,7 +82,7 @@ class Page:
         self._place = place
         self._access = access
         self._tls = access.http_context() if access.uses_tls else None
-        self._ports = [place.port, place.port + 1]
+        self._ports = [port for port in (place.port, place.port + 1) if port <= MAX_PORT]
 
     def look(self) -> Look:
         """Errors are PageErrors."""

@@ -199,7 +199,7 @@ def test_a_full_server_is_waited_for(files: tuple[Path, Path], run: Run) -> None
 
 
 def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Path, Path]) -> None:
-    write(files[0], *prompts(2))
+    write(files[0], *prompts())
     code, said = run(address="127.0.0.1:1")
     assert code == 1
     assert "127.0.0.1:1" in said
@@ -207,7 +207,7 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
         address = server.address
         server.session.hold()
         command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
-        command += ["--address", address, "--patience", "0.5"]
+        command += ["--address", address, "--patience", "0.5", "--concurrency", "2"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         server.wait_for_requests(2)
     _, said = process.communicate()
@@ -216,13 +216,25 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
     assert re.search(r"\d lines are answered: the same command goes on", said)
 
 
+def test_an_answer_that_the_clock_cuts_is_an_error(files: tuple[Path, Path], run: Run) -> None:
+    write(files[0], {"prompt": "abc", "max_new_tokens": 9})
+    with running_server() as server:
+        server.session.hold()
+        server.session.let_go(3)
+        assert run("--timeout", "1", address=server.address)[0] == 4
+    (line,) = read(files[1])
+    assert line["error"]["code"] == "DEADLINE_EXCEEDED"
+
+
 def test_files_that_cannot_be_used_are_errors_in_words(
-    run: Run, files: tuple[Path, Path], tmp_path: Path
+    run: Run, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = run()
     assert code == 1
     assert "can't read" in said
     write(files[0], *prompts(1))
+    assert main(["batch", "/dev/null", str(files[1])]) == 1
+    assert "must be a file" in capsys.readouterr().err
     os.link(*files)
     code, said = run()
     assert code == 1
