@@ -7,7 +7,14 @@ import argparse
 from pathlib import Path
 
 from quill.server.cli.access_options import ADDRESS, add_proof
-from quill.server.cli.argument_types import Subparsers, address, natural, positive, seconds
+from quill.server.cli.argument_types import (
+    Subparsers,
+    address,
+    addresses,
+    natural,
+    positive,
+    seconds,
+)
 
 
 def add_batch(subparsers: Subparsers) -> None:
@@ -26,9 +33,10 @@ def add_batch(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--address",
         action="append",
-        type=address,
+        type=addresses,
         metavar="HOST:PORT",
-        help=f"several times for several servers of the same model (default {ADDRESS})",
+        help="several times, or quill://HOST:PORT,HOST:PORT or quill+dns://NAME:PORT, for several "
+        f"servers of the same model (default {ADDRESS})",
     )
     parser.add_argument(
         "--http",
@@ -54,10 +62,10 @@ def add_top(subparsers: Subparsers) -> None:
     parser.add_argument(
         "addresses",
         nargs="*",
-        type=_watched,
+        type=addresses,
         metavar="HOST:PORT",
         help="a server's metrics or HTTP port, or its gRPC port if the metrics are at the next "
-        "one; quill+dns://NAME:PORT is every address of a name, looked up again each time "
+        "one; quill://HOST:PORT,HOST:PORT; quill+dns://NAME:PORT, looked up again each time "
         f"(default {ADDRESS})",
     )
     parser.add_argument(
@@ -72,11 +80,6 @@ def add_top(subparsers: Subparsers) -> None:
     parser.set_defaults(
         run="quill.server.client.top.command:top", extra="client", default_address=ADDRESS
     )
-
-
-def _watched(text: str) -> str:
-    address(text.removeprefix("quill+dns://"))
-    return text
 
 
 def _add_pace(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from quill.server.client.batch.answer import Answer, write_answer, write_error, 
 from quill.server.client.batch.in_order import in_order
 from quill.server.client.batch.line import Json, derived_seed, read_object, read_request
 from quill.server.client.batch.posting import read_posted
-from quill.server.client.batch.servers import CONCURRENCY, Fleet, Servers
+from quill.server.client.batch.servers import CONCURRENCY, Asking, Servers
 from quill.server.client.call_error import CallError
 from quill.server.errors import InvalidFieldError
 
@@ -75,7 +75,7 @@ def answer_lines(
     A line that has no seed gets one by its text: where equal lines should be answered differently,
     give them seeds.
     """
-    fleet = Fleet(
+    way = Asking(
         addresses=[addresses] if isinstance(addresses, str) else addresses,
         http_addresses=http_addresses,
         access=access or Access(),
@@ -84,15 +84,15 @@ def answer_lines(
     asked = [
         Line(each.encode("utf-8", "surrogatepass"), derived_seed(seed, each), {}) for each in lines
     ]
-    return asyncio.run(_answer_all(asked, fleet))
+    return asyncio.run(_answer_all(asked, way))
 
 
-async def _answer_all(lines: Iterable[Line], fleet: Fleet) -> list[str]:
+async def _answer_all(lines: Iterable[Line], asking: Asking) -> list[str]:
     answers: list[str] = []
 
     def take(each: Answer) -> None:
         answers.append(each.line.decode().removesuffix("\n"))
 
-    async with Servers(fleet) as servers:
-        await in_order(lines, lambda line: answer(line, servers), take, fleet.concurrency)
+    async with Servers(asking) as servers:
+        await in_order(lines, lambda line: answer(line, servers), take, asking.concurrency)
     return answers

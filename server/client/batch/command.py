@@ -17,7 +17,7 @@ from quill.server.client.batch.answering import Line, answer, numbered
 from quill.server.client.batch.in_order import in_order
 from quill.server.client.batch.output import Output
 from quill.server.client.batch.progress import Progress
-from quill.server.client.batch.servers import Fleet, Servers
+from quill.server.client.batch.servers import Asking, Servers
 from quill.server.errors import ServerError
 
 
@@ -55,7 +55,7 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
 
 async def _run(args: argparse.Namespace, output: Output, num_all: int) -> int:
     """How many lines failed, in this run or before."""
-    fleet = Fleet(
+    asking = Asking(
         addresses=args.address or [args.default_address],
         http_addresses=args.http or (),
         access=read_access(args),
@@ -63,7 +63,7 @@ async def _run(args: argparse.Namespace, output: Output, num_all: int) -> int:
         patience_s=args.patience,
         timeout_s=args.timeout,
     )
-    async with Servers(fleet) as servers:
+    async with Servers(asking) as servers:
         model = await servers.model()
 
         def lines() -> Iterator[Line]:

@@ -4,6 +4,7 @@ Knows: clients of both. Does not know: files, order, whose turn it is.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
+from quill.server.client.balancing.target import is_several, read_target
 from quill.server.client.batch.answer import Response
 from quill.server.client.batch.line import Request
 from quill.server.client.batch.posting import Posted, Poster, Reply
@@ -30,7 +32,7 @@ _LOOK_S = 10.0  # for whether a server is there at all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fleet:
+class Asking:
     """Which servers, and how they are asked."""
 
     addresses: Sequence[str]
@@ -44,15 +46,16 @@ class Fleet:
 class Servers:
     """Belongs to one event loop."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        access, patience_s = fleet.access, fleet.patience_s
-        self._clients = {each: AsyncClient(each, _ONCE, access=access) for each in fleet.addresses}
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        access, patience_s = asking.access, asking.patience_s
+        servers = _single(asking.addresses)
+        self._clients = {each: AsyncClient(each, _ONCE, access=access) for each in servers}
         self._turns = Turns(self._clients, patience_s)
-        http = fleet.http_addresses or [_beside(each) for each in fleet.addresses]
+        http = asking.http_addresses or [_beside(each) for each in servers if not is_several(each)]
         self._posters = {each: Poster(each, access) for each in http}
         self._posting = Turns(self._posters, patience_s)
-        self._threads = ThreadPoolExecutor(fleet.concurrency)
+        self._threads = ThreadPoolExecutor(asking.concurrency)
 
     async def __aenter__(self) -> "Servers":
         return self
@@ -89,7 +92,7 @@ class Servers:
 
     async def ask(self, request: Request) -> Response:
         """Errors are CallErrors about this request alone, or one StoppedError."""
-        timeout_s = self._fleet.timeout_s
+        timeout_s = self._asking.timeout_s
 
         async def send(client: AsyncClient) -> Response:
             if isinstance(request, pb.GenerateRequest):
@@ -100,7 +103,9 @@ class Servers:
 
     async def post(self, posted: Posted) -> Reply:
         """The same, in OpenAI's words."""
-        loop, timeout_s = asyncio.get_running_loop(), self._fleet.timeout_s
+        if not self._posters:
+            raise StoppedError("OpenAI's lines go to the servers' HTTP ports: say them with --http")
+        loop, timeout_s = asyncio.get_running_loop(), self._asking.timeout_s
 
         async def send(poster: Poster) -> Reply:
             return await loop.run_in_executor(self._threads, poster.post, posted, timeout_s)
@@ -114,6 +119,14 @@ def _whole(response: pb.GenerateResponse) -> pb.GenerateResponse:
         reason = "the answer wasn't complete in time"
         raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
     return response
+
+
+def _single(addresses: Sequence[str]) -> list[str]:
+    """Each server by itself, so that a full one rests and the others don't. Who is behind a name
+    changes, and is known to that client alone."""
+    targets = [(each, read_target(each)) for each in addresses]
+    lists = [[each] if target.name else list(target.servers) for each, target in targets]
+    return list(dict.fromkeys(itertools.chain(*lists)))
 
 
 def _beside(address: str) -> str:

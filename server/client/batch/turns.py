@@ -16,13 +16,14 @@ from typing import Generic, TypeVar
 import grpc
 
 from quill.server.client.call_error import CallError
+from quill.server.client.retry import is_passing
 from quill.server.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
 _FIRST_REST_S, _MAX_REST_S = 0.2, 10.0
-_MAX_BROKEN = 2
+_MAX_BUGS = 2
 # What says nothing of one line: the next one would hear the same.
 _FOR_ALL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -53,7 +54,7 @@ class Turns(Generic[_Client]):
 
     async def ask(self, send: Callable[[_Client], Awaitable[_Answer]]) -> _Answer:
         """Errors are CallErrors about this request alone, or one StoppedError."""
-        num_broken = 0
+        num_bugs = 0
         while True:
             server = await self._free_server()
             server.num_calls += 1
@@ -61,8 +62,9 @@ class Turns(Generic[_Client]):
                 answer = await send(server.client)
             except CallError as error:
                 # A step that failed may have been another request's fault.
-                num_broken += error.code is grpc.StatusCode.INTERNAL
-                if error.code is not grpc.StatusCode.INTERNAL or num_broken > _MAX_BROKEN:
+                is_bug = error.code is grpc.StatusCode.INTERNAL and not error.is_broken
+                num_bugs += is_bug
+                if not is_bug or num_bugs > _MAX_BUGS:
                     self._note(server, error)
             else:
                 server.num_failures = 0
@@ -82,11 +84,11 @@ class Turns(Generic[_Client]):
     def _note(self, server: _Server[_Client], error: CallError) -> None:
         """The server rests, if the error passes. Others are raised."""
         now_s = time.monotonic()
-        away = error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting
-        full = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s is not None
+        passes = is_passing(error)
+        away = passes and error.retry_after_s is None
         if not away:
             self._heard_s = now_s
-        if not away and not full:
+        if not passes:
             if error.code in _FOR_ALL or error.is_lasting:
                 raise StoppedError(f"{server.address}: {error}") from error
             raise error

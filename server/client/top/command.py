@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from quill.server.addresses import write_address
 from quill.server.client.access import Access, read_access
+from quill.server.client.balancing.target import read_target, resolve
 from quill.server.client.top.numbers import numbers
-from quill.server.client.top.page import Look, Page, PageError, Place, all_places
+from quill.server.client.top.page import Look, Page, PageError, Place
 from quill.server.client.top.table import Row, table
 from quill.server.errors import ServerError
 
 RATE_S, WINDOW_S = 5.0, 60.0  # how far back rates go; shares and quantiles
-DNS = "quill+dns://"
 _HOME, _CLEAR, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _OPEN, _CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, no cursor
 
@@ -63,7 +63,7 @@ class Watched:
         return first if last.at_s - first.at_s > WINDOW_S - 2 * RATE_S else None
 
 
-class Fleet:
+class Board:
     """All servers that the addresses name, also those that join later."""
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
@@ -91,17 +91,27 @@ class Fleet:
 
 
 def _places(address: str) -> list[Place]:
-    host, _, port = address.removeprefix(DNS).rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    return all_places(host, int(port)) if address.startswith(DNS) else [Place(host, int(port))]
+    target = read_target(address)
+    if target.name is None:
+        return [_place(each) for each in target.servers]
+    try:
+        servers = resolve(target.name)
+    except OSError as error:
+        raise PageError(f"has no address: {error.strerror}") from error
+    return [_place(each, target.name.rpartition(":")[0]) for each in servers]
+
+
+def _place(server: str, name: str = "") -> Place:
+    host, _, port = server.rpartition(":")
+    return Place(host.removeprefix("[").removesuffix("]"), int(port), name)
 
 
 def top(args: argparse.Namespace) -> None:
-    fleet = Fleet(args.addresses or [args.default_address], read_access(args))
-    fleet.look()
+    board = Board(args.addresses or [args.default_address], read_access(args))
+    board.look()
     if args.once:
         time.sleep(args.interval)  # rates are between two looks
-        rows = fleet.look()
+        rows = board.look()
         print(*table(rows), sep="\n")
         if not any(row.numbers is not None and row.numbers.serving for row in rows):
             raise NobodyServesError("no server serves")
@@ -109,7 +119,7 @@ def top(args: argparse.Namespace) -> None:
     with _screen():
         while True:
             time.sleep(args.interval)
-            _show(table(fleet.look()))
+            _show(table(board.look()))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ port it is at the next one, unless somebody chose otherwise.
 
 import http.client
 import re
-import socket
 import ssl
 import time
 from collections.abc import Mapping
@@ -135,12 +134,3 @@ def _reason(error: OSError | http.client.HTTPException) -> str:
         case http.client.HTTPException() | ConnectionResetError():
             return "no metrics there, nor at the next port. Is it gRPC, or TLS without --ca?"
     return f"away: {error.strerror or error}"
-
-
-def all_places(host: str, port: int) -> list[Place]:
-    """Every address that a name has, as behind a headless service."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise PageError(f"{host} has no address: {error.strerror}") from error
-    return [Place(ip, port, host) for ip in sorted({str(each[4][0]) for each in found})]

@@ -333,3 +333,22 @@ def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None
         _, said = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "0 lines are answered: the same command goes on" in said
+
+
+def test_several_servers_are_one_address_or_a_name(run: Run, files: tuple[Path, Path]) -> None:
+    write(files[0], *prompts(20))
+    with running_server() as one, running_server() as other:
+        assert run(address=f"quill://{one.address},{other.address}")[0] == 0
+        for server in (one, other):
+            assert server.next_record("OK").method == "GetModel"
+            assert server.next_record("OK").method == "Generate"
+        several = files[1].read_bytes()
+        files[1].unlink()
+        name = f"quill+dns://localhost:{one.server.port}"
+        assert run(address=name)[0] == 0
+        assert files[1].read_bytes() == several
+        write(files[0], posted(1, prompt="abc"))
+        files[1].unlink()
+        code, said = run(address=name)
+    assert code == 1
+    assert "say them with --http" in said

@@ -14,7 +14,7 @@ from quill.__main__ import main
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
-from quill.server.client.top.command import Fleet
+from quill.server.client.top.command import Board
 from quill.server.client.top.table import Row
 from tests.server.authority import Authority, write
 from tests.server.process import FRONT_DOOR
@@ -50,6 +50,7 @@ def test_all_servers_are_shown_and_a_dead_one_as_such(top: Top) -> None:
             client.generate("abc", max_new_tokens=5)
         http = f"127.0.0.1:{other.http_port}"
         code, lines, _ = top(metrics_of(one), http, "127.0.0.1:1")
+        assert top(f"quill://{metrics_of(one)},{http}")[1][-1].startswith("all  ")
     assert code == 0
     _, first, second, dead, every = lines
     assert first.split()[:4] == [metrics_of(one), "serving", "0/4", "0"]
@@ -60,12 +61,12 @@ def test_all_servers_are_shown_and_a_dead_one_as_such(top: Top) -> None:
 
 def test_numbers_are_those_of_the_server() -> None:
     with running_server(metrics_port=0) as running:
-        fleet = Fleet([metrics_of(running)], Access())
-        fleet.look()
+        board = Board([metrics_of(running)], Access())
+        board.look()
         with Client(running.address) as client:
             for _ in range(5):
                 client.generate("abc", max_new_tokens=10)
-        (row,) = fleet.look()
+        (row,) = board.look()
     assert row.numbers is not None
     assert row.numbers.tokens_per_s > 0
     assert row.numbers.first_token[float("inf")] == 5
@@ -76,13 +77,13 @@ def test_numbers_are_those_of_the_server() -> None:
 def test_a_server_that_comes_back_is_seen_again() -> None:
     with running_server(metrics_port=0) as running:
         port, address = running.server.metrics_port, metrics_of(running)
-        fleet = Fleet([address], Access())
+        board = Board([address], Access())
         with Client(running.address) as client:
             client.generate("abc", max_new_tokens=50)
-        assert is_there(fleet.look())
-    assert fleet.look() == [Row(address, None, "away: nobody listens there")]
+        assert is_there(board.look())
+    assert board.look() == [Row(address, None, "away: nobody listens there")]
     with running_server(metrics_port=port):
-        (row,) = fleet.look()
+        (row,) = board.look()
         assert row.numbers is not None
         assert row.numbers.tokens_per_s == 0
 
