@@ -11,7 +11,7 @@ CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 .PHONY: help compiled serve translate test test-portable test-page test-clients check format protos operators pins peers fuzz soak clean
 
 help:
-	@echo "make serve   start the server on the default model"
+	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
 	@echo "make translate  train, export, serve and ask a translation model (an hour or less)"
 	@echo "make test    run the tests"
 	@echo "make .venv/dev  bring Locust, and what else the tests need"
@@ -53,7 +53,7 @@ operators: $(VENV)/base
 	$(BIN)/python -m quill.export.operators.build
 
 serve: $(VENV)/base compiled
-	$(BIN)/quill serve
+	$(BIN)/quill serve $(SERVE)
 
 # What is there already is used again: the bundle, or the run, which goes on if it was stopped.
 RUN ?= runs/en-de

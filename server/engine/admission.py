@@ -25,6 +25,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._clock = clock
         self._waiting: dict[str, str] = {}  # the owner of each request
+        self._found_nobody: dict[str, float] = {}  # those that came to an empty queue, and when
         self._last_start_s: float | None = None  # None: nobody waited then
         self._interval_s = 0.0  # between two starts while somebody waits, smoothed
 
@@ -48,16 +49,18 @@ class Admission:
         num_own = self._num_waiting_of(owner)
         if owner and num_own >= num_left:
             self._refuse(f"{owner} has {num_own} requests waiting; the rest is for others", owner)
+        if not self._waiting:
+            self._found_nobody[request.request_id] = self._clock()
         self._waiting[request.request_id] = owner
 
     def observe(self, batch: Batch) -> None:
         """Takes note of who has left the queue."""
         for event in batch.events:
-            if isinstance(event, StartEvent):
+            if isinstance(event, StartEvent | FailEvent):
                 self._waiting.pop(event.request_id, None)
-                self._note_start()
-            elif isinstance(event, FailEvent):
-                self._waiting.pop(event.request_id, None)
+                came_s = self._found_nobody.pop(event.request_id, None)
+                if isinstance(event, StartEvent):
+                    self._note_start(came_s)
 
     def _num_waiting_of(self, owner: str) -> int:
         return sum(each == owner for each in self._waiting.values())
@@ -80,10 +83,17 @@ class Admission:
         """Until about half of the queue is gone; never so soon that refusals become a load."""
         return min(max(self.expected_wait_s(owner) / 2, 0.1), 30.0)
 
-    def _note_start(self) -> None:
+    def _note_start(self, came_s: float | None) -> None:
+        """`came_s`: when it came, if nobody waited then.
+
+        Such a one waited for itself alone, so no start takes longer than that now: whatever held
+        the queue up before, a pause of the whole machine perhaps, is over.
+        """
         now_s = self._clock()
         if self._last_start_s is not None:
             interval_s = now_s - self._last_start_s
             smoothed = self._interval_s + 0.2 * (interval_s - self._interval_s)
             self._interval_s = smoothed if self._interval_s else interval_s
+        if came_s is not None:
+            self._interval_s = min(self._interval_s, now_s - came_s)
         self._last_start_s = now_s if self._waiting else None

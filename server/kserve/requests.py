@@ -4,7 +4,6 @@ Knows: the tensors of the model's card, vLLM's names of options. Does not know: 
 every field is checked where generation.proto's are.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from quill.server.kserve.tensors import (
 )
 from quill.server.service.generation_options import OPTIONS, REFUSED, as_written, fill
 from quill.server.service.json_fields import INTEGER, STRING, Field, Json, from_texts, read_fields
+from quill.server.service.json_text import JsonError, parse_json
 
 SAMPLING = "sampling_parameters"
 FIELDS = (*OPTIONS, Field("logprobs", INTEGER, "of the so many likeliest tokens", "logprobs"))
@@ -120,11 +120,9 @@ def _object(raw: bytes) -> Json:
 
 def _json(name: str, raw: bytes) -> Any:
     try:
-        content = json.loads(_text(name, raw))
-        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (ValueError, RecursionError):
-        raise InvalidFieldError(name, "isn't JSON, or is nested too deeply") from None
-    return content
+        return parse_json(raw)
+    except JsonError as error:
+        raise InvalidFieldError(name, str(error)) from None
 
 
 def _text(name: str, raw: bytes) -> str:

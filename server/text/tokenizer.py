@@ -9,6 +9,7 @@ reference, model/data/tokenizer.py, written twice on purpose: the server needs n
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,11 @@ logger = logging.getLogger(__name__)
 # for the template's own. Unicode promises that it is never a character of any text.
 _MARK = "\ufdd0"
 _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte of a character that has no token
-# The library holds everybody up while it reads: 4 million characters took seconds.
+# The library takes its time: 4 million characters took seconds.
 MAX_CHARACTERS_PER_TOKEN = 32
+# Only its calls for many texts let other threads go on meanwhile, so every text is one of a batch
+# here. By itself it would start threads of its own for that.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @contextmanager
@@ -78,7 +82,7 @@ class Text:
     @_panics_caught()
     def encode(self, text: str, whole: bool = True) -> list[int]:
         """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._plain, text)
         return self._ended(self._begun(ids, whole), whole)
 
     @_panics_caught()
@@ -104,7 +108,8 @@ class Text:
     @_panics_caught()
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Bytes that make no whole character become U+FFFD."""
-        return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special))
+        (text,) = self._parsing.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return str(text)
 
     def piece(self, token_id: int) -> str:
         """A token by itself."""
@@ -132,7 +137,7 @@ class Text:
 
     def _encode_marked(self, text: str) -> list[int]:
         if _MARK not in text:
-            return list(self._parsing.encode(text, add_special_tokens=False).ids)
+            return _ids(self._parsing, text)
         return [id for part in self._parts(text) for id in self._encode_part(part)]
 
     def _parts(self, text: str) -> list[str]:
@@ -173,6 +178,11 @@ def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def _types(decoder: Mapping[str, Any]) -> set[str]:

@@ -99,7 +99,10 @@ class Quill:
         return self._decode(num_steps, names, len(names))
 
     def _decode(self, num_steps: int, names: Sequence[str], num_rows: int) -> float:
-        while (crowd := self._step().crowd) is None or crowd.num_rows < num_rows:
+        begun: set[tuple[str, int]] = set()  # rows that answer: others' prompts are still read
+        while len(begun) < num_rows:
+            events = self._step().events
+            begun |= {(e.request_id, e.sequence) for e in events if isinstance(e, TokenEvent)}
             assert not self._engine.is_idle, "a row ended before the last one began"
         self._step()
         start = time.perf_counter()

@@ -15,14 +15,13 @@ from typing import Any
 from quill.server.errors import CancelledError, SlowReaderError
 from quill.server.http.wire.refusals import Headers, RefusalError
 from quill.server.service.json_fields import Json
+from quill.server.service.json_text import MAX_INLINE_BYTES, JsonError, parse_json
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# Longer bodies are read by another thread: nothing slower than a millisecond on the event loop.
-MAX_INLINE_BYTES = 16 * 1024
 JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 30.0
 QUIET_S = 10.0  # proxies hang up on who says nothing
@@ -65,6 +64,7 @@ class Exchange:
         body = await self._read(max_bytes)
         if len(body) <= MAX_INLINE_BYTES:
             return read(_parse(body))
+        # By another thread: nothing slower than a millisecond on the event loop.
         return await asyncio.to_thread(lambda: read(_parse(body)))
 
     async def _read(self, max_bytes: int) -> bytes:
@@ -231,15 +231,6 @@ def dump_in_pieces(content: Any) -> bytes:
 
 def _parse(body: bytes) -> Any:
     try:
-        content = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        if b"\\ud" in body.lower():
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise RefusalError(400, "body", "has half of a surrogate pair, which is no text") from None
-    except (ValueError, RecursionError):
-        raise RefusalError(400, "body", "isn't JSON in UTF-8, or is nested too deeply") from None
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
+        return parse_json(body)
+    except JsonError as error:
+        raise RefusalError(400, "body", str(error)) from None

@@ -99,3 +99,18 @@ def test_wait_that_is_expected_is_that_of_ones_own_turns() -> None:
     assert door.admission.expected_wait_s("greedy") == pytest.approx(10.0)
     assert door.admission.expected_wait_s("modest") == pytest.approx(2.0)
     door.admit("quick", deadline_s=door.now_s + 3, owner="modest")
+
+
+def test_one_long_hold_up_is_forgotten_when_requests_start_at_once_again() -> None:
+    door = Door(max_waiting=100)
+    door.admit("before")
+    door.admit("held up")
+    door.tell(StartEvent("before", 0))
+    door.now_s += 58.0
+    door.tell(StartEvent("held up", 0))
+    door.admit("after")
+    door.now_s += 0.01
+    door.tell(StartEvent("after", 0))
+    door.admit("one")
+    door.admit("two", deadline_s=door.now_s + 5)
+    assert door.admission.num_waiting == 2
