@@ -5,20 +5,17 @@ Knows: generation.proto, gRPC's errors and their rich details. Does not know: ch
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
-# A text, token ids, or a conversation of {"role": …, "content": …}; or a message that has all.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | pb.GenerateRequest
-# What to embed: one text, or several, each as text or token ids, or with a range of these; or a
-# message that has all.
-Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput] | pb.EmbedRequest
-
-_Request = TypeVar("_Request", pb.GenerateRequest, pb.EmbedRequest)
+# A text, token ids, or a conversation of {"role": …, "content": …}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# What to embed: one text, or several, each as text or token ids, or with a range of these.
+Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 
 
 class Options(TypedDict, total=False):
@@ -50,8 +47,6 @@ class Options(TypedDict, total=False):
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    if isinstance(prompt, pb.GenerateRequest):
-        return _merged(prompt, pb.GenerateRequest, options)
     try:
         return pb.GenerateRequest(**_input(prompt), **options)
     except (ValueError, TypeError, OverflowError) as error:
@@ -72,12 +67,10 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def embed_request(inputs: Texts, options: EmbedOptions) -> pb.EmbedRequest:
+    texts = [inputs] if isinstance(inputs, str) else inputs
     fields: dict[str, Any] = dict(options)
     if "pooling" in options:
         fields["pooling"] = f"POOLING_{options['pooling'].upper()}"
-    if isinstance(inputs, pb.EmbedRequest):
-        return _merged(inputs, pb.EmbedRequest, fields)
-    texts = [inputs] if isinstance(inputs, str) else inputs
     try:
         return pb.EmbedRequest(inputs=map(_embed_input, texts), **fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -99,20 +92,6 @@ def _text(text: str | Sequence[int]) -> dict[str, Any]:
     return {"text": text} if isinstance(text, str) else {"token_ids": pb.TokenIds(ids=text)}
 
 
-def _merged(message: _Request, kind: type[_Request], options: Mapping[str, Any]) -> _Request:
-    """A message with options beside it, which go before its own."""
-    try:
-        changes = kind(**options)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise _unwritable(error) from error
-    merged = kind()
-    merged.CopyFrom(message)
-    for field, _ in changes.ListFields():
-        merged.ClearField(field.name)
-    merged.MergeFrom(changes)
-    return merged
-
-
 def _unwritable(error: Exception) -> CallError:
     reason = f"the request can't be written: {error}"
     return CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
@@ -125,7 +104,7 @@ def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
     return request
 
 
-def _input(prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _input(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     ids = [each for each in prompt if isinstance(each, int)]

@@ -17,6 +17,7 @@ from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancing.target import is_several, read_target
 from quill.server.client.batch.answer import Response
+from quill.server.client.batch.calls import embed, generate
 from quill.server.client.batch.line import Request
 from quill.server.client.batch.posting import Posted, Poster, Reply
 from quill.server.client.batch.turns import PATIENCE_S, StoppedError, Turns
@@ -96,8 +97,8 @@ class Servers:
 
         async def send(client: AsyncClient) -> Response:
             if isinstance(request, pb.GenerateRequest):
-                return _whole(await client.generate(request, timeout_s=timeout_s))
-            return await client.embed(request, timeout_s=timeout_s)
+                return _whole(await generate(client, request, timeout_s))
+            return await embed(client, request, timeout_s)
 
         return await self._turns.ask(send)
 
