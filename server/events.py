@@ -138,6 +138,8 @@ class StepReport:
     num_guessed: int = 0
     num_accepted: int = 0  # of the guessed: they were right
     num_set_back: int = 0  # requests that gave their blocks away
+    num_forced: int = 0  # of the accepted: a form left no choice
+    masks_s: float | None = None  # until all masks were made; None: no row keeps to a form
 
 
 class Crowd(NamedTuple):

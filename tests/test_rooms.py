@@ -19,6 +19,8 @@ BETWEEN = {
     "protos": "",
     "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
     "export.bundle",
+    # The scheduler without an engine, for `quill bench fleet`.
+    "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.limits server.request server.events server.errors "
@@ -40,7 +42,7 @@ WITHIN = {
         "protocol": "text grammar",
         "telemetry": "",
         "loading": "engine runtime scheduler sampling protocol text grammar machine",
-        "service": "loading engine protocol text auth telemetry",
+        "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
         "http/wire": "service auth",
         "http/openai": "http/wire service protocol",
@@ -84,6 +86,8 @@ WITHIN = {
         "run": "workload doors environment results",
         "bench/contenders": "environment doors",
         "bench": "bench/contenders doors workload environment results",
+        "bench/fleet": "bench doors workload environment results",
+        "bench/forms": "bench workload environment results",
         "compare": "bench environment results",
         "commands": "run bench compare",
     },

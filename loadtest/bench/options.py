@@ -17,12 +17,15 @@ def add_bench(subparsers: "Subparsers") -> None:
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_engine(kinds)
     _add_guesses(kinds)
+    _add_forms(kinds)
     _add_server(kinds)
     _add_streams(kinds)
     _add_peers(kinds)
     _add_translate(kinds)
     _add_embed(kinds)
     _add_fidelity(kinds)
+    _add_affinity(kinds)
+    _add_fleet(kinds)
 
 
 def _add_engine(kinds: "Subparsers") -> None:
@@ -42,6 +45,30 @@ def _add_guesses(kinds: "Subparsers") -> None:
     _add_common(parser)
     _add_rounds(parser, 3)
     parser.set_defaults(run="quill.loadtest.bench.guesses:run", extra="loadtest")
+
+
+def _add_forms(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "forms",
+        help="answers that keep to JSON schemas: valid, the same alone, as fast as free ones",
+        description="Asks a server for answers to fifty JSON schemas in a crowd, validates them, "
+        "asks some again alone, measures what forms cost, and sends hostile ones.",
+    )
+    _add_common(parser)
+    _add_rounds(parser, 3)
+    parser.add_argument(
+        "--seeds", type=_positive, default=20, metavar="N", help="of each schema; default 20"
+    )
+    parser.add_argument(
+        "--alone", type=_natural, default=500, metavar="N", help="asked again; default 500"
+    )
+    parser.add_argument(
+        "--parts",
+        default="answers,speed,hostile",
+        metavar="NAMES",
+        help="with commas; default answers,speed,hostile",
+    )
+    parser.set_defaults(run="quill.loadtest.bench.forms.run:run", extra="loadtest")
 
 
 def _add_peers(kinds: "Subparsers") -> None:
@@ -196,6 +223,71 @@ def _add_streams(kinds: "Subparsers") -> None:
         help="that is read while others stream or come; default 4000",
     )
     parser.set_defaults(run="quill.loadtest.bench.streams:run", extra="loadtest")
+
+
+def _add_affinity(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "affinity",
+        help="several servers: what it gains to ask the one that knows a prompt's beginning",
+        description="Starts servers, asks them the scenario system-prompts with each way to "
+        "balance (round-robin, affinity), in turns and of new servers every time, and "
+        "tells hit rates, tokens a second and how even the load was.",
+    )
+    parser.add_argument(
+        "bundle", nargs="?", type=Path, metavar="BUNDLE", help="default: smollm2-135m"
+    )
+    parser.add_argument("--precision", metavar="NAME", help="default: the fastest")
+    parser.add_argument("--servers", type=_positive, default=3, metavar="N", help="default 3")
+    parser.add_argument(
+        "--threads", type=_positive, default=1, metavar="N", help="of each server; default 1"
+    )
+    parser.add_argument(
+        "--cache",
+        type=_positive,
+        default=64,
+        metavar="MB",
+        help="of each server; enough for a third of the system prompts (default 64)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_positive,
+        default=2048,
+        metavar="TOKENS",
+        help="a cache has room for one at least (default 2048)",
+    )
+    parser.add_argument("--users", type=_positive, default=12, metavar="N", help="default 12")
+    parser.add_argument(
+        "--requests", type=_positive, default=400, metavar="N", help="in all; default 400"
+    )
+    parser.add_argument("--seed", type=_positive, default=1, metavar="N", help="default 1")
+    _add_rounds(parser, 2)
+    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="write the results there too")
+    parser.set_defaults(run="quill.loadtest.bench.fleet.affinity:run", extra="loadtest")
+
+
+def _add_fleet(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "fleet",
+        help="a hundred servers in simulated time, balanced in three ways",
+        description="Simulates servers with the real scheduler and the clients' real balancing, "
+        "and steps that take as long as measured ones. One server becomes slow, five die and come "
+        "back. Tells goodput, times to first tokens and how even the load was, with a picture.",
+    )
+    add = parser.add_argument
+    add("--replicas", type=_positive, default=100, metavar="N", help="default 100")
+    add("--rate", type=_positive, default=50_000, metavar="N", help="calls a minute; default 50000")
+    add("--duration", type=_positive, default=60, metavar="SECONDS",
+        help="simulated; the first third only fills caches (default 60)")  # fmt: skip
+    add("--apps", type=_positive, default=2000, metavar="N",
+        help="applications, each with a system prompt (default 2000)")  # fmt: skip
+    add("--skew", type=float, default=1.0, metavar="S",
+        help="of their popularity, by Zipf's law; 0: all alike (default 1)")  # fmt: skip
+    add("--clients", type=_positive, default=4, metavar="N",
+        help="processes that balance, each by what it knows (default 4)")  # fmt: skip
+    add("--seed", type=_positive, default=1, metavar="N", help="default 1")
+    add("--out", type=Path, default=Path("runs/fleet"), metavar="DIRECTORY",
+        help="gets the picture and the numbers (default runs/fleet)")  # fmt: skip
+    parser.set_defaults(run="quill.loadtest.bench.fleet.fleet:run", extra="loadtest")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,13 @@ Knows: all doors. Does not know: who asks, or what.
 from collections.abc import Callable
 
 from quill.loadtest.doors.door import Door
+from quill.loadtest.doors.fleet_door import shared_door
 from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.doors.http_door import HttpDoor
 from quill.loadtest.doors.kserve_door import KserveDoor
 from quill.loadtest.doors.names import DoorName
 from quill.server.client.access import Access
+from quill.server.client.balancing.target import is_several
 
 _DOORS: dict[DoorName, Callable[[str, Access], Door]] = {
     "grpc": GrpcDoor,
@@ -20,5 +22,8 @@ _DOORS: dict[DoorName, Callable[[str, Access], Door]] = {
 
 
 def open_door(name: DoorName, address: str, access: Access) -> Door:
-    """`address`: of the HTTP port for HTTP, else of gRPC's."""
+    """`address`: of the HTTP port for HTTP, else of gRPC's; of several servers for gRPC alone."""
+    if is_several(address):
+        assert name == "grpc", "the options refuse these"
+        return shared_door(address, access)
     return _DOORS[name](address, access)

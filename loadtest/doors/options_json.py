@@ -8,9 +8,15 @@ from typing import Any
 from quill.protos import generation_pb2 as pb
 
 # Those that another name is usual for; all others have their own.
-_NAMES = {"max_new_tokens": "max_tokens", "num_sequences": "n", "min_new_tokens": "min_tokens"}
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "num_sequences": "n",
+    "min_new_tokens": "min_tokens",
+    "constraint": "structured_outputs",
+}
 _EARLY_STOPPING = {pb.EARLY_STOPPING_AT_ONCE: True, pb.EARLY_STOPPING_NEVER: "never"}
 _INPUTS = ("prompt", "prompt_ids", "messages")
+_FORMS = {"json_schema": "json", "lark": "grammar"}  # of the constraint, in the same way
 
 
 def options_json(request: pb.GenerateRequest) -> dict[str, Any]:
@@ -32,7 +38,17 @@ def _value(name: str, value: Any) -> Any:
             return {str(token): bias for token, bias in value.items()}
         case "stop" | "stop_token_ids":
             return list(value)
+        case "constraint":
+            return _form_json(value)
     return value
+
+
+def _form_json(constraint: pb.Constraint) -> dict[str, Any]:
+    kind = constraint.WhichOneof("form")
+    if kind is None:
+        return {}
+    value = list(constraint.choice.choices) if kind == "choice" else getattr(constraint, kind)
+    return {_FORMS.get(kind, kind): value}
 
 
 def messages_json(request: pb.GenerateRequest) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 Knows: Prometheus' text format, HTTP. Does not know: the load.
 """
 
+import re
 import ssl
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from quill.server.client.access import Access
 
 LOOK_S = 0.25
 _TIMEOUT_S = 2.0
+_TOKENS = re.compile(r'^quill_tokens_total\{kind="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 class MetricsSample(NamedTuple):
@@ -33,6 +35,15 @@ def read_sample(text: str, at_s: float) -> MetricsSample | None:
     if len(found) < 2:
         return None
     return MetricsSample(at_s, found["quill_queue_depth"], found["quill_running_rows"])
+
+
+def read_tokens(url: str | None) -> dict[str, float]:
+    """What a server of our own has counted until now: `prompt`, `cached`, `generated`."""
+    assert url is not None, "it was told to have metrics"
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+        page = reply.read().decode("utf-8", "replace")
+    counted = dict.fromkeys(("prompt", "cached", "generated"), 0.0)
+    return counted | {kind: float(value) for kind, value in _TOKENS.findall(page)}
 
 
 def guess_url(address: str, scheme: str = "http") -> str:

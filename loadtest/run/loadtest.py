@@ -35,6 +35,7 @@ from quill.loadtest.workload.schedule import Plan, new_seed
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access, read_access
+from quill.server.client.balancing.target import is_several, read_target, resolve
 
 EARLIER = (
     "The seed was given. If this server had answered the same requests before, its prefix cache "
@@ -46,7 +47,7 @@ CUT_SHORT = (
 
 
 class Target(NamedTuple):
-    address: str
+    address: str  # of one server, also where the load goes to several
     door_address: str  # where the load goes
     metrics_url: str | None
     model: pb.Model
@@ -150,6 +151,13 @@ def _finish(
 @contextmanager
 def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     address = options.address
+    if address and is_several(address):
+        servers = _servers(address)
+        for each in servers:
+            wait_until_healthy(each, access=access)
+        model = _get_model(servers[0], access)
+        yield Target(servers[0], address, options.metrics_url, model, access)
+        return
     if address:
         wait_until_healthy(address, access=access)
         scheme = "https" if access.uses_tls else "http"
@@ -164,6 +172,14 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
         door_address = server.address_for(options.protocol)
         model, metrics = _get_model(server.address, access), server.metrics_url
         yield Target(server.address, door_address, metrics, model, access, server.pid)
+
+
+def _servers(address: str) -> tuple[str, ...]:
+    target = read_target(address)
+    try:
+        return target.servers if target.name is None else resolve(target.name)
+    except OSError as error:
+        raise NoServerError(f"{target.name} can't be looked up: {error}") from error
 
 
 def _get_model(address: str, access: Access) -> pb.Model:

@@ -12,7 +12,8 @@ from quill.loadtest.doors.names import DOORS, DoorName
 from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
 from quill.server.cli.access_options import add_proof
-from quill.server.cli.argument_types import address
+from quill.server.cli.argument_types import address, addresses
+from quill.server.client.balancing.target import is_several
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0
@@ -41,8 +42,9 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
     add("--duration", metavar="TIME", help="500ms, 30s, 2m (default 30s, or --requests' end)")
     add("--requests", type=int, default=0, metavar="N", help="end after so many")
     add("--scenario", default="short-chat", metavar="NAME",
-        help="short-chat, long-prompt, long-answer, shared-prompt, mixed; cancels, slow-readers, "
-        "deadlines, bad-requests, reconnects, unfriendly; beams (default short-chat)")  # fmt: skip
+        help="short-chat, long-prompt, long-answer, shared-prompt, system-prompts, structured, "
+        "mixed; cancels, slow-readers, deadlines, bad-requests, reconnects, unfriendly; beams; "
+        "embed (default short-chat)")  # fmt: skip
     add("--seed", type=int, metavar="N",
         help="from 1; the same one asks the same requests (default: a new one)")  # fmt: skip
     add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
@@ -59,8 +61,9 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--address", type=address, metavar="HOST:PORT",
-        help="default: a server of its own, started and stopped")  # fmt: skip
+    add("--address", type=addresses, metavar="HOST:PORT",
+        help="default: a server of its own, started and stopped; several are "
+        "quill://HOST:PORT,HOST:PORT or quill+dns://NAME:PORT")  # fmt: skip
     add("--bundle", type=Path, metavar="DIR", help="for its own server (default: smollm2-135m)")
     add(
         "--precision",
@@ -114,6 +117,8 @@ class LoadtestOptions:
             raise OptionError(
                 "--address names a server; --bundle, --precision and --serve start one"
             )
+        if self.address and is_several(self.address) and self.protocol != "grpc":
+            raise OptionError("several servers are asked over gRPC only. Leave out --protocol")
         if self.scenario == "embed" and self.protocol != "grpc":
             raise OptionError("--scenario embed is asked over gRPC only. Leave out --protocol")
         if self.shape == "search" and (not self.slo or not self.rate):

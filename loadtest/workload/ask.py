@@ -26,12 +26,19 @@ class Facts:
     has_tokenizer: bool
     has_template: bool
     max_num_beams: int = 4  # of one request; 1: none
+    keeps_forms: bool = False  # as far as GetModel tells: tokens that aren't bytes it doesn't
 
     @classmethod
     def of(cls, model: pb.Model) -> "Facts":
         template = bool(model.chat_template) and model.has_tokenizer
         facts = cls(model.vocab_size, model.context, model.has_tokenizer, template)
-        return replace(facts, max_num_beams=model.max_num_beams)
+        return replace(facts, max_num_beams=model.max_num_beams, keeps_forms=keeps_forms(model))
+
+
+def keeps_forms(model: pb.Model) -> bool:
+    """Whether there is text, and a token that ends it."""
+    writes = model.family != pb.FAMILY_ENCODER
+    return writes and model.has_tokenizer and bool(model.eos_token_ids)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,15 @@ def chat(chance: random.Random, number: int, facts: Facts, system: str = "") -> 
     question = f"Tell me about the {words(chance, max(1, number // 2))}."
     said.append(pb.Message(role="user", content=question))
     return pb.GenerateRequest(messages=pb.Conversation(messages=said))
+
+
+def wish(what: str, chance: random.Random, facts: Facts) -> pb.GenerateRequest:
+    """Asks for something, in whichever way the model is asked."""
+    asked = f"Give me {what}, about the {words(chance, 2)}."
+    if facts.has_template:
+        said = pb.Conversation(messages=[pb.Message(role="user", content=asked)])
+        return pb.GenerateRequest(messages=said)
+    return pb.GenerateRequest(prompt=asked) if facts.has_tokenizer else prompt(chance, 8, facts)
 
 
 def with_sampling(

@@ -15,16 +15,20 @@ from quill.loadtest.workload.ask import (
     RequestDraw,
     chat,
     ids,
+    keeps_forms,
     prompt,
     shortened,
     text,
+    wish,
     with_sampling,
     with_seed,
     words,
 )
+from quill.loadtest.workload.forms import draw_form
 from quill.protos import generation_pb2 as pb
 
 Scenario = Callable[[RequestDraw, Facts], Ask]
+NUM_SYSTEM_PROMPTS = 20
 
 
 def short_chat(draw: RequestDraw, facts: Facts) -> Ask:
@@ -51,8 +55,17 @@ def long_answer(draw: RequestDraw, facts: Facts) -> Ask:
 
 def shared_prompt(draw: RequestDraw, facts: Facts) -> Ask:
     """Everybody's prompt begins alike: what a prefix cache is for."""
-    shared = random.Random(f"{draw.seed}/shared")
-    length, own = min(facts.context // 3, 256), draw.tokens(4, 16, facts)
+    return _beginning_with(random.Random(f"{draw.seed}/shared"), 256, draw, facts)
+
+
+def system_prompts(draw: RequestDraw, facts: Facts) -> Ask:
+    """Twenty applications, each with a long system prompt of its own, all asked equally often."""
+    number = draw.random.randrange(NUM_SYSTEM_PROMPTS)
+    return _beginning_with(random.Random(f"{draw.seed}/system/{number}"), 512, draw, facts)
+
+
+def _beginning_with(shared: random.Random, most: int, draw: RequestDraw, facts: Facts) -> Ask:
+    length, own = min(facts.context // 3, most), draw.tokens(4, 16, facts)
     if facts.has_template:
         request = chat(draw.random, own, facts, system=words(shared, length * 3 // 4))
     elif facts.has_tokenizer:
@@ -64,9 +77,21 @@ def shared_prompt(draw: RequestDraw, facts: Facts) -> Ask:
     return Ask(with_sampling(draw, request, draw.tokens(8, 32, facts)))
 
 
+def structured(draw: RequestDraw, facts: Facts) -> Ask:
+    """Answers that keep to a form: schemas, expressions, choices, any JSON, grammars."""
+    form = draw_form(draw.random)
+    request = wish(form.what, draw.random, facts)
+    request.constraint.CopyFrom(form.constraint)
+    return Ask(with_sampling(draw, request, draw.tokens(16, 96, facts)))
+
+
 def mixed(draw: RequestDraw, facts: Facts) -> Ask:
-    """Mostly short chats, and some of everything that is friendly."""
-    kinds = (short_chat, short_chat, short_chat, long_prompt, long_answer, shared_prompt)
+    """Mostly short chats, and some of everything that is friendly and that the model can do."""
+    kinds: tuple[Scenario, ...] = (
+        *(short_chat, short_chat, short_chat, long_prompt, long_answer, shared_prompt),
+        *((structured,) if facts.keeps_forms else ()),
+        *((beams,) if facts.max_num_beams > 1 else ()),
+    )
     return _one_of(kinds, draw, facts)
 
 
@@ -153,7 +178,7 @@ def name_of(scenario: Scenario) -> str:
 SCENARIOS: dict[str, Scenario] = {
     name_of(function): function
     for function in (
-        *(short_chat, long_prompt, long_answer, shared_prompt, mixed),
+        *(short_chat, long_prompt, long_answer, shared_prompt, system_prompts, structured, mixed),
         *(cancels, slow_readers, deadlines, bad_requests, reconnects, unfriendly, beams, embed),
     )
 }
@@ -167,6 +192,9 @@ def check_scenario(name: str, model: pb.Model | None = None) -> None:
         return
     if name == "embed" and not model.embedding_size:
         raise OptionError(f"{model.name} doesn't embed texts. Choose another --scenario")
+    if name == "structured" and model.family != pb.FAMILY_ENCODER and not keeps_forms(model):
+        reason = "it has no tokenizer, or no token that ends a text"
+        raise OptionError(f"{model.name} can't keep to a form: {reason}. Choose another --scenario")
     if name != "embed" and model.family == pb.FAMILY_ENCODER:
         raise OptionError(f"{model.name} is an encoder, which writes nothing: --scenario embed")
 

@@ -56,6 +56,12 @@ def add_chat(subparsers: Subparsers) -> None:
         f"{_CHAT_SAMPLING['repetition_penalty']}.",
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    parser.add_argument(
+        "--tools",
+        metavar="FILE.py",
+        help="functions that the model may ask for, with types and docstrings; they run here, "
+        "each call after you said yes. /call WORDS makes it ask for one",
+    )
     _add_asking(parser)
     parser.set_defaults(
         run="quill.server.cli.chat:chat", extra="serve", chat_sampling=_CHAT_SAMPLING

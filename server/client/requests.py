@@ -3,6 +3,7 @@
 Knows: generation.proto, gRPC's errors and their rich details. Does not know: channels, waiting.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -12,14 +13,25 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
-# A text, token ids, or a conversation of {"role": …, "content": …}.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# A text, token ids, or a conversation of {"role": …, "content": …}, with the fields of Message.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 # What to embed: one text, or several, each as text or token ids, or with a range of these.
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 
 
+_MODES = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
+}
+
+
 class Options(TypedDict, total=False):
-    """As in GenerateRequest, which says what each means and what it is when it isn't given."""
+    """As in GenerateRequest, which says what each means and what it is when it isn't given.
+
+    Tools may be written as {"name": …, "description": …, "parameters": …}, the last one as a dict;
+    a choice among them as "auto", "none", "required" or a tool's name.
+    """
 
     max_new_tokens: int
     min_new_tokens: int
@@ -44,13 +56,37 @@ class Options(TypedDict, total=False):
     length_penalty: float
     early_stopping: pb.EarlyStopping
     constraint: pb.Constraint
+    tools: Sequence[pb.Tool | Mapping[str, Any]]
+    tool_choice: pb.ToolChoice | str
+    parallel_tool_calls: bool
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    fields: dict[str, Any] = dict(options)
     try:
-        return pb.GenerateRequest(**_input(prompt), **options)
+        if "tools" in options:
+            fields["tools"] = list(map(_tool, options["tools"]))
+        if "tool_choice" in options:
+            fields["tool_choice"] = _tool_choice(options["tool_choice"])
+        return pb.GenerateRequest(**_input(prompt), **fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise _unwritable(error) from error
+
+
+def _tool(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
+    if isinstance(tool, pb.Tool):
+        return tool
+    parameters = tool.get("parameters", "")
+    text = parameters if isinstance(parameters, str) else json.dumps(parameters)
+    return pb.Tool(**{**tool, "parameters": text})
+
+
+def _tool_choice(choice: pb.ToolChoice | str) -> pb.ToolChoice:
+    if isinstance(choice, pb.ToolChoice):
+        return choice
+    if choice in _MODES:
+        return pb.ToolChoice(mode=_MODES[choice])
+    return pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=[choice])
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:

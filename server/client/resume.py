@@ -20,11 +20,13 @@ class ResumeFilter:
         self._tokens: dict[int, list[int]] = defaultdict(list)
         self._text: dict[int, str] = defaultdict(str)
         self._ended: set[int] = set()
+        self._arguments: dict[tuple[int, int], str] = {}  # of each call of a sequence
         self.replay()
 
     def replay(self) -> None:
         self._num_tokens: dict[int, int] = defaultdict(int)  # that came in this round
         self._num_characters: dict[int, int] = defaultdict(int)
+        self._num_of_calls: dict[tuple[int, int], int] = defaultdict(int)
         self._is_first: dict[int, bool] = dict.fromkeys(self._tokens, False)
 
     def take(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk | None:
@@ -38,20 +40,41 @@ class ResumeFilter:
         self._num_characters[number] += len(chunk.text)
         self._tokens[number] += chunk.token_ids[old:]
         self._text[number] += chunk.text[old_text:]
+        calls = [new for piece in chunk.tool_calls if (new := self._new(number, piece))]
         if chunk.finish_reason:
             self._ended.add(number)
-        return None if has_ended else self._rest(chunk, old, old_text)
+        return None if has_ended else self._rest(chunk, old, old_text, calls)
 
-    def _rest(self, chunk: pb.GenerateChunk, old: int, old_text: int) -> pb.GenerateChunk | None:
+    def _new(self, number: int, piece: pb.ToolCallPiece) -> pb.ToolCallPiece | None:
+        """What a piece adds to its call."""
+        call = number, piece.index
+        given = self._arguments.get(call)
+        old = self._old(given or "", self._num_of_calls[call], piece.arguments)
+        self._num_of_calls[call] += len(piece.arguments)
+        self._arguments[call] = (given or "") + piece.arguments[old:]
+        if given is None:
+            return piece
+        rest = piece.arguments[old:]
+        return pb.ToolCallPiece(index=piece.index, arguments=rest) if rest else None
+
+    def _rest(
+        self,
+        chunk: pb.GenerateChunk,
+        old: int,
+        old_text: int,
+        calls: list[pb.ToolCallPiece],
+    ) -> pb.GenerateChunk | None:
         rest = pb.GenerateChunk()
         rest.CopyFrom(chunk)
+        del rest.tool_calls[:]
+        rest.tool_calls.extend(calls)
         del rest.token_ids[:old]
         del rest.logprobs[:old]
         rest.text = chunk.text[old_text:]
         if not self._is_first.setdefault(chunk.sequence, True):
             rest.ClearField("prompt_logprobs")  # they came with what was given before
         is_new = rest.token_ids or rest.text or rest.finish_reason or rest.prompt_logprobs
-        return rest if is_new else None
+        return rest if is_new or calls else None
 
     def _old(self, given: list[int] | str, seen: int, came: list[int] | str) -> int:
         """How many of what came were given before."""

@@ -8,6 +8,7 @@ server/engine/engine_thread.py.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
@@ -123,21 +124,23 @@ class Engine:
         for request, cached in plan.starts:
             self._events.append(self._states.start(request, cached, started_s))
         self._under_way = plan
-        num_accepted = self._execute(plan)
+        ran = self._execute(plan)
         self._under_way = None
         duration_s = self._clock() - started_s
         self._scheduler.note(plan, duration_s)
-        return StepReport(
-            plan.kind,
-            duration_s,
-            plan.num_tokens,
-            plan.num_read,
-            plan.num_guesses,
-            num_accepted,
-            num_set_back,
+        report = StepReport(plan.kind, duration_s, plan.num_tokens, plan.num_read, plan.num_guesses)
+        report = replace(report, num_set_back=num_set_back)
+        if ran is None:
+            return report
+        result, outcome = ran
+        return replace(
+            report,
+            num_accepted=outcome.num_accepted,
+            num_forced=outcome.num_forced,
+            masks_s=result.masks_s,
         )
 
-    def _execute(self, plan: Plan) -> int:
+    def _execute(self, plan: Plan) -> tuple[StepResult, Outcome] | None:
         """If it fails, those whose prompts are read are to blame; the running rows try again."""
         to_blame: Sequence[Row | Group] = plan.copying
         try:
@@ -151,11 +154,11 @@ class Engine:
             logger.exception("a step failed; its requests: %s", sorted(failed))
             self._num_failures += 1
             self._fail_all(failed)
-            return 0
+            return None
         self._num_failures = 0
         outcome = self._scheduler.commit(plan, result)
         self._tell(result, outcome)
-        return outcome.num_accepted
+        return result, outcome
 
     def _tell(self, result: StepResult, outcome: Outcome) -> None:
         if outcome.broken:

@@ -50,7 +50,7 @@ class Executor:
         parts = plan.parts
         if not parts:
             return StepResult([], [], {}, {}, set())
-        with self._masks.making(parts) as masks:  # while the model runs
+        with self._masks.making(parts) as made:  # while the model runs
             logits_LV, hidden_MD = self._session.step([part.piece for part in parts])
         firsts = list(accumulate((len(part.piece.wanted) for part in parts), initial=0))
         prompt_logprobs = {
@@ -60,8 +60,9 @@ class Executor:
         }
         ranked, broken = _rank(logits_LV, parts, firsts)
         broken |= {name for name, reports in prompt_logprobs.items() if not _are_finite(reports)}
-        choices = _choose(logits_LV, _drawn(parts, firsts, masks), len(parts))
-        return StepResult(choices, _split(hidden_MD, parts), ranked, prompt_logprobs, broken)
+        choices = _choose(logits_LV, _drawn(parts, firsts, made.by_place), len(parts))
+        hidden = _split(hidden_MD, parts)
+        return StepResult(choices, hidden, ranked, prompt_logprobs, broken, made.duration_s)
 
 
 def _split(hidden_MD: Hidden, parts: Sequence[Part]) -> list[Hidden]:

@@ -23,23 +23,24 @@ import llguidance
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.matcher import Grammar, panics_are_errors
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
 
 MAX_BYTES = 2**16
 MAX_DEPTH = 64  # objects and lists of a schema within one another
 MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
-MAX_CACHED = 256  # grammars
+MAX_PATTERNS = 64  # of names, in one object: with their cube
+MAX_CACHED = 64  # grammars: each may learn up to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
 MAX_SAID = 300  # characters of the library's own words
-# Of work that the library does at once. Fuel is about 14,000 a millisecond, items 20,000.
+# Of work that the library does at once. Fuel is about 14,000 a millisecond, items 1,500.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
-    step_max_items=30_000,
-    max_lexer_states=20_000,  # of a kilobyte or two each, for every row
+    step_max_items=10_000,
+    max_lexer_states=20_000,  # of all answers that share a grammar; 600 bytes each
     max_grammar_size=100_000,
     verbose_errors=False,
 )
@@ -48,18 +49,23 @@ FIELD = "constraint"
 
 @dataclass(frozen=True)
 class Form:
-    """What a client asked for. Of choices, the text is a JSON list."""
+    """What a client asked for. Of choices, the text is a JSON list; of tools, a grammar of ours."""
 
     kind: Kind
     text: str
+    schemas: tuple[tuple[str, str], ...] = ()  # of tools: each with its field's name
 
     def __post_init__(self) -> None:
         num_bytes = len(self.text.encode())
-        if num_bytes > MAX_BYTES:
+        if num_bytes > MAX_BYTES and self.kind != "tools":  # whose schemas are what is limited
             rule = f"it may have {MAX_BYTES} at most"
-            raise InvalidFieldError(f"{FIELD}.{self.kind}", f"has {num_bytes} bytes; {rule}")
+            raise InvalidFieldError(self.field, f"has {num_bytes} bytes; {rule}")
         if not self.text:
-            raise InvalidFieldError(f"{FIELD}.{self.kind}", "is empty")
+            raise InvalidFieldError(self.field, "is empty")
+
+    @property
+    def field(self) -> str:
+        return "tools" if self.kind == "tools" else f"{FIELD}.{self.kind}"
 
     @property
     def key(self) -> bytes:
@@ -74,9 +80,14 @@ class Compiler:
         self._cache = _Cache()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
 
+    def known(self, form: Form) -> Grammar | None:
+        """One that was asked for before, and isn't worn out."""
+        found = self._cache.get(form)
+        return None if found is None or found.is_worn_out else found
+
     async def compile(self, form: Form) -> Grammar:
         """From the cache, or made by another thread."""
-        found = self._cache.get(form)
+        found = self.known(form)
         if found is not None:
             return found
         loop = asyncio.get_running_loop()
@@ -85,34 +96,61 @@ class Compiler:
             return await asyncio.wait_for(work, MAX_COMPILE_S)
         except TimeoutError:
             rule = f"takes longer than {MAX_COMPILE_S:g} s to prepare. Ask for something simpler"
-            raise InvalidFieldError(f"{FIELD}.{form.kind}", rule) from None
+            raise InvalidFieldError(form.field, rule) from None
 
     def compile_now(self, form: Form) -> Grammar:
         """In the caller's thread. May take long."""
-        found = self._cache.get(form)
+        found = self.known(form)
         if found is None:
-            found = self._compile(form)
+            found = self._compile_or_blame(form)
             self._cache.put(form, found)
         return found
 
+    def _compile_or_blame(self, form: Form) -> Grammar:
+        """The one of several schemas that can't be kept to is named."""
+        try:
+            return self._compile(form)
+        except InvalidFieldError:
+            for field, schema in form.schemas:
+                self._blame(field, schema)
+            raise
+
+    def _blame(self, field: str, schema: str) -> None:
+        try:
+            self._compile(Form("json_schema", schema))
+        except InvalidFieldError as error:
+            raise InvalidFieldError(field, error.reason) from None
+
     def _compile(self, form: Form) -> Grammar:
         try:
-            with panics_are_errors():
-                matcher = llguidance.LLMatcher(
-                    self._tokenizer,
-                    _source(form),
-                    log_level=0,
-                    limits=LIMITS,
-                )
-                if not matcher.is_error():
-                    # The first look is the longest. Copies needn't repeat it.
-                    matcher.compute_ff_tokens()
-                    matcher.compute_bitmask()
+            return self._try(_source(form))
         except ValueError as error:
             raise _refusal(form, str(error)) from None
-        if matcher.is_error():
-            raise _refusal(form, matcher.get_error())
-        return Grammar(matcher, self._tokenizer.vocab_size)
+
+    def _try(self, source: str) -> Grammar:
+        make = functools.partial(
+            llguidance.LLMatcher, self._tokenizer, source, log_level=0, limits=LIMITS
+        )
+        with panics_are_errors():
+            grammar = Grammar(make, self._tokenizer.vocab_size)
+            if not grammar.fresh.is_error():
+                _look(grammar.fresh)
+        if grammar.fresh.is_error():
+            raise ValueError(grammar.fresh.get_error())
+        return grammar
+
+
+def _look(matcher: llguidance.LLMatcher) -> None:
+    """The first look is the longest, and copies needn't repeat it. The mask is first: for that the
+    library frees the interpreter's lock, and what else it finds out meanwhile it knows afterwards.
+    """
+    matcher.compute_bitmask()
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        trial = matcher.deep_copy()
+        trial.consume_token(forced[0])
+        if trial.is_error():
+            raise ValueError("what must be said has no end, or none that can be foreseen")
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,10 +179,10 @@ class _Cache:
 
     def put(self, form: Form, grammar: Grammar) -> None:
         with self._lock:
-            if form.key in self._grammars:
-                return
+            if form.key not in self._grammars:
+                self._num_bytes += len(form.text)
             self._grammars[form.key] = grammar, len(form.text)
-            self._num_bytes += len(form.text)
+            self._grammars.move_to_end(form.key)
             while len(self._grammars) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 _, (_, num_bytes) = self._grammars.popitem(last=False)
                 self._num_bytes -= num_bytes
@@ -159,10 +197,16 @@ def _source(form: Form) -> str:
         return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
     if form.kind == "choice":
         return str(llguidance.grammar_from("choice", form.text))
-    schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
+    if form.kind == "tools":
+        return form.text
+    return schema_source(form.text if form.kind == "json_schema" else '{"type": "object"}')
+
+
+def schema_source(schema: str) -> str:
+    """Raises ValueError if it isn't one, or too large."""
     _check_schema(schema)
     return str(
-        matcher.grammar_from_json_schema(
+        llguidance.LLMatcher.grammar_from_json_schema(
             schema,
             # As most JSON is written that models have read, and no room for endless white space.
             defaults={
@@ -182,14 +226,28 @@ def _check_schema(schema: str) -> None:
         raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
-    for depth, each in _inside(parsed):
+    for depth, each in inside(parsed):
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-        if isinstance(each, dict) and len(each) > MAX_WIDTH:
-            raise ValueError(f"an object of {len(each)} entries; {MAX_WIDTH} at most")
+        if isinstance(each, dict):
+            _check_object(each)
 
 
-def _inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
+def _check_object(schema: dict[str, Any]) -> None:
+    if len(schema) > MAX_WIDTH:
+        raise ValueError(f"an object of {len(schema)} entries; {MAX_WIDTH} at most")
+    patterns, least = schema.get("patternProperties"), schema.get("minProperties")
+    if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"{len(patterns)} patternProperties; {MAX_PATTERNS} at most")
+    is_open = bool(patterns) or schema.get("additionalProperties") is not False
+    required = schema.get("required")
+    num_known = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and is_open and least > num_known + 1:
+        # The library lets one name come again and again, and readers keep one of them.
+        raise ValueError(f"minProperties {least} where names beside those required may be any")
+
+
+def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
     """All objects and lists, each with its depth."""
     waiting = [(1, value)]
     while waiting:
@@ -205,4 +263,4 @@ def _refusal(form: Form, said: str) -> InvalidFieldError:
     if said.startswith("NoExtension"):
         said = "no text satisfies it"
     said = said if len(said) <= MAX_SAID else said[:MAX_SAID] + "…"
-    return InvalidFieldError(f"{FIELD}.{form.kind}", f"can't be kept to: {said}")
+    return InvalidFieldError(form.field, f"can't be kept to: {said}")

@@ -20,11 +20,25 @@ from quill.server.kserve.tensors import (
     read_tensors,
 )
 from quill.server.service.generation_options import OPTIONS, REFUSED, as_written, fill
-from quill.server.service.json_fields import INTEGER, STRING, Field, Json, from_texts, read_fields
+from quill.server.service.json_fields import (
+    INTEGER,
+    STRING,
+    Field,
+    Json,
+    Refused,
+    from_texts,
+    read_fields,
+)
 from quill.server.service.json_text import JsonError, parse_json
 
 SAMPLING = "sampling_parameters"
 FIELDS = (*OPTIONS, Field("logprobs", INTEGER, "of the so many likeliest tokens", "logprobs"))
+_NO_TOOLS = "Call tools over gRPC (quill.v1) or HTTP"
+UNSUPPORTED = (
+    *REFUSED,
+    Refused("tools", ([],), _NO_TOOLS),
+    Refused("tool_choice", ("none",), _NO_TOOLS),
+)
 MESSAGE = (
     Field("role", STRING, "system, user or assistant", is_required=True),
     Field("content", STRING, "what is said", is_required=True),
@@ -108,7 +122,7 @@ def _options(tensors: dict[str, Values], request: kserve.ModelInferRequest) -> J
     given = {name: value for name, value in given.items() if name not in (*TRITONS, TIMEOUT)}
     if SAMPLING in tensors:
         given = {"priority": given.get("priority")} | _object(tensors[SAMPLING][0])
-    return read_fields(from_texts(given, FIELDS), FIELDS, REFUSED)
+    return read_fields(from_texts(given, FIELDS), FIELDS, UNSUPPORTED)
 
 
 def _object(raw: bytes) -> Json:

@@ -5,10 +5,12 @@ Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event lo
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.events import (
     Event,
     FailEvent,
@@ -20,9 +22,13 @@ from quill.server.events import (
     TokenEvent,
     VectorEvent,
 )
+from quill.server.protocol.call_ids import CallIds
 from quill.server.protocol.requests import ParsedRequest
+from quill.server.text.call_reader import CallReader
+from quill.server.text.detokenizer import Decoder
 from quill.server.text.stop_strings import StopStrings
 from quill.server.text.tokenizer import Text
+from quill.server.tools import CallPiece, add_piece
 
 Vector = npt.NDArray[np.float32]
 
@@ -37,6 +43,7 @@ class Chunk:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     vectors: dict[int, Vector] = field(default_factory=dict)  # by text
+    calls: list[CallPiece] = field(default_factory=list)
     finish: FinishEvent | None = None
 
 
@@ -48,7 +55,8 @@ class Answer:
     ) -> None:
         self._parsed = parsed
         self._end = end
-        self._sequences = [_Sequence(parsed, text) for _ in range(parsed.request.num_sequences)]
+        ids, numbers = CallIds(parsed.request), range(parsed.request.num_sequences)
+        self._sequences = [_Sequence(parsed, text, partial(ids.of, each)) for each in numbers]
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._num_open = len(self._sequences)
         self._has_begun = False
@@ -67,7 +75,7 @@ class Answer:
         chunks: dict[int, Chunk] = {}
         for event in events:
             if isinstance(event, FailEvent):
-                raise event.error
+                raise self._as_asked(event.error)
             if isinstance(event, PromptEvent):
                 self._prompt_logprobs += event.logprobs
             elif isinstance(event, StartEvent):
@@ -79,6 +87,14 @@ class Answer:
                 chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
                 self._add(chunk, event)
         return [chunks[sequence] for sequence in sorted(chunks)]
+
+    def _as_asked(self, error: RequestError) -> RequestError:
+        """What failed to keep to a form was asked for by its own field."""
+        form = self._parsed.form
+        is_tools = form is not None and form.kind == "tools"
+        if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
+            return InvalidFieldError("tools", error.reason)
+        return error
 
     def _add(self, chunk: Chunk, event: TokenEvent | HypothesisEvent | FinishEvent) -> None:
         sequence = self._sequences[event.sequence]
@@ -113,10 +129,17 @@ class Answer:
 
 
 class _Sequence:
-    def __init__(self, parsed: ParsedRequest, text: Text | None) -> None:
+    def __init__(
+        self, parsed: ParsedRequest, text: Text | None, id_of: Callable[[int], str]
+    ) -> None:
         self._ends = parsed.request.ends
         self._decoder = None if text is None else text.decoder()
         self._stops = StopStrings(parsed.stop)
+        self._tools = parsed.tools
+        self._calls: CallReader | None = None
+        if parsed.tools is not None and parsed.tools.form is not None:
+            may_speak = parsed.tools.mode == "auto"
+            self._calls = CallReader(parsed.tools.call_form, may_speak, id_of)
         self.num_tokens = 0
         self._is_stopped = False
 
@@ -135,22 +158,39 @@ class _Sequence:
         if event.logprobs is not None:
             chunk.logprobs.append(event.logprobs)
         if self._decoder is not None and event.token_id not in self._ends:
-            self._show(chunk, self._decoder.add(event.token_id))
+            self._show(chunk, self._text_of(event.token_id, self._decoder))
         return self._is_stopped
 
     def finish(self, chunk: Chunk, event: FinishEvent) -> None:
         if self._decoder is not None and not self._is_stopped:
             self._show(chunk, self._decoder.end())
             if not self._is_stopped:
-                chunk.text += self._stops.end()
+                self._tell(chunk, self._stops.end())
+        if self._calls is not None:
+            chunk.text += self._calls.end()
         usage = replace(event.usage, generated=self.num_tokens)
         reason = "stop" if self._is_stopped else event.reason
         chunk.finish = replace(event, reason=reason, usage=usage)
 
     def _show(self, chunk: Chunk, text: str) -> None:
         released = self._stops.add(text)
-        chunk.text += released.text
+        self._tell(chunk, released.text)
         self._is_stopped = released.found
+
+    def _tell(self, chunk: Chunk, text: str) -> None:
+        if self._calls is None:
+            chunk.text += text
+        else:
+            read = self._calls.add(text)
+            chunk.text += read.text
+            for piece in read.pieces:
+                add_piece(chunk.calls, piece)
+
+    def _text_of(self, token_id: int, decoder: Decoder) -> str:
+        """Special tokens are no text, but for the one that begins calls."""
+        if self._tools is not None and token_id == self._tools.marker_id:
+            return self._tools.call_form.marker
+        return decoder.add(token_id)
 
 
 def _tokens(event: HypothesisEvent) -> Iterator[TokenEvent]:
@@ -173,5 +213,6 @@ def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
         into.logprobs += chunk.logprobs
         into.prompt_logprobs += chunk.prompt_logprobs
         into.vectors |= chunk.vectors
+        into.calls += chunk.calls
         into.finish = chunk.finish or into.finish
     return whole

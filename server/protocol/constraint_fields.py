@@ -17,18 +17,23 @@ MAX_CHOICES = 1024
 def read_form(message: pb.GenerateRequest, served: ServedModel) -> Form | None:
     if not message.HasField("constraint"):
         return None
+    check_can_constrain("constraint", message, served)
+    return _form(message.constraint)
+
+
+def check_can_constrain(field: str, message: pb.GenerateRequest, served: ServedModel) -> None:
+    """Whether answers to this request can be kept to a form, as the field asks."""
     if served.grammars is None:
         raise UnsupportedError(
             "this model can't keep to a constraint: it has no tokenizer, no token that ends a "
-            "text, or tokens that aren't bytes. Leave it out"
+            f"text, or tokens that aren't bytes. Leave out {field}"
         )
     if message.num_beams > 1:
         rule = "is set, and a search with beams looks at the model's own distribution"
-        raise InvalidFieldError("constraint", f"{rule}. Leave out one of it and num_beams")
+        raise InvalidFieldError(field, f"{rule}. Leave out one of it and num_beams")
     if message.ignore_eos:
-        rule = "is set, and what a constraint completes has to end"
+        rule = f"is set, and what {field} asks for has to end"
         raise InvalidFieldError("ignore_eos", f"{rule}. Leave out one of them")
-    return _form(message.constraint)
 
 
 def _form(constraint: pb.Constraint) -> Form:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnsupportedError
+from quill.server.protocol.conversation import num_characters, rendered
 from quill.server.protocol.served_model import ServedModel
+from quill.server.protocol.tool_fields import ToolUse
 from quill.server.text.tokenizer import Text
 
 MAX_MESSAGES = 1024
@@ -29,9 +31,14 @@ class PromptReader:
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    def read(self, message: pb.GenerateRequest, max_tokens: int | None = None) -> PromptIds:
+    def read(
+        self,
+        message: pb.GenerateRequest,
+        max_tokens: int | None = None,
+        tools: ToolUse | None = None,
+    ) -> PromptIds:
         """A translation model reads the prompt as its source; its answer begins after bos."""
-        ids = tuple(self._read_input(message, max_tokens))
+        ids = tuple(self._read_input(message, max_tokens, tools))
         if not self._served.is_translator:
             return PromptIds(ids, None)
         bos = self._served.manifest.special_tokens.bos
@@ -57,7 +64,9 @@ class PromptReader:
         self._check_length(len(text), field, tokenizer)
         return tokenizer.encode_masked(text, mask)
 
-    def _read_input(self, message: pb.GenerateRequest, max_tokens: int | None) -> list[int]:
+    def _read_input(
+        self, message: pb.GenerateRequest, max_tokens: int | None, tools: ToolUse | None
+    ) -> list[int]:
         served, kind = self._served, message.WhichOneof("input")
         if kind is None:
             raise InvalidFieldError("input", "is missing: give prompt, prompt_ids or messages")
@@ -65,7 +74,7 @@ class PromptReader:
             is_nothing = served.is_translator and not message.prompt
             ids = [] if is_nothing else self.encode(message.prompt, "prompt")
         elif kind == "messages":
-            ids = self._read_messages(message.messages.messages)
+            ids = self._read_messages(message.messages.messages, tools)
         else:
             ids = list(message.prompt_ids.ids)
             self.check_ids("prompt_ids", ids)
@@ -81,7 +90,7 @@ class PromptReader:
         check_allowed(kind, len(ids), max_tokens)
         return ids
 
-    def _read_messages(self, messages: Sequence[pb.Message]) -> list[int]:
+    def _read_messages(self, messages: Sequence[pb.Message], tools: ToolUse | None) -> list[int]:
         template, is_translator = self._served.template, self._served.is_translator
         if template is None or is_translator:
             reason = "translates" if is_translator else "has no chat template"
@@ -96,9 +105,11 @@ class PromptReader:
             if message.role not in ROLES:
                 given = f"has a message of the role {message.role[:40]!r}"
                 raise InvalidFieldError("messages", f"{given}; known are {', '.join(ROLES)}")
-        self._check_length(sum(len(message.content) for message in messages), "messages", text)
-        marked = [{"role": each.role, "content": text.mark(each.content)} for each in messages]
-        return text.encode_rendered(template.render(marked))
+        self._check_length(num_characters(messages), "messages", text)
+        if tools is not None:
+            described = sum(len(tool.description) for tool in tools.tools)
+            self._check_length(described, "tools", text)
+        return text.encode_rendered(rendered(messages, tools, template, text.mark))
 
     def _tokenizer(self, field: str) -> Text:
         if self._served.text is None:

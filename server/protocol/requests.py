@@ -15,6 +15,7 @@ from quill.server.protocol.constraint_fields import read_form
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.sampling_fields import SamplingReader
 from quill.server.protocol.served_model import ServedModel
+from quill.server.protocol.tool_fields import ToolUse, read_tools
 from quill.server.request import MAX_SEED, Request
 
 MAX_STOPS = 16
@@ -46,6 +47,7 @@ class ParsedRequest:
     normalise: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
     form: Form | None = None  # that answers keep to, once it is compiled
+    tools: ToolUse | None = None  # that they may call
 
     @property
     def given_ids(self) -> tuple[int, ...]:
@@ -78,7 +80,9 @@ class RequestReader:
         sampling = self._sampling.read_sampling(message)
         beams = self._sampling.read_beams(message)
         form = read_form(message, self._served)
-        prompt_ids, source_ids = self._prompts.read(message, arrival.max_prompt_tokens)
+        tools = read_tools(message, self._served)
+        most = arrival.max_prompt_tokens
+        prompt_ids, source_ids = self._prompts.read(message, most, tools)
         request = Request(
             request_id=arrival.request_id,
             prompt_ids=prompt_ids,
@@ -111,7 +115,8 @@ class RequestReader:
             echo=message.echo,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            form=form,
+            form=form if tools is None or tools.form is None else tools.form,
+            tools=tools,
         )
 
     def read_score(self, message: pb.ScoreRequest, arrival: Arrival) -> ParsedRequest:

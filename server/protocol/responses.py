@@ -18,6 +18,7 @@ from quill.server.protocol.requests import ParsedRequest
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import Pooling
 from quill.server.text.tokenizer import Text
+from quill.server.tools import whole_calls
 
 # N texts · D model size, or as many of its numbers as were asked for
 Vectors = npt.NDArray[np.float32]
@@ -48,6 +49,7 @@ def chunk_message(chunk: Chunk, text: Text | None) -> pb.GenerateChunk:
         token_ids=chunk.token_ids,
         logprobs=logprobs_messages(chunk.logprobs, text),
         prompt_logprobs=logprobs_messages(chunk.prompt_logprobs, text),
+        tool_calls=[pb.ToolCallPiece(**vars(each)) for each in chunk.calls],
     )
     if chunk.finish is not None:
         message.finish_reason = _REASONS[chunk.finish.reason]
@@ -92,6 +94,10 @@ def _sequence(whole: Chunk, text: Text | None) -> pb.Sequence:
         logprobs=logprobs_messages(whole.logprobs, text),
         seed=whole.finish.seed,
         score=whole.finish.score,
+        tool_calls=[
+            pb.ToolCall(id=each.id, name=each.name, arguments=each.arguments)
+            for each in whole_calls(whole.calls)
+        ],
     )
 
 
@@ -221,7 +227,13 @@ def model_message(served: ServedModel) -> pb.Model:
         default_normalise=manifest.normalise,
         mask_token_id=served.mask,
         mask_token=_mask_text(served),
+        tool_form=_tool_form(served),
     )
+
+
+def _tool_form(served: ServedModel) -> str:
+    form = None if served.template is None else served.template.call_form
+    return "" if form is None or served.grammars is None else form.name
 
 
 def _mask_text(served: ServedModel) -> str:

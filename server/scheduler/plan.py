@@ -116,6 +116,7 @@ class StepResult(NamedTuple):
     ranked: Ranked  # what searches have instead
     prompt_logprobs: dict[str, list[PositionLogprobs]]  # by request
     broken: set[str]  # searches and scored prompts whose logits weren't finite
+    masks_s: float | None = None  # what rows that keep to a form took; None: there were none
 
 
 class Said(NamedTuple):
@@ -147,3 +148,4 @@ class Outcome:
     broken: set[str] = field(default_factory=set)  # requests
     lost: set[str] = field(default_factory=set)  # requests whose form can't be followed any more
     num_accepted: int = 0  # guesses that were right
+    num_forced: int = 0  # of these: their form left no choice

@@ -330,6 +330,7 @@ class Scheduler:
             row.num_guessed += len(guesses)
             row.num_accepted += num_right
             outcome.num_accepted += num_right
+            outcome.num_forced += num_right if part.is_forced else 0
         self._hold(row, row.num_text - 1)
 
     def _say(

@@ -16,6 +16,8 @@ from quill.protos import generation_pb2 as pb
 from quill.server.auth.rate_limit import Quotas, Spending
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import InvalidFieldError, UnsupportedError
+from quill.server.grammar.compiler import Compiler, Form
+from quill.server.grammar.matcher import Grammar
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.answer import Answer, Chunk, merge
 from quill.server.protocol.prompt_fields import PromptReader
@@ -83,8 +85,20 @@ class Call:
         parsed = await read_message(reader.read_generate, message, self._arrival())
         if parsed.form is None or self.served.grammars is None:
             return parsed
-        constraint = await self.served.grammars.compile(parsed.form)
+        constraint = await self._compile(self.served.grammars, parsed.form)
         return replace(parsed, request=replace(parsed.request, constraint=constraint))
+
+    async def _compile(self, grammars: Compiler, form: Form) -> Grammar:
+        """Requests of one call have one form: the first of them pays for it."""
+        self._record.has_form = True
+        found = grammars.known(form)
+        if found is not None:
+            return found
+        began_s = time.monotonic()
+        try:
+            return await grammars.compile(form)
+        finally:
+            self._record.compile_ms = 1000 * (time.monotonic() - began_s)
 
     async def read_only(self, message: pb.GenerateRequest) -> ParsedRequest:
         """The same for one that is only read and rated: of its answer there is no token."""

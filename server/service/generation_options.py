@@ -24,6 +24,7 @@ from quill.server.service.json_fields import (
     Refused,
     refuse,
 )
+from quill.server.service.tool_options import as_nested
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
@@ -135,5 +136,5 @@ def as_written(
     names = [field.name for field in fields if field.into == error.field.partition(".")[0]]
     given = [name for name in names if name in values]
     if not names:
-        return error
+        return as_nested(error)
     return InvalidFieldError(given[-1] if given else names[0], error.reason)

@@ -33,6 +33,8 @@ class Record:
     num_texts: int | None = None  # that were embedded; None: another kind of call
     num_guessed: int = 0
     num_accepted: int = 0
+    has_form: bool | None = None  # None: its answers may be anything
+    compile_ms: float | None = None  # of its form; None: it was known, or there is none
     queue_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float = 0.0
@@ -61,6 +63,6 @@ class Record:
         for name in ("arrived_s", "submitted_s", "trace_headers"):
             del fields[name]
         fields["finish_reasons"] = ",".join(self.finish_reasons)
-        for name in ("queue_ms", "first_token_ms", "total_ms"):
+        for name in ("compile_ms", "queue_ms", "first_token_ms", "total_ms"):
             fields[name] = None if fields[name] is None else round(fields[name], 1)
         return {name: value for name, value in fields.items() if value not in (None, "")}

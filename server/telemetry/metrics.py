@@ -58,6 +58,15 @@ class Metrics:
         self._guesses = Counter(
             "quill_guesses", "Tokens guessed and checked", ["outcome"], registry=registry
         )
+        self._forced = Counter(
+            "quill_forced_tokens", "Tokens that a form left no choice for", registry=registry
+        )
+        self._form_hits = Counter(
+            "quill_form_cache_hits", "Calls whose form was known", registry=registry
+        )
+        self._form_misses = Counter(
+            "quill_form_cache_misses", "Calls whose form was compiled", registry=registry
+        )
         self._set_backs = Counter(
             "quill_set_backs", "Requests that gave their memory to older ones", registry=registry
         )
@@ -100,6 +109,8 @@ class Metrics:
             registry=self.registry,
         )
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
+        self._masks = histogram("quill_mask_time_seconds", "All masks of a step, beside the model")
+        self._compile = histogram("quill_form_compile_time_seconds", "A form that wasn't known")
 
     def watch_health(self, is_serving: Callable[[], bool]) -> None:
         """Asked whenever the numbers are read."""
@@ -139,9 +150,12 @@ class Metrics:
 
     def _note_step(self, step: StepReport) -> None:
         self._step.labels(step.kind).observe(step.duration_s)
-        self._guesses.labels("right").inc(step.num_accepted)
+        self._guesses.labels("right").inc(step.num_accepted - step.num_forced)
         self._guesses.labels("wrong").inc(step.num_guessed - step.num_accepted)
+        self._forced.inc(step.num_forced)
         self._set_backs.inc(step.num_set_back)
+        if step.masks_s is not None:
+            self._masks.observe(step.masks_s)
 
     def _note_token(self, event: TokenEvent, now_s: float) -> None:
         key = (event.request_id, event.sequence)
@@ -165,6 +179,11 @@ class Metrics:
         self._tokens.labels("prompt").inc(record.num_prompt)
         self._tokens.labels("cached").inc(record.num_cached)
         self._tokens.labels("generated").inc(record.num_generated)
+        if record.compile_ms is not None:
+            self._form_misses.inc()
+            self._compile.observe(record.compile_ms / 1000)
+        elif record.has_form:
+            self._form_hits.inc()
         if record.queue_ms is not None:
             self._queue.observe(record.queue_ms / 1000)
         if record.first_token_ms is not None:

@@ -62,6 +62,8 @@ class Text:
         added = self._parsing.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         decoder = json.loads(tokenizer_json).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._falls_back = "ByteFallback" in _types(decoder)
@@ -101,9 +103,15 @@ class Text:
     def mark(self, text: str) -> str:
         """A person's words, with their special tokens marked as plain text."""
         text = text.replace(_MARK, "")
+        if self._any_special.search(text) is None:
+            return text
         for token in self._special:
             text = text.replace(token, token[:1] + _MARK + token[1:])
         return text
+
+    def split(self, text: str) -> list[str | int]:
+        """A template's text, in which special tokens are ids."""
+        return [self._special.get(part, part) for part in self._parts(text) if part]
 
     @_panics_caught()
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -142,8 +150,7 @@ class Text:
 
     def _parts(self, text: str) -> list[str]:
         """Cut so that each special token is a part of its own."""
-        longest_first = sorted(self._special, key=len, reverse=True)
-        return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        return re.split(f"({self._any_special.pattern})", text)
 
     def _encode_part(self, part: str) -> list[int]:
         if part in self._special:

@@ -57,6 +57,24 @@ def test_embeddings(embedder: Server) -> None:
     assert embeddings.embed_query("A cat") == pytest.approx(vectors[0], rel=1e-6)
 
 
+def test_tools_are_called(chat: Any) -> None:
+    def multiply(a: int, b: int) -> int:
+        """Multiplies two numbers."""
+        return a * b
+
+    for choice in ("any", "multiply"):
+        tooled = chat.bind_tools([multiply], tool_choice=choice, max_tokens=60)
+        said = tooled.invoke("What is 6 times 7?")
+        (call,) = said.tool_calls
+        assert call["name"] == "multiply"
+        assert {type(value) for value in call["args"].values()} == {int}
+        chunks = list(tooled.stream("What is 6 times 7?"))
+        total = chunks[0]
+        for chunk in chunks[1:]:
+            total += chunk
+        assert total.tool_calls == said.tool_calls
+
+
 def test_structured_output_keeps_to_its_schema(chat: Any) -> None:
     schema = {
         "title": "Colour",

@@ -17,6 +17,21 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def talking_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer, a chat template and an end of text: its answers keep to forms."""
+    from tests.server.tiny_bundle import make_talker
+
+    return make_talker(tmp_path_factory.mktemp("talker") / "bundle").directory
+
+
+@pytest.fixture(scope="session")
+def talker(talking_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    log = tmp_path_factory.mktemp("server") / "talker.log"
+    with own_server(log, talking_bundle, "--threads", "1", "--max-rows", "4") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     options = ("--precision", "fp32", "--threads", "1", "--max-rows", "4")

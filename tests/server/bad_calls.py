@@ -41,6 +41,7 @@ FLOATS: tuple[float, ...] = (0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -1.0, 1e-320, 1e30, 
 FLOATS += (float("inf"), float("-inf"), float("nan"))
 TEXTS: tuple[str, ...] = ("", "a", "\0", "<|endoftext|>", "\ufdd0", "\u202e", "%s%n")
 TEXTS += ("\U0001f600" * 40, "é" * 90, "x" * 5000, "{{ 7 * 7 }}", "user", "../../etc/passwd")
+MODES = (pb.TOOL_MODE_AUTO, pb.TOOL_MODE_NONE, pb.TOOL_MODE_REQUIRED)
 LONG_TEXT = "a" * 200_000
 LIKELY: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.01, 1.0, 2.0),
@@ -95,6 +96,8 @@ def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
         for field, values in LIKELY.items():
             if chance.random() < 0.15:
                 setattr(message, field, chance.choice(values))
+        if chance.random() < 0.2:
+            _fill_tools(chance, message)
     elif isinstance(message, pb.ScoreRequest):
         message.token_ids.ids.extend(_ids(chance))
     elif isinstance(message, kserve.ModelInferRequest):
@@ -103,6 +106,14 @@ def _nearly_right(chance: random.Random, kind: type[Message]) -> bytes:
     if fields and chance.random() < 0.6:
         _set(chance, message, chance.choice(fields))
     return message.SerializeToString()
+
+
+def _fill_tools(chance: random.Random, message: pb.GenerateRequest) -> None:
+    message.messages.messages.add(role="user", content="x")
+    schemas = ("", "{}", '{"properties": {"a": {"enum": [1]}}}', "[", '{"type": 1}', *TEXTS)
+    for name in chance.sample(("f", "g", "h", "", "f" * 65), chance.randint(1, 3)):
+        message.tools.add(name=name, parameters=chance.choice(schemas))
+    message.tool_choice.mode = chance.choice(MODES)
 
 
 def _fill_tensors(chance: random.Random, message: kserve.ModelInferRequest) -> None:

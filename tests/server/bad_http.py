@@ -17,6 +17,7 @@ from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate, noise
 ROUTES = (Chat, Completions, Embeddings, Tokenize, Detokenize)
 PATHS = (*(route.path for route in ROUTES), "/v1/models", "/metrics", "/docs", "/", "/%00", "/v1/x")
 FIELDS = sorted({field.name for route in ROUTES for field in route.fields})
+NAMES = ("role", "content", "type", "text", "include_usage", "function", "tool_calls", "5", "")
 HEADS = (
     "content-length: 0",
     "content-length: 99999999999999999999",
@@ -67,7 +68,7 @@ def _value(chance: random.Random, depth: int = 0) -> Any:
     if kind == "list":
         return [_value(chance, depth + 1) for _ in range(chance.choice((0, 1, 2, 30)))]
     if kind == "object":
-        names = chance.sample(("role", "content", "type", "text", "include_usage", "5", ""), 3)
+        names = chance.sample(NAMES, 3)
         return {name: _value(chance, depth + 1) for name in names}
     return None if kind == "null" else True
 
@@ -77,6 +78,10 @@ def _right(chance: random.Random, path: str) -> dict[str, Any]:
     ids = [chance.randrange(512) for _ in range(chance.choice((1, 3, 17, 40)))]
     if path == Chat.path:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": chance.choice(TEXTS)}]}
+        if chance.random() < 0.3:
+            function = {"name": "f", "parameters": {"properties": {"a": _value(chance)}}}
+            body["tools"] = [{"type": "function", "function": function}]
+            body["tool_choice"] = chance.choice(("required", "auto", "none", _value(chance)))
     elif path == Detokenize.path:
         return {"tokens": ids}
     elif path == Embeddings.path:

@@ -221,11 +221,13 @@ def running_server(
     max_waiting: int = 4,
     wait: bool = True,
     served: ServedModel | None = None,
+    session: Reciter | None = None,
     **changes: Any,
 ) -> Iterator[Running]:
     """`changes`: of the settings."""
     settings = Settings(port=0, max_waiting=max_waiting, max_message_bytes=2**20, **changes)
-    running = Running(Reciter(), settings, served or make_served(max_rows, max_waiting))
+    served = served or make_served(max_rows, max_waiting)
+    running = Running(session or Reciter(), settings, served)
     if not wait:
         running.loading.clear()
     running.start(wait)

@@ -3,9 +3,12 @@
 Knows: which servers there are, which of them serve, how many calls each has outstanding.
 Does not know: channels, clocks, threads, what is asked.
 
-Affinity has a bound: of the servers in the key's own order the first is taken that has fewer calls
-than 1.25 times its share. So requests that begin alike meet the cache that knows their beginning,
-and those of a beginning that everybody asks for overflow to the next ones, always the same.
+Affinity has a bound: of the servers in the key's own order the first is taken that isn't loaded,
+that is, has fewer calls than 1.25 times the mean. Where calls are few, chance alone gives some
+servers more than that; so two standard deviations above the mean are no load, either. Without them
+every third call left the cache that knew its beginning, and three servers with twelve calls found
+68% of their prompts instead of 88%. So requests that begin alike meet one server, and a beginning
+that everybody asks for overflows to the next ones, always the same.
 """
 
 import math
@@ -16,6 +19,7 @@ from quill.server.client.balancing.ring import Ring
 from quill.server.client.balancing.target import Balance
 
 MAX_LOAD = 1.25  # of the mean
+CHANCE = 2.0  # standard deviations; of a number of calls it is the mean's square root
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class ServerState:
     num_outstanding: int = 0
     num_begun: int = 0
     num_failed: int = 0  # because of the server: it died, stopped or was full
+
+
+def bound(mean: float) -> int:
+    """How many calls a server may have, the next one included."""
+    return math.ceil(max(MAX_LOAD * mean, mean + CHANCE * math.sqrt(mean)))
 
 
 class Balancer:
@@ -111,7 +120,7 @@ class Balancer:
 
     def _bounded(self, key: bytes, candidates: dict[str, ServerState]) -> str:
         total = 1 + sum(each.num_outstanding for each in candidates.values())
-        most = math.ceil(MAX_LOAD * total / len(candidates))
+        most = bound(total / len(candidates))
         return next(
             server
             for server in self._ring.order(key)

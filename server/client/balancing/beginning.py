@@ -2,7 +2,7 @@
 
 Knows: generation.proto. Does not know: servers, tokenizers.
 Servers keep what they have read, and find it again by a prompt's beginning. Of a conversation that
-is its first message: the system prompt, or what stays the same from turn to turn.
+is its first message (the system prompt, or what stays the same from turn to turn) with the tools.
 """
 
 from quill.protos import generation_pb2 as pb
@@ -17,7 +17,8 @@ def beginning(request: pb.GenerateRequest) -> bytes | None:
     match request.WhichOneof("input"):
         case "messages" if request.messages.messages:
             first = request.messages.messages[0]
-            return f"{first.role}\n{first.content}".encode()
+            tools = (tool.SerializeToString(deterministic=True) for tool in request.tools)
+            return b"\n".join((first.role.encode(), first.content.encode(), *tools))
         case "prompt" if request.prompt:
             return request.prompt[:NUM_CHARACTERS].encode()
         case "prompt_ids" if request.prompt_ids.ids:

@@ -12,19 +12,30 @@ from quill.server.http.openai.generations import (
     Facts,
     Tally,
     beside,
-    finish_reason,
     includes_usage,
     option_message,
     timings_json,
 )
 from quill.server.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from quill.server.http.openai.models import check_model
+from quill.server.http.openai.tool_calls import message_json, piece_json, reason_with_calls
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 from quill.server.protocol.prompt_fields import ROLES
 from quill.server.service.generation_options import REFUSED
-from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Kind, Refused, a, refuse
+from quill.server.service.json_fields import (
+    BOOLEAN,
+    INTEGER,
+    STRING,
+    Field,
+    Json,
+    Kind,
+    Refused,
+    a,
+    refuse,
+)
 from quill.server.service.origin import Origin
+from quill.server.service.tool_options import TOOLS, read_calls
 
 _ROLES = {"developer": "system", "function": "tool"}  # others are what they are
 
@@ -39,11 +50,22 @@ def _message(name: str, value: Json) -> pb.Message:
     role = value.get("role")
     if not isinstance(role, str):
         raise refuse(f"{name}.role", role, "a string")
-    for unsupported in ("tool_calls", "function_call"):
-        if value.get(unsupported):
-            raise InvalidFieldError(f"{name}.{unsupported}", "isn't supported here. Leave it out")
-    content = _content(f"{name}.content", value.get("content"))
-    return pb.Message(role=_ROLES.get(role, role), content=content)
+    if value.get("function_call"):
+        rule = "isn't supported here. Give tool_calls instead"
+        raise InvalidFieldError(f"{name}.function_call", rule)
+    return pb.Message(
+        role=_ROLES.get(role, role),
+        content=_content(f"{name}.content", value.get("content")),
+        tool_calls=read_calls(f"{name}.tool_calls", value.get("tool_calls") or []),
+        tool_call_id=STRING.read(f"{name}.tool_call_id", value.get("tool_call_id") or ""),
+        name=_tool_name(f"{name}.name", value),
+    )
+
+
+def _tool_name(name: str, value: Json) -> str:
+    """People have names, too, which no template asks for."""
+    is_tool = value["role"] in ("tool", "function") and value.get("name") is not None
+    return str(STRING.read(name, value["name"])) if is_tool else ""
 
 
 def _content(name: str, value: Any) -> str:
@@ -68,11 +90,13 @@ _MESSAGE = {
     "properties": {
         "role": {"type": "string", "enum": [*ROLES, *_ROLES]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+        "tool_call_id": {"type": "string"},
     },
     "required": ["role"],
 }
 CONVERSATION = Kind({"type": "array", "items": _MESSAGE}, _messages)
-_NO_TOOLS = "This server calls no tools yet. Leave it out"
+_TOOLS = "Give tools and tool_choice instead"
 
 
 class Chat(Route):
@@ -86,15 +110,14 @@ class Chat(Route):
             is_required=True,
         ),
         *COMMON,
+        *TOOLS,
         Field("logprobs", BOOLEAN, "log-probabilities of the answer's tokens"),
         Field("top_logprobs", INTEGER, "and of so many others at each place", "logprobs"),
     )
     refused = (
         *REFUSED,
-        Refused("tools", ([],), _NO_TOOLS),
-        Refused("tool_choice", ("none",), _NO_TOOLS),
-        Refused("functions", ([],), _NO_TOOLS),
-        Refused("function_call", ("none",), _NO_TOOLS),
+        Refused("functions", ([],), _TOOLS),
+        Refused("function_call", ("none",), _TOOLS),
         Refused("audio", (), "This model is one of text. Leave it out"),
         Refused("modalities", (["text"],), "This model is one of text. Leave it out"),
         Refused("prediction", (), "Leave it out"),
@@ -130,7 +153,7 @@ class Chat(Route):
 
 
 def _request(values: Json, context: int) -> pb.GenerateRequest:
-    message = option_message(values, default_max_tokens=context)
+    message = option_message(values, context, Chat.fields)
     message.messages.messages.extend(values["messages"])
     if values.get("logprobs"):
         message.logprobs = values.get("top_logprobs", 0)
@@ -143,9 +166,9 @@ def _whole(response: pb.GenerateResponse, facts: Facts, values: Json, rest: Json
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": each.text, "refusal": None},
+            "message": message_json(each),
             "logprobs": chat_logprobs(each.logprobs) if values.get("logprobs") else None,
-            "finish_reason": finish_reason(each),
+            "finish_reason": reason_with_calls(each, bool(each.tool_calls)),
             **beside(each, values),
         }
         for index, each in enumerate(response.sequences)
@@ -167,6 +190,7 @@ class _Stream:
         self._events = events
         self._first = first  # what only the first chunk says
         self._begun: set[int] = set()
+        self._calling: set[int] = set()  # choices that have calls
         self._tally = Tally()
 
     async def send(self, chunk: pb.GenerateChunk) -> None:
@@ -176,16 +200,27 @@ class _Stream:
             self._begun.add(chunk.sequence)
             await self._tell(chunk.sequence, {"role": "assistant", "content": ""}, **self._first)
             self._first = {}
-        if chunk.text or chunk.logprobs or self._values.get("return_token_ids"):
-            logprobs = chat_logprobs(chunk.logprobs) if self._values.get("logprobs") else None
-            more = beside(chunk, self._values)
-            await self._tell(chunk.sequence, {"content": chunk.text}, logprobs, more)
+        await self._continue(chunk)
         if chunk.finish_reason:
             await self._finish(chunk)
 
+    async def _continue(self, chunk: pb.GenerateChunk) -> None:
+        """What is said, then what is called."""
+        logprobs = chat_logprobs(chunk.logprobs) if self._values.get("logprobs") else None
+        more: Json | None = beside(chunk, self._values)
+        says_tokens = bool(chunk.logprobs) or bool(self._values.get("return_token_ids"))
+        if chunk.text or (says_tokens and not chunk.tool_calls):
+            await self._tell(chunk.sequence, {"content": chunk.text}, logprobs, more)
+            logprobs, more = None, None  # are told once
+        for piece in chunk.tool_calls:
+            self._calling.add(chunk.sequence)
+            await self._tell(chunk.sequence, {"tool_calls": [piece_json(piece)]}, logprobs, more)
+            logprobs, more = None, None
+
     async def _finish(self, chunk: pb.GenerateChunk) -> None:
         self._tally.note(chunk.usage)
-        more = {**beside(chunk, {}), "finish_reason": finish_reason(chunk)}
+        reason = reason_with_calls(chunk, chunk.sequence in self._calling)
+        more = {**beside(chunk, {}), "finish_reason": reason}
         await self._tell(chunk.sequence, {}, None, more, timings=timings_json(chunk.timings))
 
     async def _tell(

@@ -16,16 +16,22 @@ from quill.server.service.call import MAX_INLINE_TOKENS, Call
 from quill.server.service.generation_options import fill
 from quill.server.service.json_fields import BOOLEAN, INTEGERS, STRING, Field, Json
 from quill.server.service.origin import Origin
+from quill.server.service.tool_options import TOOLS
+
+_OF_TEXT = (
+    Field("prompt", STRING, "the text", "text"),
+    Field("add_special_tokens", BOOLEAN, "what a prompt begins with", "add_special_tokens"),
+)
 
 
 class Tokenize(Route):
     path = "/tokenize"
     says = "a text's token ids, or a conversation's"
     fields = (
-        Field("prompt", STRING, "the text", "text"),
+        *_OF_TEXT,
         Field("messages", CONVERSATION, "instead: a conversation, as the model's template has it"),
+        *TOOLS,
         MODEL,
-        Field("add_special_tokens", BOOLEAN, "what a prompt begins with", "add_special_tokens"),
         Field("return_token_strs", BOOLEAN, "each token as text, too"),
     )
 
@@ -34,6 +40,8 @@ class Tokenize(Route):
             check_model(values, call.served)
             if ("prompt" in values) == ("messages" in values):
                 raise InvalidFieldError("prompt", "or messages must be given, and not both")
+            if values.get("tools") and "prompt" in values:
+                raise InvalidFieldError("tools", "are for messages. Give these, or leave it out")
             ids, texts = await self._tokens(values, call)
         shown = texts if values.get("return_token_strs") else None
         whole = partial(_whole, ids, shown, call.served.context)
@@ -45,12 +53,14 @@ class Tokenize(Route):
     async def _tokens(self, values: Json, call: Call) -> tuple[Sequence[int], Sequence[str]]:
         if "messages" in values:
             conversation = pb.Conversation(messages=values["messages"])
-            parsed = await call.read(pb.GenerateRequest(messages=conversation))
+            asked = pb.GenerateRequest(messages=conversation)
+            fill(asked, values, TOOLS)
+            parsed = await call.read(asked)
             text = call.served.text
             assert text is not None, "conversations are text"
             return parsed.given_ids, [text.piece(id) for id in parsed.given_ids]
         message = pb.TokenizeRequest()
-        fill(message, values, self.fields)
+        fill(message, values, _OF_TEXT)
         response = await call.tokenize(message)
         return response.token_ids, response.tokens
 

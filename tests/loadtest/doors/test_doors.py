@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quill.loadtest.doors.door import CallError, Door
+from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.doors.names import DOORS, DoorName
 from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import OwnServer, own_server
@@ -73,6 +74,29 @@ def test_what_came_through_any_door_is_the_same_alone_over_grpc(
     verdict.check()
     assert verdict.num_equal >= 10
     assert {"OK", "CANCELLED", "INVALID_ARGUMENT"} <= {record.status for record in records}
+
+
+def test_all_doors_keep_answers_to_forms(talker: OwnServer) -> None:
+    """The same tokens through each, and alone."""
+    with closing(GrpcDoor(talker.address)) as grpc_door:
+        facts = Facts.of(grpc_door.get_model())
+    asked = [make_ask("structured", 5, index, facts) for index in range(24)]
+    for index, ask in enumerate(asked):
+        ask.request.seed = index
+    told = []
+    for protocol in DOORS:
+        with closing(open_door(protocol, talker.address_for(protocol), Access())) as door:
+            records = [
+                call(door, ask, 0.0).record(ask, index, ask.kind, 0.0)
+                for index, ask in enumerate(asked)
+            ]
+        assert [record.message for record in records if not record.ok] == []
+        told.append([(record.token_ids, record.finish_reason) for record in records])
+        verdict = verify(talker.address, records, lambda number, verdict: None)
+        verdict.check()
+        assert verdict.num_equal == len(asked)
+    assert told[0] == told[1] == told[2]
+    assert {reason for _, reason in told[0]} == {"EOS", "LENGTH"}
 
 
 def test_seed_that_the_server_picked_is_told(door: Door) -> None:

@@ -1,6 +1,7 @@
 """What the crowd asks: reproducible, within the model's limits, and as unfriendly as it says."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from quill.loadtest.workload.call import call
 from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
+from quill.server.client.balancing.beginning import beginning
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
@@ -55,6 +57,37 @@ def test_scenario_that_a_model_cant_do_is_refused() -> None:
         check_scenario("mixed", pb.Model(name="bert", family=pb.FAMILY_ENCODER))
 
 
+def test_system_prompts_are_twenty() -> None:
+    for facts in (TEXT, CHAT):
+        asked = [make_ask("system-prompts", 3, index, facts).request for index in range(300)]
+        assert len({beginning(each) for each in asked}) == 20
+
+
+def test_a_model_without_text_or_end_is_not_asked_to_keep_to_a_form() -> None:
+    able = pb.Model(family=pb.FAMILY_CAUSAL, has_tokenizer=True, eos_token_ids=[0])
+    check_scenario("structured", able)
+    assert Facts.of(able).keeps_forms
+    for unable in (
+        pb.Model(family=pb.FAMILY_CAUSAL, eos_token_ids=[0]),
+        pb.Model(family=pb.FAMILY_CAUSAL, has_tokenizer=True),
+        pb.Model(family=pb.FAMILY_ENCODER, has_tokenizer=True, eos_token_ids=[0]),
+    ):
+        assert not Facts.of(unable).keeps_forms
+        with pytest.raises(OptionError, match=r"form|encoder"):
+            check_scenario("structured", unable)
+
+
+def test_forms_of_all_kinds_are_asked_for_also_among_others() -> None:
+    asked = [make_ask("structured", 0, index, CHAT).request.constraint for index in range(80)]
+    kinds = {each.WhichOneof("form") for each in asked}
+    assert kinds == {"json_schema", "json_object", "regex", "choice", "lark"}
+    assert len({each.json_schema for each in asked}) > 20
+    for keeps_forms in (True, False):
+        facts = replace(CHAT, keeps_forms=keeps_forms)
+        among = {make_ask("mixed", 0, index, facts).kind for index in range(80)}
+        assert ("structured" in among) == keeps_forms
+
+
 def test_shared_prompts_begin_alike() -> None:
     asked = [make_ask("shared-prompt", 3, index, IDS).request.prompt_ids.ids for index in range(9)]
     assert len({tuple(ids[:42]) for ids in asked}) == 1
@@ -81,7 +114,7 @@ def test_unknown_scenario_is_refused() -> None:
 def test_real_server_ends_each_request_as_the_scenario_expects(
     name: str, protocol: DoorName, server: OwnServer
 ) -> None:
-    if name == "embed" and protocol != "grpc":
+    if name == "structured" or (name == "embed" and protocol != "grpc"):
         return  # `quill loadtest` refuses it
     with closing(open_door(protocol, server.address_for(protocol), Access())) as door:
         for index in range(25 if name == "bad-requests" else 4):

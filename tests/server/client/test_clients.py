@@ -11,9 +11,10 @@ from quill.protos import generation_pb2 as pb
 from quill.server.api import grpc_server
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.call_error import CallError
-from quill.server.client.requests import embed_request, fill_request, make_request
+from quill.server.client.requests import Options, embed_request, fill_request, make_request
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
+from tests.server.parrot import Parrot, make_parrot
 from tests.server.running import running_server
 from tests.server.scripted_session import TIMEOUT_S
 
@@ -32,6 +33,29 @@ def test_prompts_are_text_tokens_or_a_conversation() -> None:
     assert spoken.messages.messages[0].content == "hi"
     assert spoken.HasField("seed")
     assert not spoken.HasField("temperature")
+
+
+def test_tools_and_choices_may_be_written_plainly() -> None:
+    spoken: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    schema = {"type": "object"}
+    request = make_request(
+        spoken,
+        {
+            "tools": [{"name": "f", "parameters": schema}, pb.Tool(name="g"), {"name": "h"}],
+            "tool_choice": "f",
+        },
+    )
+    assert request.messages.messages[0].tool_calls[0].name == "f"
+    assert [each.parameters for each in request.tools] == ['{"type": "object"}', "", ""]
+    assert request.tool_choice == pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=["f"])
+    for name in ("auto", "none", "required"):
+        mode = make_request("x", {"tool_choice": name}).tool_choice.mode
+        assert pb.ToolMode.Name(mode) == f"TOOL_MODE_{name.upper()}"
+    with pytest.raises(CallError, match="can't be written"):
+        make_request("x", {"tools": [{"nam": "f"}]})
 
 
 def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:
@@ -109,6 +133,30 @@ def test_client_for_asyncio_does_the_same() -> None:
 
     with running_server() as running:
         asyncio.run(main(running.address))
+
+
+def test_both_clients_hear_what_is_called() -> None:
+    spoken = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"x": 4}}\n</tool_call>'
+    asked = [{"role": "user", "content": f"say {spoken}"}]
+    schema = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    options: Options = {"tools": [{"name": "f", "parameters": schema}], "seed": 3}
+
+    async def main(address: str) -> list[pb.GenerateChunk]:
+        async with AsyncClient(address) as client:
+            return [chunk async for chunk in client.stream(asked, resume=True, **options)]
+
+    with running_server(served=make_parrot(), session=Parrot()) as running:
+        chunks = asyncio.run(main(running.address))
+        with Client(running.address) as client:
+            (whole,) = client.generate(asked, **options).sequences
+            assert client.model().tool_form == "hermes"
+    (call,) = whole.tool_calls
+    assert (whole.text, call.name, call.arguments) == ("Hm.\n", "f", '{"x": 4}')
+    assert whole.finish_reason == chunks[-1].finish_reason == pb.FINISH_REASON_EOS
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    pieces = [piece for chunk in chunks for piece in chunk.tool_calls]
+    assert [(each.id, each.name) for each in pieces if each.id] == [(call.id, "f")]
+    assert "".join(each.arguments for each in pieces) == call.arguments
 
 
 def test_client_for_asyncio_says_so_and_tries_again_while_the_server_is_loading(

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -28,7 +29,7 @@ NEVER = Retries(max_retries=0)
 @contextmanager
 def several(number: int) -> Iterator[list[Running]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(running_server()) for _ in range(number)]
+        yield [stack.enter_context(running_server(max_waiting=8)) for _ in range(number)]
 
 
 def address_of(servers: list[Running]) -> str:
@@ -53,6 +54,10 @@ def home_of(client: Client, prompt: str) -> str:
 def state_of(client: Client, address: str) -> ServerState:
     (state,) = (each for each in client.servers() if each.address == address)
     return state
+
+
+def num_outstanding(client: Client) -> list[int]:
+    return [each.num_outstanding for each in client.servers()]
 
 
 def test_texts_that_begin_alike_meet_one_server_and_others_are_spread() -> None:
@@ -86,16 +91,15 @@ def test_loaded_server_is_spared() -> None:
         home = home_of(client, "abc")
         for each in servers:
             each.session.hold()
-            each.session.let_go(1)
-        running = [client.stream("abc", max_new_tokens=50, timeout_s=TIMEOUT_S) for _ in range(2)]
-        assert [next(chunks).text for chunks in running] == ["d", "d"]
-        assert sorted(each.num_outstanding for each in client.servers()) == [0, 1, 1]
-        assert state_of(client, home).num_outstanding == 1
-        for chunks in running:
-            chunks.close()
-        assert all(not each.num_outstanding for each in client.servers())
-        for each in servers:
-            each.session.let_go()
+        with ThreadPoolExecutor(6) as threads:
+            running = [threads.submit(ask, client, "abc") for _ in range(6)]
+            wait_until(lambda: sum(num_outstanding(client)) == 6, "all have been asked")
+            assert sorted(num_outstanding(client)) == [0, 1, 5]
+            assert state_of(client, home).num_outstanding == 5
+            for each in servers:
+                each.session.let_go()
+            assert [each.result(TIMEOUT_S) for each in running] == 6 * ["de"]
+        assert sum(num_outstanding(client)) == 0
         assert home_of(client, "abc") == home
 
 

@@ -51,6 +51,26 @@ def test_end_is_told_once() -> None:
     assert take(given, chunk("ab", last=True), chunk("xy", 1, last=True)) == ["y"]
 
 
+def test_calls_go_on_where_they_broke() -> None:
+    def call(index: int, arguments: str, id: str = "") -> pb.GenerateChunk:
+        piece = pb.ToolCallPiece(index=index, id=id, name="f" if id else "", arguments=arguments)
+        return pb.GenerateChunk(tool_calls=[piece])
+
+    def pieces(*chunks: pb.GenerateChunk) -> list[tuple[int, str, str]]:
+        new = [each for each in map(given.take, chunks) if each is not None]
+        return [(one.index, one.id, one.arguments) for each in new for one in each.tool_calls]
+
+    given = ResumeFilter()
+    assert pieces(call(0, "", "a"), call(0, '{"x')) == [(0, "a", ""), (0, "", '{"x')]
+    given.replay()
+    again = (call(0, "", "a"), call(0, "{"), call(0, '"x": 1}'), call(1, "", "b"), call(1, "{}"))
+    assert pieces(*again) == [(0, "", '": 1}'), (1, "b", ""), (1, "", "{}")]
+    given.replay()
+    pieces(call(0, "", "a"))
+    with pytest.raises(CallError, match="another one"):
+        given.take(call(0, "[]"))
+
+
 def test_sequences_are_kept_apart() -> None:
     given = ResumeFilter()
     take(given, chunk("ab", 0), chunk("x", 1))

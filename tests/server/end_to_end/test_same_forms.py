@@ -17,10 +17,12 @@ from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.constraint import Constraint
 from quill.server.engine.engine import Engine
 from quill.server.grammar.compiler import Compiler, Form
+from quill.server.grammar.tool_calls import calls_form
 from quill.server.limits import Limits
 from quill.server.request import Request, Sampling
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.scheduler.plan import Piece
+from quill.server.tools import CALL_FORMS, CallForm, Tool
 from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
@@ -33,8 +35,16 @@ SCHEMA = {
     "properties": {"kind": {"enum": ["a", "bcd"]}, "n": {"type": "integer", "maximum": 99}},
     "required": ["kind", "n"],
 }
+TOOLS = {"tools[0].parameters": Tool("f", "", SCHEMA), "tools[1].parameters": Tool("g", "", None)}
+
+
+def _calls(form: CallForm, may_speak: bool) -> Form:
+    return calls_form(TOOLS, form, lambda text: [text], may_speak=may_speak, several=True)
+
+
 FORMS = (
     *(Form("json_schema", json.dumps(SCHEMA)), Form("json_object", "true")),
+    *(_calls(form, may_speak) for form in CALL_FORMS for may_speak in (False, True)),
     *(Form("regex", "[a-z ]{3,30}\\."), Form("choice", '["yes", "no", "nobody knows"]'), None),
 )
 

@@ -39,6 +39,22 @@ def test_tokens_that_are_forced_are_checked_in_the_step_of_the_one_before() -> N
     assert steps[True] < 0.8 * steps[False]
 
 
+def test_steps_report_what_was_forced_and_how_long_masks_took() -> None:
+    house = House()
+    house.submit(formed("schema", sampling=Sampling(temperature=0.0)))
+    house.submit(make_request("free", max_new_tokens=50))
+    reports = []
+    while not house.engine.is_idle:
+        report = house.step().step
+        reports += [] if report is None else [report]
+    usage = house.finished["r", 0].usage
+    assert 0 < sum(each.num_forced for each in reports) <= usage.accepted
+    assert all(0 <= each.num_forced <= each.num_accepted for each in reports)
+    assert reports[0].masks_s is not None
+    assert reports[0].masks_s > 0
+    assert reports[-1].masks_s is None, "the one that keeps to a form has ended"
+
+
 def test_an_answer_that_is_cut_says_so() -> None:
     house = House()
     house.submit(formed("schema", max_new_tokens=5))

@@ -1,17 +1,21 @@
 """Forms become grammars, or are refused in words and in time."""
 
 import asyncio
-import json
+import contextlib
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from quill.loadtest.workload.hostile_forms import hostile_forms
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar import compiler
-from quill.server.grammar.compiler import MAX_BYTES, Compiler, Form, Kind
+from quill.server.grammar.compiler import MAX_BYTES, MAX_DEPTH, Compiler, Form, Kind
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, small_compiler, small_tokenizer
+
+ENDLESS = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'
+LAUGHS = "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "ab"'
 
 
 def refusal(kind: Kind, text: str) -> str:
@@ -36,6 +40,8 @@ def refusal(kind: Kind, text: str) -> str:
             "unsatisfiable",
         ),
         ("json_schema", '{"$ref": "#"}', "no text satisfies it"),
+        ("json_schema", ENDLESS, "has no end"),
+        ("lark", LAUGHS, "has no end"),
         ("regex", "a(b", "unclosed group"),
         ("lark", "start: foo", "1(8)"),
         ("lark", 'root ::= "a', "line 1"),
@@ -49,33 +55,29 @@ def test_what_cannot_be_kept_to_is_refused_with_its_place(
     assert place in refusal(kind, text)
 
 
-def nested(depth: int) -> str:
-    return '{"items": ' * depth + "{}" + "}" * depth
-
-
-def wide(width: int) -> str:
-    return json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(width)}})
-
-
-TYPES = [{"properties": {f"k{i}": {"type": "integer"}}} for i in range(30)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("json_schema", nested(6000)),
-        ("json_schema", nested(65)),
-        ("json_schema", wide(1500)),
-        ("regex", "(" * 30_000),
-        ("lark", "start: " + "(" * 30_000),
-        ("lark", "root ::= " + "(" * 30_000),
-        ("json_schema", json.dumps({"allOf": [{"anyOf": TYPES} for _ in range(30)]})),
-    ],
-)
-def test_hostile_forms_are_refused_soon(kind: Kind, text: str) -> None:
+@pytest.mark.parametrize("name", hostile_forms())
+def test_hostile_forms_are_refused_or_followed_and_hold_nobody_up(name: str) -> None:
+    form = hostile_forms()[name]
+    kind = cast(Kind, form.WhichOneof("form"))
     started_s = time.process_time()
-    refusal(kind, text)
+    with contextlib.suppress(InvalidFieldError):
+        matcher = small_compiler().compile_now(Form(kind, getattr(form, kind))).matcher()
+        for _ in range(20):
+            (mask,) = matcher.masks((), (), 0)
+            if matcher.has_failed:
+                break
+            matcher.accept(int(mask[0]).bit_length() - 1)
+            matcher.forced()
     assert time.process_time() - started_s < 1
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH // 2, MAX_DEPTH])
+def test_levels_are_counted(depth: int) -> None:
+    def nested(depth: int) -> str:
+        return '{"items": ' * depth + "{}" + "}" * depth
+
+    small_compiler().compile_now(Form("json_schema", nested(depth - 1)))
+    assert f"more than {MAX_DEPTH}" in refusal("json_schema", nested(MAX_DEPTH))
 
 
 @pytest.mark.parametrize(

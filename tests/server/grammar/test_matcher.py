@@ -1,16 +1,21 @@
 """Masks say what may follow, whatever was guessed in between."""
 
 import json
+import math
 import random
 import re
 
+import llguidance
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quill.server.grammar.matcher import TokenMatcher
+from quill.server.grammar import compiler
+from quill.server.grammar import matcher as matcher_module
+from quill.server.grammar.compiler import Compiler, Form
+from quill.server.grammar.matcher import MAX_FORCED, TokenMatcher
 from tests.server.fake_session import VOCAB_SIZE
-from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
+from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, small_tokenizer, text_of
 
 Mask = npt.NDArray[np.uint32]
 
@@ -112,7 +117,60 @@ def test_a_guess_that_leads_too_far_was_not_made() -> None:
     matcher.accept(first)
     before = allowed(matcher)
     masks = matcher.masks([before[-1], EOS - 1, before[-1]], (), 0)
-    assert len(masks) == 1
+    assert len(masks) == 2
     assert tokens_in(masks[0]) == before == allowed(matcher)
     matcher.accept(before[-1])
     assert not matcher.has_failed
+
+
+def test_answers_that_share_a_grammar_do_not_wear_it_out_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each can be followed as far as if it were alone, and the next one has a new grammar."""
+    limits = llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(compiler, "LIMITS", limits)
+    monkeypatch.setattr(matcher_module, "MAX_RENEWAL_S", math.inf)
+    form = Form("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}")
+    own = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
+    shared = own.compile_now(form)
+    said = [walk(shared.matcher(), random.Random(seed), 60) for seed in range(12)]
+    assert shared.is_worn_out
+    new = own.compile_now(form)
+    assert new is not shared
+    assert own.compile_now(form) is new
+    for seed, tokens in enumerate(said):
+        alone = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS]).compile_now(form).matcher()
+        assert walk(alone, random.Random(seed), 60) == tokens
+
+
+def test_a_grammar_that_takes_long_to_make_is_not_made_again_between_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=100, verbose_errors=False)
+    monkeypatch.setattr(compiler, "LIMITS", limits)
+    monkeypatch.setattr(matcher_module, "MAX_RENEWAL_S", 0.0)
+    own = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
+    grammar = own.compile_now(Form("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}"))
+    matcher, rng = grammar.matcher(), random.Random(0)
+    with pytest.raises(AssertionError):
+        walk(matcher, rng, 60)
+    assert matcher.has_failed
+    assert grammar.is_worn_out
+    assert not matcher.masks((), (), 0).any()
+    matcher.accept(0)
+    assert not matcher.forced()
+    assert matcher.num_allowed([0]) == 0
+
+
+def test_what_is_forced_for_long_is_worked_out_once() -> None:
+    matcher = small_grammar("regex", "a{300}(b|c)").matcher()
+    told = matcher.forced()
+    assert len(told) == MAX_FORCED
+    for _ in range(200):
+        (token, *_) = matcher.forced()
+        assert allowed(matcher) == [token]
+        matcher.accept(token)
+    other = small_grammar("regex", "a{300}(b|c)").matcher()
+    for _ in range(200):
+        other.accept(told[0])
+    assert matcher.forced() == other.forced()

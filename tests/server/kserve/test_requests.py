@@ -121,6 +121,8 @@ def test_sum_of_logprobs_needs_logprobs() -> None:
     ({"text_input": "a", "sampling_parameters": '{"stop": "\\ud800"}'}, "sampling_parameters"),
     ({"text_input": "a", "sampling_parameters": '{"temperature": "warm"}'}, "temperature"),
     ({"text_input": "a", "sampling_parameters": '{"guided_json": 5}'}, "guided_json"),
+    ({"text_input": "a", "sampling_parameters": '{"tools": [{}]}'}, "tools"),
+    ({"text_input": "a", "sampling_parameters": '{"tool_choice": "auto"}'}, "tool_choice"),
     ({"messages": '{"role": "user"}'}, "messages"),
     ({"messages": '[{"role": "user"}]'}, "content"),
 ])  # fmt: skip

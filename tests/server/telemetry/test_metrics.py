@@ -4,6 +4,7 @@ import json
 import logging
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.client.call_error import CallError
 from quill.server.client.sync_client import Client
 from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
 from tests.server.running import Running, make_manifest, make_served, running_server
@@ -69,6 +71,38 @@ def test_translations_are_no_misses_of_a_cache_that_they_dont_have() -> None:
         after = scrape(running)
     assert after['quill_tokens_total{kind="generated"}'] == 3
     assert after["quill_prefix_cache_hits_total"] == after["quill_prefix_cache_misses_total"] == 0
+
+
+def test_forms_are_counted_and_timed_and_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    served = make_served()
+    served = replace(served, limits=replace(served.limits, guess=True))
+    form = pb.Constraint(choice=pb.Choice(choices=["qqsecretqq", "qqsecretly"]))
+    with running_server(served=served, metrics_port=0) as running:
+        with caplog.at_level(logging.INFO), Client(running.address) as client:
+            for _ in range(3):
+                client.generate("abc", constraint=form, timeout_s=TIMEOUT_S)
+            client.generate("abc", max_new_tokens=3, timeout_s=TIMEOUT_S)
+            with pytest.raises(CallError):
+                client.generate("abc", constraint=pb.Constraint(regex="qqsecretqq("))
+            for _ in range(4):
+                running.next_record("OK")
+            running.next_record("INVALID_ARGUMENT")
+        after = scrape(running)
+    assert after["quill_form_cache_misses_total"] == 2
+    assert after["quill_form_cache_hits_total"] == 2
+    assert after["quill_form_compile_time_seconds_count"] == 2
+    assert 0 < after["quill_mask_time_seconds_sum"] < TIMEOUT_S
+    # Of "qqsecretqq" all but the first token and the choice between q and l was forced.
+    assert after["quill_forced_tokens_total"] == 3 * 8
+    assert after["quill_mask_time_seconds_count"] < after["quill_made_tokens_total"]
+    lines = [json.loads(JsonFormatter().format(each)) for each in caplog.records]
+    assert [("compile_ms" in each) for each in lines if "has_form" in each] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not any("secret" in each.getMessage() + str(vars(each)) for each in caplog.records)
 
 
 def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running: Running) -> None:

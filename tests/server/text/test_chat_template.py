@@ -44,6 +44,13 @@ def test_template_that_is_none_is_refused_at_the_start() -> None:
         ChatTemplate("{% for %}", {})
 
 
+def test_json_is_written_as_it_is() -> None:
+    template = ChatTemplate("{{ messages | tojson }}{{ tools | tojson(indent=1) }}", {})
+    said = template.render([{"content": "<é>'&"}], [{"x": 1}])
+    assert said == '[{"content": "<é>\'&"}][\n {\n  "x": 1\n }\n]'
+    assert template.render([]) == "[]null"
+
+
 def test_special_tokens_count_only_where_the_template_writes_them() -> None:
     text = Text(byte_tokenizer()._json)
     plain = [byte + 1 for byte in b"<|endoftext|>"]

@@ -1,12 +1,11 @@
 """Who is asked next: affinity up to a bound, health, counts that add up."""
 
-import math
 import random
 from collections import Counter
 
 import pytest
 
-from quill.server.client.balancing.balancer import MAX_LOAD, Balancer
+from quill.server.client.balancing.balancer import Balancer, bound
 from quill.server.client.balancing.target import BALANCES, Balance
 
 SERVERS = ("a:1", "b:1", "c:1")
@@ -33,12 +32,21 @@ def test_calls_that_begin_alike_go_to_one_server() -> None:
         assert len(asked) == 1
 
 
+def test_bound_is_a_quarter_above_the_mean_or_what_chance_would_do() -> None:
+    assert [bound(mean) for mean in (0.1, 1.0, 4.0, 16.0)] == [1, 3, 8, 24]
+    assert [bound(mean) for mean in (64.0, 100.0, 1000.0)] == [80, 125, 1250]
+
+
 def test_beginning_that_everybody_asks_for_overflows_in_the_same_order() -> None:
     given = balancer()
-    first, second, third = (given.begin(b"one") for _ in range(3))
-    assert first != second
-    assert third == first  # by then 1.25 times the mean is more than one call
-    assert balancer().begin(b"one") == first
+    asked = [given.begin(b"one") for _ in range(300)]
+    order = list(dict.fromkeys(asked))
+    assert sorted(order) == list(SERVERS)
+    assert asked[:5] == [order[0]] * 5
+    assert list(outstanding(given).values()) != [100, 100, 100]
+    assert max(outstanding(given).values()) <= 125
+    again = balancer()
+    assert [again.begin(b"one") for _ in range(300)] == asked
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -54,7 +62,7 @@ def test_no_server_has_more_than_its_bound_whatever_comes_and_goes(seed: int) ->
         key = str(min(chance.randrange(20), chance.randrange(20))).encode()
         server = given.begin(key)
         running.append(server)
-        assert outstanding(given)[server] <= math.ceil(MAX_LOAD * len(running) / len(servers))
+        assert outstanding(given)[server] <= bound(len(running) / len(servers))
         assert Counter(running) == Counter(outstanding(given))
 
 

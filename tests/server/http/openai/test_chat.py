@@ -142,9 +142,8 @@ def test_null_is_unset_and_unknown_fields_are_ignored(client: HttpClient) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
+        ("function_call", "auto"),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("use_beam_search", True),
@@ -213,7 +212,8 @@ def test_bad_values_are_refused_in_words(
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
         ({"role": "user", "content": ["secret words"]}, "messages[0].content"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
     ],
 )
 def test_bad_messages_are_refused_without_quoting_them(
