@@ -6,6 +6,7 @@ Each subcommand names the function that does the work as `module:function`.
 
 from quill.server.cli.argument_types import Subparsers
 from quill.server.cli.embed_options import add_embed, add_fill
+from quill.server.cli.fleet_options import add_batch, add_top
 from quill.server.cli.generate_options import add_chat, add_generate
 from quill.server.cli.operator_options import add_keys, add_operating
 from quill.server.cli.serve_options import add_serve
@@ -18,5 +19,7 @@ def register(subparsers: Subparsers) -> None:
     add_chat(subparsers)
     add_embed(subparsers)
     add_fill(subparsers)
+    add_batch(subparsers)
     add_keys(subparsers)
     add_operating(subparsers)
+    add_top(subparsers)

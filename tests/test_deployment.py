@@ -4,10 +4,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
-
-import pytest
-import yaml
 
 from quill.__main__ import build_parser
 from quill.server.settings import Settings, check_exposure, read_settings
@@ -35,13 +31,6 @@ def image_command(instruction: str) -> list[str]:
     return words
 
 
-def container() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pod, and the container in it."""
-    deployment = next(yaml.safe_load_all((ROOT / "kubernetes.yaml").read_text()))
-    pod = deployment["spec"]["template"]["spec"]
-    return pod, pod["containers"][0]
-
-
 def unit(name: str) -> str:
     text = (ROOT / "quill.service").read_text().replace("\\\n", "")
     (found,) = re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
@@ -61,19 +50,6 @@ def test_image_asks_for_health_as_the_command_is_called() -> None:
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])$", dockerfile(), re.MULTILINE)
     (options,) = re.findall(r'QUILL_HEALTH="(.*)"', dockerfile())
     words = shlex.split(json.loads(check)[2].replace("$QUILL_HEALTH", options))
-    assert build_parser().parse_args(words[1:]).run == "quill.server.cli.operator:health"
-
-
-def test_pod_serves_protected_and_has_time_to_drain() -> None:
-    pod, main = container()
-    settings = settings_of(["serve", *main["args"]])
-    _, pause = main["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod["terminationGracePeriodSeconds"] > float(pause) + settings.grace_s
-
-
-@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_are_commands_that_exist(probe: str) -> None:
-    words = container()[1][probe]["exec"]["command"]
     assert build_parser().parse_args(words[1:]).run == "quill.server.cli.operator:health"
 
 

@@ -51,6 +51,8 @@ WITHIN = {
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
         "client/balancing": "",
         "client": "client/balancing",
+        "client/batch": "client client/balancing",
+        "client/top": "client client/balancing",
         "cli": "client client/balancing serve auth",
         "commands": "cli",
     },

@@ -5,8 +5,6 @@ Knows: HTTP/1.1, connections that are used again. Does not know: clocks, what ev
 
 import http.client
 import json
-import ssl
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +27,7 @@ class HttpDoor:
         self._address = address
         self._access = access or Access()
         self._headers = {"Content-Type": "application/json", **dict(self._access.metadata)}
-        self._tls = _context(self._access) if self._access.uses_tls else None
+        self._tls = self._access.http_context() if self._access.uses_tls else None
         self._access.credentials(address)  # says so where a key would be seen by others
         self._idle: list[http.client.HTTPConnection] = []
 
@@ -112,14 +110,3 @@ def read_events(response: http.client.HTTPResponse) -> Iterator[bytes]:
             field, _, data = event.partition(b": ")
             if field == b"data":
                 yield data
-
-
-def _context(access: Access) -> ssl.SSLContext:
-    authority = None if access.ca is None else access.ca.decode("ascii", "ignore")
-    context = ssl.create_default_context(cadata=authority)
-    if access.cert is not None and access.key is not None:
-        with tempfile.NamedTemporaryFile() as file:  # ssl reads files only; nobody else may
-            file.write(access.cert + b"\n" + access.key)
-            file.flush()
-            context.load_cert_chain(file.name)
-    return context

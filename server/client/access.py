@@ -1,10 +1,12 @@
 """How a client knows the server and proves who it is.
 
-Knows: TLS and API keys from the client's side, channels. Does not know: calls.
+Knows: TLS and API keys from the client's side, channels. Does not know: calls, HTTP.
 """
 
 import argparse
 import os
+import ssl
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +60,17 @@ class Access:
         if credentials is None:
             return grpc.insecure_channel(address, options=options)
         return grpc.secure_channel(address, credentials, options=options)
+
+    def http_context(self) -> ssl.SSLContext:
+        """The same authority and certificate, for HTTPS."""
+        authority = None if self.ca is None else self.ca.decode("ascii", "ignore")
+        context = ssl.create_default_context(cadata=authority)
+        if self.cert is not None and self.key is not None:
+            with tempfile.NamedTemporaryFile() as file:  # ssl reads files only; nobody else may
+                file.write(self.cert + b"\n" + self.key)
+                file.flush()
+                context.load_cert_chain(file.name)
+        return context
 
     @property
     def uses_tls(self) -> bool:

@@ -35,6 +35,7 @@ from quill.server.client.requests import (
 )
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
+from quill.server.client.trace_context import trace_metadata
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -52,9 +53,13 @@ class Client:
     ) -> None:
         self._access = access or Access()
         self._fleet = Fleet(address, self._access)
-        self._metadata = self._access.metadata
         self._retries = retries or Retries()
         self._sleep = sleep
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Who calls, and within which trace."""
+        return self._access.metadata + trace_metadata()
 
     def __enter__(self) -> "Client":
         return self

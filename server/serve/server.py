@@ -53,6 +53,7 @@ class Server:
         self._settings = settings
         self.metrics = Metrics()
         self.health = Health(SERVICE)
+        self.metrics.watch_health(lambda: self.health.is_serving)
         self._tracing = open_tracing() if settings.tracing else None
         self.calls = Calls(self._report)
         loop = asyncio.get_running_loop()

@@ -77,6 +77,9 @@ class Metrics:
 
     def _make_gauges(self) -> None:
         registry = self.registry
+        self._serving = Gauge(
+            "quill_serving", "1 while health says that it serves, else 0", registry=registry
+        )
         self._waiting = Gauge("quill_queue_depth", "Requests that wait", registry=registry)
         self._rows = Gauge("quill_running_rows", "Sequences in the last step", registry=registry)
         self._max_rows = Gauge(
@@ -108,6 +111,10 @@ class Metrics:
         self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
         self._masks = histogram("quill_mask_time_seconds", "All masks of a step, beside the model")
         self._compile = histogram("quill_form_compile_time_seconds", "A form that wasn't known")
+
+    def watch_health(self, is_serving: Callable[[], bool]) -> None:
+        """Asked whenever the numbers are read."""
+        self._serving.set_function(is_serving)
 
     def set_limits(self, limits: Limits) -> None:
         self._max_rows.set(limits.max_rows)

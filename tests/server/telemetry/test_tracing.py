@@ -1,5 +1,6 @@
 """Spans as a collector receives them, over the real protocol."""
 
+import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
+from quill.client import AsyncClient, Client
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from tests.server.running import Running, running_server
@@ -54,6 +57,28 @@ def ask(running: Running, **fields: Any) -> None:
     with grpc.insecure_channel(running.address) as channel:
         stub: Any = pb_grpc.TextGenerationStub(channel)
         stub.Generate(request, metadata=metadata, timeout=TIMEOUT_S)
+
+
+def test_our_clients_pass_their_trace_on(collector: Collector) -> None:
+    context = SpanContext(int(TRACE_ID, 16), int(PARENT_ID, 16), True, TraceFlags(1))
+    with running_server(tracing=True) as running, Client(running.address) as client:
+        with use_span(NonRecordingSpan(context)):
+            client.generate(PROMPT, max_new_tokens=3)
+            list(client.stream(PROMPT, max_new_tokens=3))
+            asyncio.run(ask_asynchronously(running.address))
+        client.tokenize(PROMPT)
+    spans = [span for _, span in (collector.spans.get(timeout=TIMEOUT_S)
+                                  for _ in range(collector.spans.qsize()))]  # fmt: skip
+    calls = [span for span in spans if span.name.startswith("quill/")]
+    parents = {call.name: (call.trace_id.hex(), call.parent_span_id.hex()) for call in calls}
+    assert len(calls) == 4
+    assert parents.pop("quill/Tokenize") != (TRACE_ID, PARENT_ID)
+    assert set(parents.values()) == {(TRACE_ID, PARENT_ID)}
+
+
+async def ask_asynchronously(address: str) -> None:
+    async with AsyncClient(address) as client:
+        await client.generate(PROMPT, max_new_tokens=3)
 
 
 def test_call_becomes_spans_of_its_callers_trace(collector: Collector) -> None:

@@ -1,0 +1,1 @@
+"""What all servers do at the moment, for those who run them."""

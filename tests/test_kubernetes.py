@@ -1,0 +1,302 @@
+"""What a cluster is told fits together, names what there is, and is what the tools take.
+
+No cluster is at hand: schemas, promtool and kubectl are asked where they are installed.
+"""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quill.__main__ import build_parser
+from quill.server.settings import Settings, check_exposure, read_settings
+from quill.server.telemetry.metrics import Metrics
+
+PLACE = Path(__file__).resolve().parents[1] / "server" / "deploy" / "kubernetes"
+FOLDERS = sorted(path.parent.name for path in PLACE.glob("*/kustomization.yaml"))
+NAMES = {"app.kubernetes.io/name": "quill"}
+SCRAPED = {"job", "pod", "le"}  # labels that aren't the server's own
+Json = dict[str, Any]
+
+
+@functools.cache
+def documents(folder: str) -> dict[str, Json]:
+    """What a folder brings, by kind and name."""
+    kustomization = yaml.safe_load((PLACE / folder / "kustomization.yaml").read_text())
+    found = {}
+    for name in kustomization["resources"]:
+        if name.endswith(".yaml"):
+            for each in yaml.safe_load_all((PLACE / folder / name).read_text()):
+                found[f"{each['kind']}/{each['metadata']['name']}"] = each
+    return found
+
+
+def pod() -> Json:
+    spec: Json = documents("base")["Deployment/quill"]["spec"]["template"]["spec"]
+    return spec
+
+
+def container() -> Json:
+    main: Json = pod()["containers"][0]
+    return main
+
+
+def settings() -> Settings:
+    read = read_settings(build_parser().parse_args(["serve", *container()["args"]]))
+    check_exposure(read)
+    return read
+
+
+def dashboard() -> Json:
+    content: Json = json.loads((PLACE / "monitoring" / "dashboard.json").read_text())
+    return content
+
+
+def rules() -> Json:
+    spec: Json = documents("monitoring")["PrometheusRule/quill"]["spec"]
+    return spec
+
+
+def queries() -> Iterator[str]:
+    """All that is asked of Prometheus."""
+    yield documents("autoscaling")["ScaledObject/quill"]["spec"]["triggers"][0]["metadata"]["query"]
+    for group in rules()["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+    for panel in dashboard()["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (each["definition"] for each in dashboard()["templating"]["list"][1:])
+
+
+def test_every_file_is_named_and_every_name_is_a_file() -> None:
+    assert FOLDERS == ["autoscaling", "base", "bundle-image", "monitoring"]
+    for folder in FOLDERS:
+        told = yaml.safe_load((PLACE / folder / "kustomization.yaml").read_text())
+        files = [file for each in told.get("configMapGenerator", []) for file in each["files"]]
+        files += [each["path"] for each in told.get("patches", [])]
+        named = {*told["resources"], *files, "kustomization.yaml"}
+        there = {path.name for path in (PLACE / folder).iterdir()}
+        assert {name for name in named if not name.startswith("../")} == there
+        assert all((PLACE / folder / name).exists() for name in named)
+
+
+def test_pod_serves_protected_and_has_time_to_drain_before_it_is_killed() -> None:
+    found = settings()
+    assert found.host == "0.0.0.0"
+    assert found.tls is not None
+    assert found.api_keys is not None
+    _, pause = container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod()["terminationGracePeriodSeconds"] > float(pause) + found.grace_s
+
+
+def test_what_the_pod_reads_is_mounted() -> None:
+    volumes = {each["name"] for each in pod()["volumes"]}
+    mounts = {each["name"]: each["mountPath"] for each in container()["volumeMounts"]}
+    assert set(mounts) == volumes
+    for argument in container()["args"]:
+        path = argument.rpartition("=")[2]
+        if path.startswith("/"):
+            assert any(path.startswith(f"{each}/") for each in mounts.values()), argument
+
+
+def test_ports_are_the_servers_own() -> None:
+    ports = {each["name"]: each["containerPort"] for each in container()["ports"]}
+    found = settings()
+    served = {"grpc": found.port, "metrics": found.metrics_port, "http": found.http_port}
+    assert ports == served
+    for name in ("quill", "quill-http"):
+        service = documents("base")[f"Service/{name}"]["spec"]
+        assert service["selector"] == NAMES
+        assert {each["targetPort"] for each in service["ports"]} <= set(ports)
+    policy = documents("base")["NetworkPolicy/quill"]["spec"]
+    opened = {each["port"] for rule in policy["ingress"] for each in rule["ports"]}
+    assert opened == set(ports)
+
+
+def test_probes_ask_for_health_where_it_is_told() -> None:
+    words = container()["startupProbe"]["exec"]["command"]
+    asked = build_parser().parse_args(words[1:])
+    assert asked.run == "quill.server.cli.operator:health"
+    assert asked.address == f"localhost:{settings().port}"
+    for probe in ("readinessProbe", "livenessProbe"):
+        asks = container()[probe]["httpGet"]
+        assert asks == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_selectors_find_the_pods_and_the_service() -> None:
+    base = documents("base")
+    assert base["Deployment/quill"]["spec"]["template"]["metadata"]["labels"] == NAMES
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        assert base[f"{kind}/quill"]["spec"]["selector"]["matchLabels"] == NAMES
+    assert base["NetworkPolicy/quill"]["spec"]["podSelector"]["matchLabels"] == NAMES
+    monitor = documents("monitoring")["ServiceMonitor/quill"]["spec"]
+    wanted = monitor["selector"]["matchLabels"]
+    services = [each for each in base.values() if each["kind"] == "Service"]
+    (service,) = [each for each in services if each["metadata"].get("labels") == wanted]
+    assert service["spec"]["clusterIP"] == "None"
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] in {each["name"] for each in service["spec"]["ports"]}
+
+
+def test_bundle_from_an_image_takes_the_volumes_place() -> None:
+    patch = yaml.safe_load((PLACE / "bundle-image" / "deployment.yaml").read_text())
+    changed = patch["spec"]["template"]["spec"]
+    (volume,) = changed["volumes"]
+    (first,) = changed["initContainers"]
+    assert volume["name"] in {each["name"] for each in pod()["volumes"]}
+    assert volume["persistentVolumeClaim"] is None
+    (mount,) = first["volumeMounts"]
+    assert {"name": mount["name"], "mountPath": mount["mountPath"], "readOnly": True} in (
+        container()["volumeMounts"]
+    )
+    assert first["command"][-1] == container()["args"][0]
+
+
+def test_scaling_counts_with_the_rows_that_a_server_has() -> None:
+    spec = documents("autoscaling")["ScaledObject/quill"]["spec"]
+    assert f"Deployment/{spec['scaleTargetRef']['name']}" in documents("base")
+    (trigger,) = spec["triggers"]
+    max_rows = settings().max_rows
+    assert max_rows is not None
+    assert trigger["metadata"]["threshold"] == str(round(0.7 * max_rows))
+    assert spec["minReplicaCount"] == documents("base")["Deployment/quill"]["spec"]["replicas"]
+
+
+def test_every_metric_that_is_asked_for_exists_with_its_labels() -> None:
+    made = {family.name: family for family in Metrics().registry.collect()}
+    labels = {name: set(vars(Metrics())[attribute]._labelnames)
+              for attribute, name in _attributes(made)}  # fmt: skip
+    asked = list(queries())
+    assert len(asked) > 30
+    for query in asked:
+        names = re.findall(r"quill_\w+", query)
+        assert names or query.startswith("up{"), query  # Prometheus' own
+        for name in names:
+            assert _family(name) in made, query
+        for name, wanted in re.findall(r"(quill_\w+)\{(.*?)\}", query):
+            assert set(re.findall(r"(\w+)=", wanted)) <= labels[_family(name)] | SCRAPED, query
+        for grouped in re.findall(r"by \((.*?)\)", query):
+            assert set(grouped.split(", ")) <= labels[_family(names[0])] | SCRAPED, query
+
+
+def _family(name: str) -> str:
+    return re.sub(r"_(total|bucket)$", "", name)
+
+
+def _attributes(made: Json) -> Iterator[tuple[str, str]]:
+    for attribute, value in vars(Metrics()).items():
+        name = getattr(value, "_name", None)
+        if name in made:
+            yield attribute, name
+
+
+def test_dashboard_has_room_for_its_panels() -> None:
+    content = dashboard()
+    panels = content["panels"]
+    assert len({each["id"] for each in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for each in panels
+        for x in range(each["gridPos"]["x"], each["gridPos"]["x"] + each["gridPos"]["w"])
+        for y in range(each["gridPos"]["y"], each["gridPos"]["y"] + each["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    variables = {each["name"] for each in content["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(panels)))
+    assert used - {"__rate_interval"} == variables
+
+
+@pytest.mark.parametrize("folder", ["base"])
+def test_kubernetes_knows_every_field(folder: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    for each in documents(folder).values():
+        validate.validate(each, validate.latest_version(), strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("folder", ["autoscaling", "base", "monitoring"])
+def test_kubectl_puts_it_together(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(PLACE / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = {
+        f"{each['kind']}/{each['metadata']['name']}" for each in yaml.safe_load_all(done.stdout)
+    }
+    assert told >= set(documents(folder))
+
+
+def promtool(*arguments: str) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("needs promtool (Debian: prometheus)")
+    command = ["promtool", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
+    promtool("check", "rules", str(tmp_path / "rules.yml"))
+
+
+def test_alerts_come_when_they_should_and_go(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
+    series = {
+        'quill_serving{job="quill", pod="a"}': "1x30 0x60",
+        'quill_serving{job="quill", pod="b"}': "1x55 0x35",
+        'quill_requests_total{pod="a", outcome="OK"}': "0+90x90",
+        'quill_requests_total{pod="a", outcome="RESOURCE_EXHAUSTED"}': "0+0x30 0+10x60",
+        'quill_queue_depth{pod="a"}': "40x90",
+        'quill_max_rows{pod="a"}': "32x90",
+        'quill_time_to_first_token_seconds_bucket{pod="a", le="5"}': "0+8x90",
+        'quill_time_to_first_token_seconds_bucket{pod="a", le="10"}': "0+10x90",
+        'quill_time_to_first_token_seconds_bucket{pod="a", le="+Inf"}': "0+10x90",
+    }
+    expected = {
+        20: {"QuillQueueGrows", "QuillFirstTokenSlow"},
+        60: {"QuillQueueGrows", "QuillFirstTokenSlow", "QuillNotServing", "QuillRefuses",
+             "QuillNobodyServes"},
+    }  # fmt: skip
+    alerts = [rule["alert"] for group in rules()["groups"] for rule in group["rules"]]
+    cases = [
+        {"eval_time": f"{minute}m", "alertname": name,
+         "exp_alerts": _expected(name) if name in coming else []}
+        for minute, coming in expected.items() for name in alerts
+    ]  # fmt: skip
+    test = {
+        "rule_files": ["rules.yml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name, "values": values} for name, values in series.items()
+                ],
+                "alert_rule_test": cases,
+            }
+        ],
+    }
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+    promtool("test", "rules", str(tmp_path / "test.yml"))
+
+
+def _expected(name: str) -> list[Json]:
+    """What is said is part of it: templates are filled in."""
+    (rule,) = (rule for group in rules()["groups"] for rule in group["rules"]
+               if rule["alert"] == name)  # fmt: skip
+    filled = {
+        "{{ $labels.pod }}": "a",
+        "{{ $value | humanizePercentage }}": "10%",
+        "{{ $value | humanizeDuration }}": "8.75s",
+    }
+    said = rule["annotations"]
+    for template, value in filled.items():
+        said = {key: text.replace(template, value) for key, text in said.items()}
+    own = {"job": "quill", "pod": "a"} if name == "QuillNotServing" else {}
+    return [{"exp_labels": {**rule["labels"], **own}, "exp_annotations": said}]
