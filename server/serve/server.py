@@ -6,7 +6,7 @@ Knows: the order of starting and stopping, signals. Does not know: what calls do
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -18,6 +18,7 @@ from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
 from quill.server.auth.keyring import Keyring
+from quill.server.auth.limiting import Limiting
 from quill.server.engine.admission import Admission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import ReloadError, StartError
@@ -47,14 +48,20 @@ MAX_QUIET_S = 1.0
 class Server:
     """One server, from the opening of its port to its end. Belongs to one event loop."""
 
-    def __init__(self, load: Load, settings: Settings, load_again: Load | None = None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        settings: Settings,
+        load_again: Load | None = None,
+        limits: Limiting | None = None,
+    ) -> None:
         self._load = load
         self._load_again = load_again or load
         self._settings = settings
         self.metrics = Metrics()
         self.health = Health(SERVICE)
         self._tracing = open_tracing() if settings.tracing else None
-        self.calls = Calls(self._report)
+        self.calls = Calls(self._report, limits)
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
         self.reloader = Reloader(
@@ -114,21 +121,30 @@ class Server:
     async def _listen(self) -> grpc.aio.Server:
         settings = self._settings
         service = Service(self.dispatcher, self.reloader, self.calls, settings.share_cache)
-        server = make_server(
-            settings,
-            self._keyring,
-            self.calls,
-            TextGeneration(service, settings.write_timeout_s),
-            self._inference(service),
-            Administration(self.calls, None if self._keyring is None else self.reload),
-            self.health.servicer,
-        )
+        server = self._make_server(service)
         await self.health.begin()
         self.port = bind(server, settings)
         await self._open_http(service)
         await server.start()
         self.listening.set()
         return server
+
+    def _make_server(self, service: Service, also_open: Sequence[str] = ()) -> grpc.aio.Server:
+        settings = self._settings
+        return make_server(
+            settings,
+            self._keyring,
+            self.calls,
+            TextGeneration(service, settings.write_timeout_s),
+            self._inference(service),
+            Administration(self.calls, None if self._keyring is None else self._asked_to_reload),
+            self.health.servicer,
+            also_open,
+        )
+
+    async def _asked_to_reload(self) -> ServedModel:
+        """By an administrator's call."""
+        return await self.reload()
 
     def _inference(self, service: Service) -> InferenceService:
         registry, health = self.metrics.registry, self.health
