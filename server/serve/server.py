@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
 from quill.server.addresses import write_address
@@ -194,8 +195,11 @@ class Server:
         settings = self._settings
         keyring = None if settings.open_metrics else self._keyring
         self.metrics_port, self._stop_metrics = serve_metrics(
-            self.metrics.registry, settings.host, port, settings.tls, keyring
+            self._shown_registry(), settings.host, port, settings.tls, keyring
         )
+
+    def _shown_registry(self) -> CollectorRegistry:
+        return self.metrics.registry
 
     def _say_ready(self, family: Family) -> None:
         settings, metrics = self._settings, None

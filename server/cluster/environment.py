@@ -1,0 +1,44 @@
+"""What Ray is told by its environment, on every machine, before it starts.
+
+Knows: Ray's names. Does not know: deployments, how Ray is started.
+"""
+
+from pathlib import Path
+
+# Beyond Ray's own worker ports, 10002 to 19999, and below those that Linux hands out by itself.
+REPLICA_PORTS = (31001, 32000)
+MAX_STREAMS = 1024  # of one connection, as on a single server
+MARGIN_S = 60
+
+
+def ray_environment(longest_answer_s: float, directory: Path | None = None) -> dict[str, str]:
+    """`directory`: for files of one cluster on one machine; None leaves them where Ray has them."""
+    lasting_s = round(longest_answer_s) + MARGIN_S
+    values = {
+        # HAProxy in front of replicas, which take calls themselves.
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # When replicas come or go, an old HAProxy goes on so long for the streams that it has.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(lasting_s),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, lasting_s)),
+        "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
+        "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(REPLICA_PORTS[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(REPLICA_PORTS[1]),
+        # Nobody joins the cluster without a token, and nothing is told to Ray's makers.
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return values if directory is None else values | _files(directory)
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """In /tmp, where Ray has them, every user of the machine could tell HAProxy what to do."""
+    return {
+        "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+    }

@@ -1,0 +1,54 @@
+"""What whoever is sent to Ray's own proxy hears: UNAVAILABLE, so that it tries again.
+
+Knows: the services' methods, how Ray Serve calls a deployment's. Does not know: why nobody is home.
+
+While HAProxy knows of no replica that is up, it hands calls to a proxy of Ray's own, which calls
+the deployment's methods by their names. That way has neither API keys nor deadlines, so nothing is
+answered there.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.empty_pb2 import Empty
+from grpc_health.v1 import health_pb2
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import kserve_pb2 as kserve
+
+# What Ray's proxy must know of. Each adds a service to a server.
+SERVICERS = (
+    "quill.protos.generation_pb2_grpc:add_TextGenerationServicer_to_server",
+    "quill.protos.generation_pb2_grpc:add_AdministrationServicer_to_server",
+    "quill.protos.kserve_pb2_grpc:add_GRPCInferenceServiceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc:add_HealthServicer_to_server",
+)
+_WORDS = "no replica of this cluster is ready. Try again in a few seconds"
+
+
+def _refuse(grpc_context: Any) -> None:
+    grpc_context.set_code(grpc.StatusCode.UNAVAILABLE)
+    grpc_context.set_details(_WORDS)
+
+
+async def _once(self: object, request: object, grpc_context: Any) -> Empty:
+    _refuse(grpc_context)
+    return Empty()
+
+
+async def _stream(self: object, request: object, grpc_context: Any) -> AsyncIterator[Empty]:
+    _refuse(grpc_context)
+    return
+    yield Empty()  # what makes it a stream
+
+
+def refusing_methods() -> dict[str, Callable[..., Any]]:
+    """By their names."""
+    files = (pb.DESCRIPTOR, kserve.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    services = [each for file in files for each in file.services_by_name.values()]
+    return {
+        method.name: _stream if method.server_streaming else _once
+        for service in services
+        for method in service.methods
+    }
