@@ -5,6 +5,7 @@ Each subcommand names the function that does the work as `module:function`.
 """
 
 from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.cluster_options import add_cluster
 from quill.server.cli.embed_options import add_embed, add_fill
 from quill.server.cli.generate_options import add_chat, add_generate
 from quill.server.cli.operator_options import add_keys, add_operating
@@ -20,3 +21,4 @@ def register(subparsers: Subparsers) -> None:
     add_fill(subparsers)
     add_keys(subparsers)
     add_operating(subparsers)
+    add_cluster(subparsers)

@@ -10,9 +10,7 @@ from ray import serve
 from quill.server.cluster.keeper.keeper import Keeper
 from quill.server.cluster.replica.options import read_options
 from quill.server.cluster.replica.replica import Replica
-
-REPLICA = "replica"
-KEEPER = "keeper"
+from quill.server.cluster.serve_config import KEEPER, REPLICA
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -11,7 +11,9 @@ MAX_STREAMS = 1024  # of one connection, as on a single server
 MARGIN_S = 60
 
 
-def ray_environment(longest_answer_s: float, directory: Path | None = None) -> dict[str, str]:
+def ray_environment(
+    longest_answer_s: float, drain_s: float, directory: Path | None = None
+) -> dict[str, str]:
     """`directory`: for files of one cluster on one machine; None leaves them where Ray has them."""
     lasting_s = round(longest_answer_s) + MARGIN_S
     values = {
@@ -20,6 +22,7 @@ def ray_environment(longest_answer_s: float, directory: Path | None = None) -> d
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # When replicas come or go, an old HAProxy goes on so long for the streams that it has.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(lasting_s),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": f"{drain_s:g}",
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, lasting_s)),
         "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
         "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),

@@ -1,6 +1,6 @@
 """Every call from its beginning to its one end: who makes it, within which limits, how it ended.
 
-Knows: callers, that they have limits, records. Does not know: what calls do, through which door they come.
+Knows: callers, records, that there are limits. Does not know: what calls do, which door they take.
 """
 
 import asyncio
@@ -40,9 +40,7 @@ def raising_context(
 class Calls:
     """`report` is told of each call when it has ended."""
 
-    def __init__(
-        self, report: Callable[[Record], None], limits: Limiting | None = None
-    ) -> None:
+    def __init__(self, report: Callable[[Record], None], limits: Limiting | None = None) -> None:
         self.report = report
         self.limits = limits or OwnLimits()
         self._num_open = 0

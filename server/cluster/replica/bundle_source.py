@@ -104,8 +104,8 @@ def _open(source: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise StartError(
-            f"reading {_shown(source)} needs the package fsspec: install 'quill[cluster]', or give the "
-            "path of a directory"
+            f"reading {_shown(source)} needs the package fsspec: install 'quill[cluster]', or give "
+            "the path of a directory"
         ) from error
     try:
         files, root = url_to_fs(source)

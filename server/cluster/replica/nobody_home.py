@@ -24,6 +24,7 @@ SERVICERS = (
     "quill.protos.kserve_pb2_grpc:add_GRPCInferenceServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc:add_HealthServicer_to_server",
 )
+_NOTHING: tuple[Empty, ...] = ()  # in a stream
 _WORDS = "no replica of this cluster is ready. Try again in a few seconds"
 
 
@@ -39,8 +40,8 @@ async def _once(self: object, request: object, grpc_context: Any) -> Empty:
 
 async def _stream(self: object, request: object, grpc_context: Any) -> AsyncIterator[Empty]:
     _refuse(grpc_context)
-    return
-    yield Empty()  # what makes it a stream
+    for each in _NOTHING:
+        yield each
 
 
 def refusing_methods() -> dict[str, Callable[..., Any]]:

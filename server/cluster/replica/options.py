@@ -26,8 +26,11 @@ class ReplicaOptions:
     threads: int | None = None
     spinning: bool = True
     queue: int = 256
+    prefix_cache: bool = True
+    guess: bool = True
     api_keys: str | None = None  # a file that every machine has
     open_reflection: bool = False
+    open_metrics: bool = False
     share_prefix_cache: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # replicas of a machine take the first free one from it on
@@ -47,8 +50,11 @@ class ReplicaOptions:
             threads=self.threads,
             spinning=self.spinning,
             max_waiting=self.queue,
+            prefix_cache=self.prefix_cache,
+            guess=self.guess,
             api_keys=None if self.api_keys is None else Path(self.api_keys),
             open_reflection=self.open_reflection,
+            open_metrics=self.open_metrics,
             share_cache=self.share_prefix_cache,
             max_step_s=MAX_STEP_S,
             tracing=self.tracing,

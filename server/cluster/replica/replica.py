@@ -16,15 +16,14 @@ from ray import serve
 from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.replica.bundle_source import local_bundle
 from quill.server.cluster.replica.membership import KeeperCalls, Membership
+from quill.server.cluster.replica.nobody_home import refusing_methods
 from quill.server.cluster.replica.options import ReplicaOptions
 from quill.server.cluster.replica.own_server import put_in_place
-from quill.server.cluster.replica.nobody_home import refusing_methods
 from quill.server.cluster.replica.replica_server import Handlers, ReplicaServer
 from quill.server.errors import ServerError
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare
 from quill.server.telemetry.log_format import set_up_logging
-
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,7 +41,8 @@ class ReachedKeeper:
 class Replica:
     """One engine, in a process of its own."""
 
-    async def __init__(self, options: ReplicaOptions, keeper: Any) -> None:
+    async def __init__(self, options: ReplicaOptions, keeper: Any) -> None:  # type: ignore[misc]
+        """Ray awaits it."""
         set_up_logging(options.log_format, sys.__stderr__)  # the other is Ray Serve's, and waits
         allow_connections()
         self._is_alone = options.one_machine

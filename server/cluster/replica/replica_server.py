@@ -9,8 +9,9 @@ administrator's reload goes to all replicas.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 NUM_METRICS_PORTS = 100  # replicas of a machine take the first that is free
 
-Handlers = Mapping[str, "grpc.RpcMethodHandler[object, object]"]
+Handlers = dict[str, Any]  # grpc.RpcMethodHandler, generic in its stub alone
 
 
 class ReplicaServer(Server):
@@ -100,7 +101,7 @@ class ReplicaServer(Server):
             except StartError:
                 continue
             return
-        logger.error("no port of %d from %d is free: there are no metrics", NUM_METRICS_PORTS, first)
+        logger.error("no port from %d to %d is free: there are no metrics", first, port)
 
     def _shown_registry(self) -> CollectorRegistry:
         return labelled(self.metrics.registry, replica=self._replica)
