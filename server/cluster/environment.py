@@ -3,12 +3,19 @@
 Knows: Ray's names. Does not know: deployments, how Ray is started.
 """
 
+import socket
 from pathlib import Path
 
 # Beyond Ray's own worker ports, 10002 to 19999, and below those that Linux hands out by itself.
 REPLICA_PORTS = (31001, 32000)
 MAX_STREAMS = 1024  # of one connection, as on a single server
 MARGIN_S = 60
+_FIXED_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
 
 
 def ray_environment(
@@ -35,9 +42,20 @@ def ray_environment(
     return values if directory is None else values | _files(directory)
 
 
+def free_port() -> int:
+    """For a moment, at least."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return int(taken.getsockname()[1])
+
+
 def _files(directory: Path) -> dict[str, str]:
-    """In /tmp, where Ray has them, every user of the machine could tell HAProxy what to do."""
-    return {
+    """In /tmp, where Ray has them, every user of the machine could tell HAProxy what to do.
+
+    Ports that Ray has as fixed numbers are free ones here: several clusters may be on a machine.
+    """
+    ports = {name: str(free_port()) for name in _FIXED_PORTS}
+    return ports | {
         "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),

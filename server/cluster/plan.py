@@ -27,6 +27,7 @@ class Plan:
     cpus: int  # of each replica
     target_requests: int  # running and waiting, of each replica
     longest_answer_s: float
+    http_port: int = 8000  # Ray's own; nothing of Quill's is there
     drain_s: float = DRAIN_S
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0

@@ -14,7 +14,6 @@ from quill.server.cluster.replica.options import write_options
 APPLICATION = "quill"
 REPLICA = "replica"
 KEEPER = "keeper"
-_HTTP_PORT = 8000
 
 _WHY = {
     "bundle": "a directory that every machine has, or a URL that fsspec can read",
@@ -78,7 +77,7 @@ def _doors(plan: Plan) -> list[str]:
         "proxy_location: EveryNode # an HAProxy on each machine that has replicas",
         "http_options:",
         f"  host: {_value(plan.host)} # of the gRPC door, too",
-        f"  port: {_HTTP_PORT} # nothing but Ray's own health is here: Quill's HTTP isn't offered",
+        f"  port: {plan.http_port} # nothing but Ray's own health is here: Quill's HTTP isn't offered",
         "grpc_options:",
         f"  port: {plan.port} # what clients call",
         "  grpc_servicer_functions:",

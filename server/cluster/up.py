@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quill.export.bundle.manifest import read_manifest
+from quill.server.cluster.environment import free_port
 from quill.server.cluster.local_ray import LocalCluster, Progress, local_cluster
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.replica.bundle_source import local_bundle
@@ -33,15 +34,18 @@ def run(args: argparse.Namespace) -> None:
             one_machine=True,
         ),
         drain_s=LOCAL_DRAIN_S,
+        http_port=free_port(),
     )
     check_exposure(plan, args.insecure)
     # What is wrong with the bundle is said here, and not by each replica again and again.
     directory = local_bundle(plan.options.bundle, plan.options.manifest_sha256)
     family = read_manifest(directory).family
     settings = Settings(host=plan.host, api_keys=_keys(plan))
-    stopping = _stop_on_signals()
+    stopping = threading.Event()
+    _stop_on_signals(stopping)
     print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
     with local_cluster(plan, args.dashboard) as cluster:
+        _stop_on_signals(stopping)  # again: Ray has put its own in the place of ours
         cluster.deploy(plan)
         shown = _wait(cluster, stopping)
         if stopping.is_set():
@@ -57,11 +61,9 @@ def _keys(plan: Plan) -> Path | None:
     return None if plan.options.api_keys is None else Path(plan.options.api_keys)
 
 
-def _stop_on_signals() -> threading.Event:
-    stopping = threading.Event()
+def _stop_on_signals(stopping: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
-    return stopping
 
 
 def _wait(cluster: LocalCluster, stopping: threading.Event) -> str:
