@@ -19,6 +19,7 @@ SERVICES = ("pb2_grpc.py", "pb2_grpc.pyi")
 SOURCES = {
     "generation": (*MESSAGES, *SERVICES),
     "error_details": MESSAGES,
+    "health": MESSAGES,
     "kserve": (*MESSAGES, *SERVICES),
 }
 MADE = tuple(f"protos/{source}_{name}" for source, names in SOURCES.items() for name in names)

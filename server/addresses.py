@@ -13,6 +13,23 @@ def write_address(host: str, port: int) -> str:
     return f"{host}:{port}"
 
 
+def check_address(text: str) -> str:
+    """gRPC itself would guess: 443 for a port that is missing, another port for one above 65535.
+
+    ValueError says what is wrong.
+    """
+    host, _, number = text.rpartition(":")
+    if "/" in text:
+        raise ValueError(f"{text!r} isn't HOST:PORT: leave out http:// and paths")
+    if not host or not number.isdecimal():
+        raise ValueError(f"{text!r} isn't HOST:PORT, such as 127.0.0.1:50051")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"{text!r} isn't HOST:PORT: write [::1]:50051 for IPv6")
+    if not 1 <= int(number) <= 65535:
+        raise ValueError(f"{text!r} has port {number}; ports are from 1 to 65535")
+    return text
+
+
 def is_loopback(host: str) -> bool:
     """Names other than localhost may mean anything."""
     if host == "localhost":

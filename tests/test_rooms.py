@@ -50,8 +50,9 @@ WITHIN = {
         "cluster/keeper": "auth",
         "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
         "cluster": "cluster/replica cluster/keeper serve",
-        "client": "",
-        "cli": "client serve auth",
+        "client/balancing": "",
+        "client": "client/balancing",
+        "cli": "client client/balancing serve auth",
         "commands": "cli",
     },
     "export": {

@@ -6,20 +6,24 @@ Imports nothing heavy: `--help` must answer at once.
 import argparse
 from pathlib import Path
 
-from quill.server.cli.argument_types import address
+from quill.server.cli.argument_types import address, addresses
 
 ADDRESS = "127.0.0.1:50051"
 
 
-def add_access(parser: argparse.ArgumentParser) -> None:
-    """For a client. gRPC's own lines on stderr would drown the one line that says what to do."""
+def add_access(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
+    """For a client. gRPC's own lines on stderr would drown the one line that says what to do.
+
+    `many`: of several servers the right one is asked.
+    """
     parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"})
+    several = "; several are quill://HOST:PORT,HOST:PORT or quill+dns://NAME:PORT"
     parser.add_argument(
         "--address",
-        type=address,
+        type=addresses if many else address,
         default=ADDRESS,
         metavar="HOST:PORT",
-        help=f"default {ADDRESS}",
+        help=f"default {ADDRESS}{several if many else ''}",
     )
     add_proof(parser)
 

@@ -3,6 +3,9 @@
 import argparse
 from typing import TypeAlias
 
+from quill.server.addresses import check_address
+from quill.server.client.balancing.target import TargetError, is_several, read_target
+
 # What a parser of commands hands to those who add one.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -12,16 +15,21 @@ def port(text: str) -> int:
 
 
 def address(text: str) -> str:
-    """gRPC itself would guess: 443 for a port that is missing, another port for one above 65535."""
-    host, _, number = text.rpartition(":")
-    if "/" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT: leave out http:// and paths")
-    if not host or not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT, such as 127.0.0.1:50051")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise argparse.ArgumentTypeError(f"{text!r} isn't HOST:PORT: write [::1]:50051 for IPv6")
-    if not 1 <= int(number) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} has port {number}; ports are from 1 to 65535")
+    """Of one server."""
+    try:
+        return check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def addresses(text: str) -> str:
+    """Of one server, or of several as a client takes them."""
+    if not is_several(text):
+        return address(text)
+    try:
+        read_target(text)
+    except TargetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

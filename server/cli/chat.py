@@ -70,7 +70,7 @@ def _answer(
 ) -> str:
     """What was said until the end, or until Ctrl-C; nothing if the server refused."""
     pieces: list[str] = []
-    chunks = client.stream(messages, timeout_s=timeout_s, **options)
+    chunks = client.stream(messages, timeout_s=timeout_s, resume=True, **options)
     try:
         for chunk in chunks:
             pieces.append(chunk.text)

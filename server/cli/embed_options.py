@@ -65,6 +65,6 @@ def add_fill(subparsers: Subparsers) -> None:
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:
-    add_access(parser)
+    add_access(parser, many=True)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
     parser.add_argument("--json", action="store_true", help="the whole answer as JSON")

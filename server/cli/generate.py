@@ -53,7 +53,7 @@ def generate(args: argparse.Namespace) -> None:
                 _tell_of_greed(len(answer.sequences))
                 return
         else:
-            seed = _show(client.stream(prompt, timeout_s=args.timeout, **options))
+            seed = _show(client.stream(prompt, timeout_s=args.timeout, resume=True, **options))
     drawn = "seed" not in options and "num_beams" not in options and not args.json
     if drawn and sys.stderr.isatty():
         print(f"(--seed {seed} gives this answer again)", file=sys.stderr)

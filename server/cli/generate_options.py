@@ -63,7 +63,7 @@ def add_chat(subparsers: Subparsers) -> None:
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:
-    add_access(parser)
+    add_access(parser, many=True)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: none")
     for name, kind, text in _SAMPLING:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)

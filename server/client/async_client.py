@@ -1,19 +1,22 @@
 """The client of server/client/sync_client.py, for asyncio.
 
-Knows: asyncio, channels. Does not know: terminals.
+Knows: asyncio, calls. Does not know: terminals, which of several servers is asked.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.access import CHANNEL_OPTIONS, Access
+from quill.server.client.access import Access
+from quill.server.client.async_fleet import AsyncFleet
+from quill.server.client.balancing.balancer import ServerState
+from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
+from quill.server.client.fleet_state import Lease
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -43,9 +46,8 @@ class AsyncClient:
         access: Access | None = None,
     ) -> None:
         self._access = access or Access()
-        self._channel = _open(address, self._access)
+        self._fleet = AsyncFleet(address, self._access)
         self._metadata = self._access.metadata
-        self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
 
@@ -56,13 +58,18 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._fleet.close()
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """Those behind the address, and what this client has asked of each."""
+        return self._fleet.servers()
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        return await self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return await self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
 
     def stream(
         self,
@@ -77,19 +84,18 @@ class AsyncClient:
         With `resume`, a stream that breaks is asked for again with the same seed, and goes on
         where it broke, if the server comes back within the retries.
         """
-        request = make_request(prompt, options)
-        if not resume:
-            return self._stream(request, timeout_s)
-        return self._resumed(seeded(request), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
+        failed: set[str] = set()
         while True:
             began = False
             try:
-                stream = self._stream(request, attempts.left_s)
+                stream = self._stream(request, attempts.left_s, failed)
                 async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
                         began, new = True, given.take(chunk)
@@ -103,33 +109,43 @@ class AsyncClient:
             given.replay()
 
     async def _stream(
-        self, request: pb.GenerateRequest, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        failed: set[str] | None = None,
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        async def begin(left_s: float | None) -> "_Begun":
-            chunks = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return chunks, await _next(chunks)
+        """`failed`: servers that broke it before; this one joins them if it does."""
+        failed = set() if failed is None else failed
 
-        call, chunk = await self._try(begin, timeout_s)
+        async def begin(server: Lease, left_s: float | None) -> "_Begun":
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
+            return server, call, await _next(call)
+
+        server, call, chunk = await self._try(begin, beginning(request), timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
                 chunk = await _next(call)
-        except grpc.aio.AioRpcError as error:
-            raise read_error(error, self._access) from error
+        except grpc.aio.AioRpcError as raised:
+            failed.add(server.address)
+            error = read_error(raised, self._access)
+            server.end(error)
+            raise error from raised
         finally:
+            server.end()
             call.cancel()
 
     async def score(
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
-        return await self._call(self._stub.Score, score_request(text), timeout_s)
+        return await self._call(lambda stub: stub.Score, score_request(text), timeout_s)
 
     async def embed(
         self, inputs: Texts, *, timeout_s: float | None = None, **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
         """A vector for each text, in `embeddings`."""
-        return await self._call(self._stub.Embed, embed_request(inputs, options), timeout_s)
+        return await self._call(lambda stub: stub.Embed, embed_request(inputs, options), timeout_s)
 
     async def fill_mask(
         self,
@@ -139,55 +155,77 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> pb.FillMaskResponse:
         """What could stand where a text has the mask token."""
-        return await self._call(self._stub.FillMask, fill_request(text, top_k), timeout_s)
+        return await self._call(lambda stub: stub.FillMask, fill_request(text, top_k), timeout_s)
 
     async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         request = pb.TokenizeRequest(text=text)
-        return list((await self._call(self._stub.Tokenize, request, timeout_s)).token_ids)
+        return list((await self._call(lambda stub: stub.Tokenize, request, timeout_s)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        return (await self._call(self._stub.Detokenize, request, timeout_s)).text
+        answer: pb.DetokenizeResponse = await self._call(
+            lambda stub: stub.Detokenize, request, timeout_s
+        )
+        return answer.text
 
     async def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        return await self._call(self._stub.GetModel, pb.GetModelRequest(), timeout_s)
+        return await self._call(lambda stub: stub.GetModel, pb.GetModelRequest(), timeout_s)
 
     async def _call(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Result],
+        method: Callable[[Any], grpc.aio.UnaryUnaryMultiCallable[_Request, _Result]],
         request: _Request,
         timeout_s: float | None,
+        key: bytes | None = None,
     ) -> _Result:
-        async def call(left_s: float | None) -> _Result:
-            return await method(request, timeout=left_s, metadata=self._metadata)
+        async def call(server: Lease, left_s: float | None) -> _Result:
+            answer = await method(server.stub)(request, timeout=left_s, metadata=self._metadata)
+            server.end()
+            return answer
 
-        return await self._try(call, timeout_s)
+        return await self._try(call, key, timeout_s, set())
 
     async def _try(
-        self, call: Callable[[float | None], Awaitable[_Result]], timeout_s: float | None
+        self,
+        call: Callable[[Lease, float | None], Awaitable[_Result]],
+        key: bytes | None,
+        timeout_s: float | None,
+        failed: set[str],
     ) -> _Result:
-        """Until it succeeds, or there is no use in trying again."""
+        """Until it succeeds, or there is no use in trying again. `failed`: servers to avoid."""
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return await call(attempts.left_s)
-            except grpc.aio.AioRpcError as raised:
-                error = read_error(raised, self._access)
-                delay_s = attempts.delay_s(error)
+                return await self._ask(call, key, attempts.left_s, failed)
+            except CallError as error:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, elsewhere=elsewhere)
                 if delay_s is None:
-                    raise error from raised
+                    raise
             await self._sleep(delay_s)
+
+    async def _ask(
+        self,
+        call: Callable[[Lease, float | None], Awaitable[_Result]],
+        key: bytes | None,
+        left_s: float | None,
+        failed: set[str],
+    ) -> _Result:
+        server = await self._fleet.take(key, failed)
+        try:
+            return await call(server, left_s)
+        except grpc.aio.AioRpcError as raised:
+            failed.add(server.address)
+            error = read_error(raised, self._access)
+            server.end(error)
+            raise error from raised
+        except BaseException:
+            server.end()
+            raise
 
 
 _Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
-_Begun = tuple[_Call, pb.GenerateChunk | None]
-
-
-def _open(address: str, access: Access) -> grpc.aio.Channel:
-    credentials = access.credentials(address)
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+_Begun = tuple[Lease, _Call, pb.GenerateChunk | None]
 
 
 async def _next(call: _Call) -> pb.GenerateChunk | None:

@@ -19,6 +19,7 @@ class ResumeFilter:
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = defaultdict(list)
         self._text: dict[int, str] = defaultdict(str)
+        self._ended: set[int] = set()
         self.replay()
 
     def replay(self) -> None:
@@ -29,14 +30,17 @@ class ResumeFilter:
     def take(self, chunk: pb.GenerateChunk) -> pb.GenerateChunk | None:
         """What is new in it; None if nothing is."""
         number = chunk.sequence
+        has_ended = number in self._ended
         old = self._old(self._tokens[number], self._num_tokens[number], list(chunk.token_ids))
         seen = self._num_characters[number]
-        old_text = self._old(list(self._text[number]), seen, list(chunk.text))
+        old_text = self._old(self._text[number], seen, chunk.text)
         self._num_tokens[number] += len(chunk.token_ids)
         self._num_characters[number] += len(chunk.text)
         self._tokens[number] += chunk.token_ids[old:]
         self._text[number] += chunk.text[old_text:]
-        return self._rest(chunk, old, old_text)
+        if chunk.finish_reason:
+            self._ended.add(number)
+        return None if has_ended else self._rest(chunk, old, old_text)
 
     def _rest(self, chunk: pb.GenerateChunk, old: int, old_text: int) -> pb.GenerateChunk | None:
         rest = pb.GenerateChunk()
@@ -49,13 +53,13 @@ class ResumeFilter:
         is_new = rest.token_ids or rest.text or rest.finish_reason or rest.prompt_logprobs
         return rest if is_new else None
 
-    def _old(self, given: list[int] | list[str], seen: int, came: list[int] | list[str]) -> int:
+    def _old(self, given: list[int] | str, seen: int, came: list[int] | str) -> int:
         """How many of what came were given before."""
         before = given[seen : seen + len(came)]
         if before != came[: len(before)]:
             raise CallError(
                 grpc.StatusCode.DATA_LOSS,
                 "the stream broke, and the answer that came instead is another one. Is another "
-                "model served now, or was the server started with --no-exact?",
+                "model served now, or one that isn't deterministic?",
             )
         return len(before)

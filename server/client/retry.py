@@ -27,7 +27,7 @@ class Retries:
 
     def delay_s(self, error: CallError, num_tried: int, left_s: float | None) -> float | None:
         """None: give up. The server's own wish goes first; the deadline is never overrun."""
-        if num_tried >= self.max_retries or not _is_passing(error):
+        if num_tried >= self.max_retries or not is_passing(error):
             return None
         delay_s = error.retry_after_s
         if delay_s is None:
@@ -56,17 +56,28 @@ class Attempts:
     def left_s(self) -> float | None:
         return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
-    def delay_s(self, error: CallError, *, warn: bool = True) -> float | None:
-        """After one has failed: how long to wait before the next. None: give up."""
-        delay_s = self._retries.delay_s(error, self._num_failed, self.left_s)
-        if warn and delay_s is not None and not self._num_failed:
+    def delay_s(
+        self, error: CallError, *, warn: bool = True, elsewhere: bool = False
+    ) -> float | None:
+        """After one has failed: how long to wait before the next. None: give up.
+
+        `elsewhere`: somebody else can be asked, and needn't be waited for.
+        """
+        left_s = None if elsewhere else self.left_s
+        delay_s = self._retries.delay_s(error, self._num_failed, left_s)
+        if delay_s is not None and elsewhere:
+            delay_s = 0.0
+        elif delay_s is not None and warn and not self._num_failed:
             self._retries.warn(error, delay_s)
         self._num_failed += 1
         return delay_s
 
 
-def _is_passing(error: CallError) -> bool:
+def is_passing(error: CallError) -> bool:
+    """Whether the same call may succeed later, or elsewhere."""
     # Without a delay it isn't overload, but a message that is too large.
     if error.code is _OVERLOADED and error.retry_after_s is not None:
+        return True
+    if error.is_broken:
         return True
     return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting

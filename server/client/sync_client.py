@@ -1,9 +1,9 @@
 """A small client for people who import it.
 
-Knows: channels, waiting. Does not know: terminals. What both clients share is in
-server/client/requests.py.
+Knows: calls, waiting. Does not know: terminals, which of several servers is asked
+(server/client/fleet.py). What both clients share is in server/client/requests.py.
 
-    with Client("127.0.0.1:50051") as client:
+    with Client("127.0.0.1:50051") as client:  # or "quill://10.0.0.1:50051,10.0.0.2:50051"
         for chunk in client.stream("Once upon a time", max_new_tokens=50):
             print(chunk.text, end="", flush=True)
 """
@@ -16,8 +16,12 @@ import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.access import Access, open_channel
+from quill.server.client.access import Access
+from quill.server.client.balancing.balancer import ServerState
+from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
+from quill.server.client.fleet import Fleet
+from quill.server.client.fleet_state import Lease
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -47,9 +51,8 @@ class Client:
         access: Access | None = None,
     ) -> None:
         self._access = access or Access()
-        self._channel = open_channel(address, self._access)
+        self._fleet = Fleet(address, self._access)
         self._metadata = self._access.metadata
-        self._stub = pb_grpc.TextGenerationStub(self._channel)
         self._retries = retries or Retries()
         self._sleep = sleep
 
@@ -60,13 +63,18 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        self._fleet.close()
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """Those behind the address, and what this client has asked of each."""
+        return self._fleet.servers()
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
-        return self._call(self._stub.Generate, make_request(prompt, options), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
 
     def stream(
         self,
@@ -81,19 +89,18 @@ class Client:
         With `resume`, a stream that breaks is asked for again with the same seed, and goes on
         where it broke, if the server comes back within the retries.
         """
-        request = make_request(prompt, options)
-        if not resume:
-            return self._stream(request, timeout_s)
-        return self._resumed(seeded(request), timeout_s)
+        request = seeded(make_request(prompt, options))
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> Generator[pb.GenerateChunk, None, None]:
         attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
+        failed: set[str] = set()
         while True:
             began = False
             try:
-                for chunk in self._stream(request, attempts.left_s):
+                for chunk in self._stream(request, attempts.left_s, failed):
                     began, new = True, given.take(chunk)
                     if new is not None:
                         yield new
@@ -105,33 +112,43 @@ class Client:
             given.replay()
 
     def _stream(
-        self, request: pb.GenerateRequest, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        failed: set[str] | None = None,
     ) -> Generator[pb.GenerateChunk, None, None]:
-        def begin(left_s: float | None) -> tuple[Any, pb.GenerateChunk | None]:
-            call = self._stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return call, next(call, None)
+        """`failed`: servers that broke it before; this one joins them if it does."""
+        failed = set() if failed is None else failed
 
-        call, chunk = self._try(begin, timeout_s)
+        def begin(server: Lease, left_s: float | None) -> _Begun:
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
+            return server, call, next(call, None)
+
+        server, call, chunk = self._try(begin, beginning(request), timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
                 chunk = next(call, None)
-        except grpc.RpcError as error:
-            raise read_error(error, self._access) from error
+        except grpc.RpcError as raised:
+            failed.add(server.address)
+            error = self._read(raised)
+            server.end(error)
+            raise error from raised
         finally:
+            server.end()
             call.cancel()
 
     def score(
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
         """How likely the model finds a text."""
-        return self._call(self._stub.Score, score_request(text), timeout_s)
+        return self._call(lambda stub: stub.Score, score_request(text), timeout_s)
 
     def embed(
         self, inputs: Texts, *, timeout_s: float | None = None, **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
         """A vector for each text, in `embeddings`."""
-        return self._call(self._stub.Embed, embed_request(inputs, options), timeout_s)
+        return self._call(lambda stub: stub.Embed, embed_request(inputs, options), timeout_s)
 
     def fill_mask(
         self,
@@ -141,38 +158,77 @@ class Client:
         timeout_s: float | None = None,
     ) -> pb.FillMaskResponse:
         """What could stand where a text has the mask token."""
-        return self._call(self._stub.FillMask, fill_request(text, top_k), timeout_s)
+        return self._call(lambda stub: stub.FillMask, fill_request(text, top_k), timeout_s)
 
     def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
         request = pb.TokenizeRequest(text=text)
-        return list(self._call(self._stub.Tokenize, request, timeout_s).token_ids)
+        return list(self._call(lambda stub: stub.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        return self._call(self._stub.Detokenize, request, timeout_s).text
+        return self._call(lambda stub: stub.Detokenize, request, timeout_s).text
 
     def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        return self._call(self._stub.GetModel, pb.GetModelRequest(), timeout_s)
+        return self._call(lambda stub: stub.GetModel, pb.GetModelRequest(), timeout_s)
 
     def _call(
         self,
-        method: "grpc.UnaryUnaryMultiCallable[_Request, _Result]",  # generic in its stub alone
+        method: "Callable[[_Stub], grpc.UnaryUnaryMultiCallable[_Request, _Result]]",
         request: _Request,
         timeout_s: float | None,
+        key: bytes | None = None,
     ) -> _Result:
-        return self._try(
-            lambda left_s: method(request, timeout=left_s, metadata=self._metadata), timeout_s
-        )
+        def call(server: Lease, left_s: float | None) -> _Result:
+            answer = method(server.stub)(request, timeout=left_s, metadata=self._metadata)
+            server.end()
+            return answer
 
-    def _try(self, call: Callable[[float | None], _Result], timeout_s: float | None) -> _Result:
-        """Until it succeeds, or there is no use in trying again."""
+        return self._try(call, key, timeout_s, set())
+
+    def _try(
+        self,
+        call: Callable[[Lease, float | None], _Result],
+        key: bytes | None,
+        timeout_s: float | None,
+        failed: set[str],
+    ) -> _Result:
+        """Until it succeeds, or there is no use in trying again. `failed`: servers to avoid."""
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return call(attempts.left_s)
-            except grpc.RpcError as raised:
-                error = read_error(raised, self._access)
-                delay_s = attempts.delay_s(error)
+                return self._ask(call, key, attempts.left_s, failed)
+            except CallError as error:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, elsewhere=elsewhere)
                 if delay_s is None:
-                    raise error from raised
+                    raise
             self._sleep(delay_s)
+
+    def _ask(
+        self,
+        call: Callable[[Lease, float | None], _Result],
+        key: bytes | None,
+        left_s: float | None,
+        failed: set[str],
+    ) -> _Result:
+        server = self._fleet.take(key, failed)
+        try:
+            return call(server, left_s)
+        except grpc.RpcError as raised:
+            failed.add(server.address)
+            error = self._read(raised)
+            server.end(error)
+            raise error from raised
+        except BaseException:
+            server.end()
+            raise
+
+    def _read(self, error: grpc.RpcError) -> CallError:
+        if self._fleet.is_closed:  # in another thread
+            return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+        return read_error(error, self._access)
+
+
+# Multicallables are generic for type checkers alone, hence the quotes around them.
+_Stub = pb_grpc.TextGenerationStub
+_Begun = tuple[Lease, Any, pb.GenerateChunk | None]

@@ -44,6 +44,13 @@ def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
     assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_LENGTH)
 
 
+def test_end_is_told_once() -> None:
+    given = ResumeFilter()
+    take(given, chunk("ab", last=True), chunk("x", 1))
+    given.replay()
+    assert take(given, chunk("ab", last=True), chunk("xy", 1, last=True)) == ["y"]
+
+
 def test_sequences_are_kept_apart() -> None:
     given = ResumeFilter()
     take(given, chunk("ab", 0), chunk("x", 1))

@@ -1,0 +1,54 @@
+"""What a server says of its health, for as long as somebody listens.
+
+Knows: grpc.health.v1 on the wire. Does not know: what is made of it, threads, loops.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from quill.protos import health_pb2 as pb
+
+_METHOD = "/grpc.health.v1.Health/Watch"
+QUESTION = pb.HealthQuestion()
+# A server is listened to for so long at a time: one that is gone without a word, machine and all,
+# isn't heard the next time.
+WATCH_S = 10.0
+LOOK_S = 0.2  # before one that doesn't serve is asked again
+HEAR_S = 1.0  # the first call waits so long at most for all servers' first words
+RESOLVE_S = 10.0  # before a name is looked up again
+# A server that comes back is found soon: gRPC's own pause grows to two minutes.
+RECONNECT_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+def watching(channel: Any) -> Any:
+    """The method, of a channel of either kind."""
+    return channel.unary_stream(
+        _METHOD,
+        request_serializer=pb.HealthQuestion.SerializeToString,
+        response_deserializer=pb.HealthWord.FromString,
+    )
+
+
+def is_serving(word: pb.HealthWord) -> bool:
+    return word.status == pb.HealthWord.SERVING
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What it means that no more is heard. `is_serving` None: as it was."""
+
+    is_serving: bool | None
+    is_final: bool = False
+
+
+def read_silence(code: grpc.StatusCode | None, was_heard: bool) -> Silence:
+    if code is grpc.StatusCode.UNIMPLEMENTED:  # no such service: it can't say, and may serve
+        return Silence(is_serving=True, is_final=True)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and was_heard:
+        return Silence(is_serving=None)
+    return Silence(is_serving=False)

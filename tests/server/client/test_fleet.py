@@ -1,0 +1,230 @@
+"""Several servers behind one address, for both clients."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from quill.server.auth.key_file import add_key
+from quill.server.client import fleet
+from quill.server.client.access import Access, AccessError
+from quill.server.client.async_client import AsyncClient
+from quill.server.client.balancing.balancer import ServerState
+from quill.server.client.call_error import CallError
+from quill.server.client.retry import Retries
+from quill.server.client.sync_client import Client
+from tests.server.authority import Authority, write
+from tests.server.process import wait_until
+from tests.server.running import Running, running_server
+from tests.server.scripted_session import TIMEOUT_S
+
+NEVER = Retries(max_retries=0)
+
+
+@contextmanager
+def several(number: int) -> Iterator[list[Running]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(running_server()) for _ in range(number)]
+
+
+def address_of(servers: list[Running]) -> str:
+    return "quill://" + ",".join(each.address for each in servers)
+
+
+def begun(client: Client | AsyncClient) -> dict[str, int]:
+    return {each.address: each.num_begun for each in client.servers()}
+
+
+def ask(client: Client, prompt: str) -> str:
+    return client.generate(prompt, max_new_tokens=2, timeout_s=TIMEOUT_S).sequences[0].text
+
+
+def home_of(client: Client, prompt: str) -> str:
+    before = begun(client)
+    ask(client, prompt)
+    (home,) = (each for each, number in begun(client).items() if number > before[each])
+    return home
+
+
+def state_of(client: Client, address: str) -> ServerState:
+    (state,) = (each for each in client.servers() if each.address == address)
+    return state
+
+
+def test_texts_that_begin_alike_meet_one_server_and_others_are_spread() -> None:
+    with several(3) as servers, Client(address_of(servers), NEVER) as client:
+        homes = {prompt: home_of(client, prompt) for prompt in "abcdefghijklmnop"}
+        assert set(homes.values()) == {each.address for each in servers}
+        assert homes == {prompt: home_of(client, prompt) for prompt in homes}
+        assert client.model().name == "reciter"
+        assert all(not each.num_outstanding for each in client.servers())
+
+
+def test_client_for_asyncio_sends_the_same_to_the_same() -> None:
+    async def main(address: str) -> dict[str, int]:
+        async with AsyncClient(address, NEVER) as client:
+            for prompt in "abcdefgh":
+                await client.generate(prompt, max_new_tokens=1, timeout_s=TIMEOUT_S)
+            chunks = client.stream("i", max_new_tokens=3, timeout_s=TIMEOUT_S)
+            assert "".join([chunk.text async for chunk in chunks]) == "jkl"
+            return begun(client)
+
+    with several(3) as servers:
+        with Client(address_of(servers), NEVER) as client:
+            for prompt in "abcdefghi":
+                ask(client, prompt)
+            expected = begun(client)
+        assert asyncio.run(main(address_of(servers))) == expected
+
+
+def test_loaded_server_is_spared() -> None:
+    with several(3) as servers, Client(address_of(servers), NEVER) as client:
+        home = home_of(client, "abc")
+        for each in servers:
+            each.session.hold()
+            each.session.let_go(1)
+        running = [client.stream("abc", max_new_tokens=50, timeout_s=TIMEOUT_S) for _ in range(2)]
+        assert [next(chunks).text for chunks in running] == ["d", "d"]
+        assert sorted(each.num_outstanding for each in client.servers()) == [0, 1, 1]
+        assert state_of(client, home).num_outstanding == 1
+        for chunks in running:
+            chunks.close()
+        assert all(not each.num_outstanding for each in client.servers())
+        for each in servers:
+            each.session.let_go()
+        assert home_of(client, "abc") == home
+
+
+def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
+    with several(2) as servers, Client(address_of(servers), NEVER) as client:
+        home = home_of(client, "abc")
+        leaving = next(each for each in servers if each.address == home)
+        leaving.session.hold()
+        leaving.session.let_go(1)
+        chunks = client.stream("abc", max_new_tokens=3, timeout_s=TIMEOUT_S)
+        assert next(chunks).text == "d"
+        leaving.stop()
+        wait_until(lambda: not state_of(client, home).is_serving, "it is known to drain")
+        assert home_of(client, "abc") != home
+        leaving.session.let_go()
+        assert "".join(chunk.text for chunk in chunks) == "ef"  # what runs is finished
+        assert state_of(client, home).num_failed == 0
+
+
+def test_first_call_minds_neither_the_dead_nor_the_silent() -> None:
+    with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"quill://127.0.0.1:1,127.0.0.1:{silent.getsockname()[1]},{running.address}"
+        with Client(address, NEVER) as client:
+            assert {home_of(client, prompt) for prompt in "abcdefgh"} == {running.address}
+            assert [each.is_serving for each in client.servers()].count(True) == 1
+
+
+def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:
+    """Full queues: the server says when to come back, and another has room now."""
+    waits: list[float] = []
+    with (
+        running_server(max_rows=1, max_waiting=1) as full,
+        running_server() as other,
+        Client(full.address, NEVER) as rude,
+        Client(address_of([full, other]), Retries(), waits.append) as client,
+    ):
+        full.session.hold()
+        full.session.let_go(1)
+        blocking = rude.stream("abc", max_new_tokens=50, timeout_s=TIMEOUT_S)
+        next(blocking)
+        waiting = threading.Thread(target=ask, args=(rude, "abc"))
+        waiting.start()
+        full.wait_for_waiting(1)
+        assert {ask(client, prompt) for prompt in "abcdefgh"} >= {"bc", "ij"}
+        assert set(waits) <= {0.0}
+        assert state_of(client, full.address).num_failed > 0
+        assert state_of(client, full.address).is_serving
+        blocking.close()
+        full.session.let_go()
+        waiting.join(TIMEOUT_S)
+
+
+def test_nobody_who_answers_is_told_as_that() -> None:
+    with Client("quill://127.0.0.1:1,127.0.0.1:2", Retries(first_s=0.001)) as client:
+        with pytest.raises(CallError, match="no server answers"):
+            client.model()
+        assert sum(each.num_begun for each in client.servers()) == 6
+
+
+def test_name_is_followed_as_its_addresses_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+
+    def resolve(name: str) -> tuple[str, ...]:
+        assert name == "quill.example:50051"
+        if not known:
+            raise OSError("no such name")
+        return tuple(known)
+
+    monkeypatch.setattr(fleet, "resolve", resolve)
+    monkeypatch.setattr(fleet, "RESOLVE_S", 0.01)
+    monkeypatch.setattr(fleet, "HEAR_S", 0.5)
+    with several(2) as (first, second), Client("quill+dns://quill.example:50051", NEVER) as client:
+        with pytest.raises(
+            CallError, match=r"known by the name quill\.example:50051: no such name"
+        ):
+            client.model()
+        known.append(first.address)
+        wait_until(lambda: any(each.is_serving for each in client.servers()), "one is found")
+        assert home_of(client, "abc") == first.address
+        known[:] = [second.address]
+        wait_until(lambda: second.address in begun(client), "another has taken its place")
+        assert home_of(client, "abc") == second.address
+
+
+def test_name_that_stands_for_this_machine() -> None:
+    with running_server() as running:
+        address = f"quill+dns://localhost:{running.server.port}"
+
+        async def main() -> str:
+            async with AsyncClient(address) as client:
+                answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+                return answer.sequences[0].text
+
+        with Client(address) as client:
+            assert ask(client, "abc") == "de"
+        assert asyncio.run(main()) == "de"
+
+
+@pytest.mark.parametrize("form", ["quill://127.0.0.1:{}", "quill+dns://localhost:{}"])
+def test_each_server_is_known_by_its_certificate_and_asks_for_the_key(
+    form: str, tmp_path: Path
+) -> None:
+    ours = Authority("ours")
+    secret = add_key(tmp_path / "keys.json", "alice")
+    files = write(tmp_path, ours.sign("server"))
+    with running_server(tls=files, api_keys=tmp_path / "keys.json", metrics_port=0) as running:
+        address = form.format(running.server.port)
+
+        async def main(access: Access) -> str:
+            async with AsyncClient(address, NEVER, access=access) as client:
+                answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+                return answer.sequences[0].text
+
+        access = Access(ca=ours.cert, api_key=secret)
+        with Client(address, NEVER, access=access) as client:
+            assert ask(client, "abc") == "de"
+        assert asyncio.run(main(access)) == "de"
+        with (
+            Client(address, NEVER, access=Access(ca=ours.cert)) as client,
+            pytest.raises(CallError, match="UNAUTHENTICATED"),
+        ):
+            ask(client, "abc")
+        with pytest.raises(CallError, match="isn't good for the authority"):
+            asyncio.run(main(Access(ca=Authority("theirs").cert)))
+
+
+def test_key_is_shown_to_no_machine_in_the_clear() -> None:
+    access = Access(api_key="secret")
+    for make in (Client, AsyncClient):
+        for address in ("quill://127.0.0.1:1,example.org:1", "quill+dns://example.org:1"):
+            with pytest.raises(AccessError, match=r"example\.org could read"):
+                make(address, access=access)
