@@ -77,7 +77,7 @@ def _doors(plan: Plan) -> list[str]:
         "proxy_location: EveryNode # an HAProxy on each machine that has replicas",
         "http_options:",
         f"  host: {_value(plan.host)} # of the gRPC door, too",
-        f"  port: {plan.http_port} # nothing but Ray's own health is here: Quill's HTTP isn't offered",
+        f"  port: {plan.http_port} # Ray's own health alone: Quill's HTTP isn't offered",
         "grpc_options:",
         f"  port: {plan.port} # what clients call",
         "  grpc_servicer_functions:",
