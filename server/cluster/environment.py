@@ -31,6 +31,14 @@ def ray_environment(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(lasting_s),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": f"{drain_s:g}",
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, lasting_s)),
+        # A check may take as long as the time to the next one. On a busy machine a replica that
+        # has 250 ms for its answer, as Ray wants it, is taken for dead. Those that are dead are
+        # noticed by connections that fail.
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "10s",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "10s",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "3",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_RISE": "1",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_DOWNINTER": "1s",
         "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
         "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(REPLICA_PORTS[0]),

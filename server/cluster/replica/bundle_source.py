@@ -24,7 +24,7 @@ from quill.server.errors import StartError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
-_PROOF = re.compile(r"://[^/@\s]*@")
+_PROOF = re.compile(r"[^/@\s]+:[^/@\s]*@")
 
 
 def local_bundle(source: str, manifest_sha256: str | None = None) -> Path:
@@ -148,4 +148,4 @@ def _cant_read(source: str, path: str, error: Exception) -> str:
 
 def _shown(text: str) -> str:
     """Without passwords, which some write into URLs."""
-    return _PROOF.sub("://…@", text)
+    return _PROOF.sub("…@", text)

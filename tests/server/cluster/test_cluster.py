@@ -76,11 +76,12 @@ class Crowd:
             while not self._ended.is_set():
                 seed = (seed + 1) % len(texts)
                 try:
-                    if text_of(client, seed, resume=retries is PATIENT) != texts[seed]:
-                        self.complaints.append(f"seed {seed} has another text")
+                    found = text_of(client, seed, resume=retries is PATIENT)
+                    if found != texts[seed]:
+                        self.complaints.append(f"{seed}: {found!r}, not {texts[seed]!r}")
                     self.num_answers += 1
                 except CallError as error:
-                    self.complaints.append(f"{error.code} {error.reason}")
+                    self.complaints.append(f"{time.time() % 1000:.2f} {error.code} {error.reason}")
 
     def end(self) -> None:
         self._ended.set()
