@@ -79,6 +79,20 @@ def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]
     import ray
     from ray import serve
 
+    try:
+        _start_ray(plan, directory, dashboard)
+        try:
+            yield LocalCluster(_start_serve(plan))
+        finally:
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray(plan: Plan, directory: Path, dashboard: bool) -> None:
+    import ray
+
     num_cpus = max(os.cpu_count() or 1, 2 * plan.most * plan.cpus + OWN_CPUS)
     try:
         ray.init(
@@ -89,14 +103,8 @@ def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]
             configure_logging=False,
             _temp_dir=str(directory / "ray"),
         )
-        yield LocalCluster(_start_serve(plan))
-    except ConnectionError as error:
+    except Exception as error:  # Ray has many kinds, and plain Exceptions among them
         raise StartError(f"Ray can't start here: {error}") from error
-    finally:
-        if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start_serve(plan: Plan) -> Any:

@@ -24,7 +24,8 @@ from quill.server.cluster.plan import Plan
 from quill.server.cluster.replica.options import ReplicaOptions
 
 ROOT = Path(__file__).resolve().parents[3]
-START_S = 120.0
+START_S = 240.0  # half a minute, unless others keep the machine busy
+STOP_S = 120.0
 _LINE = re.compile(r"^(quill_\w+)\{(.*?)\} (\S+)$", re.MULTILINE)
 
 
@@ -34,7 +35,8 @@ class RunningCluster:
         self._plan = plan
         self._told: queue.Queue[dict[str, Any]] = queue.Queue()
         self.progress: dict[str, Any] = {}
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
 
     @property
     def address(self) -> str:
@@ -55,10 +57,10 @@ class RunningCluster:
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
         while not (self.progress and condition(self.progress)):
-            left_s = end_s - time.monotonic()
-            assert left_s > 0, f"never happened; now it is {self.progress}"
+            assert time.monotonic() < end_s, f"never happened; now it is {self.progress}"
+            assert self._process.poll() is None, "it has ended"
             try:
-                self.progress = self._told.get(timeout=left_s)
+                self.progress = self._told.get(timeout=1.0)
             except queue.Empty:
                 continue
 
@@ -83,6 +85,12 @@ class RunningCluster:
                 if found == name and all(each in parts for each in wanted):
                     sums[replica] += float(value)
         return sums
+
+    def join(self) -> None:
+        """After the process has ended."""
+        self._listening.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -157,8 +165,9 @@ def running_cluster(plan: Plan, log: Path) -> Iterator[RunningCluster]:
         raise
     finally:
         assert process.stdin is not None
-        process.stdin.close()
+        process.stdin.close()  # then it ends
         try:
-            process.wait(60)
+            process.wait(STOP_S)
         finally:
             process.kill()
+            cluster.join()

@@ -33,7 +33,7 @@ from tests.server.cluster.crowd import (
 from tests.server.cluster.running_cluster import RunningCluster
 from tests.server.process import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 OK = "OK"
 

@@ -6,7 +6,7 @@ from tests.server.cluster.conftest import Keys
 from tests.server.cluster.crowd import crowd
 from tests.server.cluster.running_cluster import RunningCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_replicas_follow_the_load(
