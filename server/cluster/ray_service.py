@@ -12,7 +12,7 @@ _MEMORY = "4Gi"
 
 
 def write_ray_service(plan: Plan, image: str) -> str:
-    """`image`: Quill with the extra cluster; the Dockerfile says how one is made."""
+    """`image`: one with Quill and its extra cluster; there is no Dockerfile for it yet."""
     config = _indented(write_serve_config(plan), 4)
     environment = _indented(_environment(plan), 16)
     return _MANIFEST.format(

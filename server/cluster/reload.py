@@ -8,17 +8,24 @@ import argparse
 from quill.server.cluster.serve_config import APPLICATION, KEEPER
 from quill.server.errors import ReloadError
 
+DONE = "every replica has the bundle as it is now"
+
 
 def run(args: argparse.Namespace) -> None:
     import ray
-    from ray import serve
 
     ray.init(address="auto", configure_logging=False, log_to_driver=False)
     try:
-        keeper = serve.get_deployment_handle(KEEPER, APPLICATION)
-        refusal = keeper.reload.remote().result()
+        reload_all()
     finally:
         ray.shutdown()
+    print(DONE)
+
+
+def reload_all() -> None:
+    """Where Ray is reached already. Raises ReloadError."""
+    from ray import serve
+
+    refusal = serve.get_deployment_handle(KEEPER, APPLICATION).reload.remote().result()
     if refusal:
         raise ReloadError(refusal)
-    print("every replica has the bundle as it is now")

@@ -1,6 +1,6 @@
 """`quill cluster up`: replicas on this machine, until a signal ends them.
 
-Knows: the command's arguments, what a person wants to see. Does not know: how Ray works.
+Knows: the command's arguments, signals, what a person wants to see. Does not know: how Ray works.
 """
 
 import argparse
@@ -14,8 +14,9 @@ from quill.export.bundle.manifest import read_manifest
 from quill.server.cluster.environment import free_port
 from quill.server.cluster.local_ray import LocalCluster, Progress, local_cluster
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
+from quill.server.cluster.reload import DONE, reload_all
 from quill.server.cluster.replica.bundle_source import local_bundle
-from quill.server.errors import StartError
+from quill.server.errors import ReloadError, StartError
 from quill.server.serve.ready_message import line_to_type
 from quill.server.settings import Settings
 
@@ -52,9 +53,23 @@ def run(args: argparse.Namespace) -> None:
             return
         print(f"Serving at {plan.host}:{plan.port}. Now type:")
         print(f"  {line_to_type(settings, plan.port, family)}", flush=True)
+        reloading = threading.Event()
+        signal.signal(signal.SIGHUP, lambda *_: reloading.set())
         while not stopping.wait(POLL_S):
             shown = _show(cluster.progress(), shown)
+            if reloading.is_set():
+                reloading.clear()
+                _reload()
         print("Stopping: running answers are finished first.", flush=True)
+
+
+def _reload() -> None:
+    """As a server does on SIGHUP: what goes wrong is told, and all goes on."""
+    try:
+        reload_all()
+        print(DONE, flush=True)
+    except ReloadError as error:
+        print(error, flush=True)
 
 
 def _keys(plan: Plan) -> Path | None:

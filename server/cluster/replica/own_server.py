@@ -15,6 +15,7 @@ another Ray has it.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -30,7 +31,19 @@ RAY = "2.60.0"
 HEALTH = DESCRIPTOR.services_by_name["RayServeAPIService"]
 _START = "start_grpc_server"
 
-Start = Callable[[int, str, Handlers], Awaitable[grpc.aio.Server]]
+
+@dataclass(frozen=True)
+class Listening:
+    """As much of a server as Ray asks of one."""
+
+    server: grpc.aio.Server
+    stop: Callable[[float], Awaitable[None]]  # when Ray has let it drain; so long it may take
+
+    async def wait_for_termination(self) -> None:
+        await self.server.wait_for_termination()
+
+
+Start = Callable[[int, str, Handlers], Awaitable[Listening]]
 
 
 def put_in_place(start: Start) -> None:
@@ -45,13 +58,13 @@ def put_in_place(start: Start) -> None:
         *,
         event_loop: asyncio.AbstractEventLoop,
         enable_so_reuseport: bool = False,
-    ) -> tuple["asyncio.Task[Any]", grpc.aio.Server]:
+    ) -> tuple["asyncio.Task[None]", Listening]:
         handlers = _health_handlers(handler_factory)
         try:
-            server = await start(grpc_options.port, HEALTH.full_name, handlers)
+            listening = await start(grpc_options.port, HEALTH.full_name, handlers)
         except StartError as error:
             raise RuntimeError(str(error)) from error  # then Ray tries another port
-        return event_loop.create_task(server.wait_for_termination()), server
+        return event_loop.create_task(listening.wait_for_termination()), listening
 
     setattr(ray_replica, _START, start_ours)
 

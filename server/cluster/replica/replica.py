@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import ray
 from ray import serve
 
@@ -18,7 +17,7 @@ from quill.server.cluster.replica.bundle_source import local_bundle
 from quill.server.cluster.replica.membership import KeeperCalls, Membership
 from quill.server.cluster.replica.nobody_home import refusing_methods
 from quill.server.cluster.replica.options import ReplicaOptions
-from quill.server.cluster.replica.own_server import put_in_place
+from quill.server.cluster.replica.own_server import Listening, put_in_place
 from quill.server.cluster.replica.replica_server import Handlers, ReplicaServer
 from quill.server.errors import ServerError
 from quill.server.loading.instance import ModelInstance
@@ -57,10 +56,11 @@ class Replica:
         await self._server.load()
         put_in_place(self._listen)
 
-    async def _listen(self, port: int, service: str, handlers: Handlers) -> grpc.aio.Server:
+    async def _listen(self, port: int, service: str, handlers: Handlers) -> Listening:
         """HAProxy comes by the loopback from this machine, and by its address from others."""
         hosts = {LOOPBACK} if self._is_alone else {LOOPBACK, ray.util.get_node_ip_address()}
-        return await self._server.listen(sorted(hosts), port, service, handlers)
+        server = await self._server.listen(sorted(hosts), port, service, handlers)
+        return Listening(server, lambda grace_s: self._server.drain(server, grace_s))
 
     async def check_health(self) -> None:
         """Ray puts another in the place of one that raises."""

@@ -24,12 +24,13 @@ from quill.server.cluster.replica.membership import Membership
 from quill.server.errors import StartError, UnavailableError
 from quill.server.loading.loader import Load
 from quill.server.protocol.served_model import ServedModel
-from quill.server.serve.server import Server
+from quill.server.serve.server import QUIET_S, Server
 from quill.server.service.service import Service
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+LAST_S = 1.0  # for statuses that are on their way
 NUM_METRICS_PORTS = 100  # replicas of a machine take the first that is free
 
 Handlers = dict[str, Any]  # grpc.RpcMethodHandler, generic in its stub alone
@@ -67,6 +68,17 @@ class ReplicaServer(Server):
         await server.start()
         self.listening.set()
         return server
+
+    async def drain(self, server: grpc.aio.Server, grace_s: float) -> None:
+        """Lets nobody in, and ends when the last call has, or after so long.
+
+        gRPC by itself would wait for streams that never end, as those who watch health have.
+        """
+        await self.health.note("stopping", True)
+        ending = asyncio.ensure_future(server.stop(grace_s))
+        await self.calls.wait_until_quiet(QUIET_S, grace_s)
+        await server.stop(LAST_S)
+        await ending
 
     @property
     def num_requests(self) -> int:

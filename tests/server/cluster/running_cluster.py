@@ -26,6 +26,7 @@ from quill.server.cluster.replica.options import ReplicaOptions
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 240.0  # half a minute, unless others keep the machine busy
 STOP_S = 120.0
+LONGEST_ANSWER_S = 100.0
 _LINE = re.compile(r"^(quill_\w+)\{(.*?)\} (\S+)$", re.MULTILINE)
 
 
@@ -138,7 +139,7 @@ def make_plan(options: ReplicaOptions, **changes: Any) -> Plan:
         http_port=free_port(),
         cpus=1,
         target_requests=4,
-        longest_answer_s=60.0,
+        longest_answer_s=LONGEST_ANSWER_S,
         drain_s=2.0,
     )
     return replace(plan, **changes)
