@@ -30,7 +30,7 @@ from tests.server.cluster.crowd import (
     crowd,
     text_of,
 )
-from tests.server.cluster.running_cluster import LONGEST_ANSWER_S, RunningCluster
+from tests.server.cluster.running_cluster import LONGEST_ANSWER_S, START_S, RunningCluster
 from tests.server.process import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -257,7 +257,7 @@ def test_replica_that_is_killed_loses_nothing_of_clients_that_resume(
         victim, other = cluster.replica_pids()
         os.kill(victim, signal.SIGKILL)
         wait_until(
-            lambda: len({*cluster.replica_pids()} - {victim, other}) == 1, "another one", 60.0
+            lambda: len({*cluster.replica_pids()} - {victim, other}) == 1, "another one", START_S
         )
     cluster.change()
     cluster.wait_for_replicas(2)
