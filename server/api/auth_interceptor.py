@@ -3,7 +3,7 @@
 Knows: grpc.aio's interceptors, which services are open. Does not know: what calls do, keys' limits.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -29,11 +29,16 @@ _METHODS = {
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Health is open to all: whoever restarts or balances servers has no key."""
+    """Health is open to all: whoever restarts or balances servers has no key.
 
-    def __init__(self, keyring: Keyring, open_reflection: bool, calls: Calls) -> None:
+    `also_open`: how other methods begin that are.
+    """
+
+    def __init__(
+        self, keyring: Keyring, open_reflection: bool, calls: Calls, also_open: Sequence[str] = ()
+    ) -> None:
         self._keyring = keyring
-        self._open = (HEALTH, REFLECTION) if open_reflection else (HEALTH,)
+        self._open = (HEALTH, *([REFLECTION] if open_reflection else []), *also_open)
         self._calls = calls
 
     async def intercept_service(

@@ -5,6 +5,7 @@ Knows: grpc.aio, TLS, ports. Does not know: when it starts and stops, what calls
 
 import contextlib
 import resource
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -48,14 +49,19 @@ def make_server(
     inference: kserve_grpc.GRPCInferenceServiceServicer,
     administration: Administration,
     health_servicer: health.aio.HealthServicer,
+    also_open: Sequence[str] = (),
 ) -> grpc.aio.Server:
-    """Without API keys nobody is an administrator: that service only says so, and isn't listed."""
+    """Without API keys nobody is an administrator: that service only says so, and isn't listed.
+
+    `also_open`: how methods begin that need no key, and that the caller adds.
+    """
     guards: list[grpc.aio.ServerInterceptor] = [
         DecodeInterceptor((SERVICE, ADMINISTRATION, KSERVE), calls)
     ]
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        guards = [AuthInterceptor(keyring, settings.open_reflection, calls), *guards]
+        doorman = AuthInterceptor(keyring, settings.open_reflection, calls, also_open)
+        guards = [doorman, *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),

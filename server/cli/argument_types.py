@@ -41,6 +41,15 @@ def positive(text: str) -> int:
     return number(text, 1, 2**31 - 1)
 
 
+def replicas(text: str) -> tuple[int, int]:
+    """A number, or two with dots between them: at least and at most."""
+    least, dots, most = text.partition("..")
+    bounds = positive(least), positive(most if dots else least)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} begins above its end; write 2..8")
+    return bounds
+
+
 def natural(text: str) -> int:
     return number(text, 0, 2**31 - 1)
 

@@ -30,6 +30,15 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
         metavar="PEM",
         help="only clients with a certificate signed by this authority may call",
     )
+    add_keys_of_callers(parser)
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other machines to call in the clear, or without proof of who they are",
+    )
+
+
+def add_keys_of_callers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-keys",
         type=Path,
@@ -48,11 +57,6 @@ def add_protection(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="callers of all keys share what prompts' beginnings came to. Faster where they begin "
         "alike; but by timing one can find out what others asked",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow other machines to call in the clear, or without proof of who they are",
     )
 
 
@@ -93,7 +97,7 @@ def add_serve(subparsers: Subparsers) -> None:
         metavar="NAME",
         help="which graphs: fp32, quill4, quill8 or fp16 (default: the bundle's fastest)",
     )
-    _add_sizes(parser)
+    add_sizes(parser)
     add_protection(parser)
     parser.add_argument(
         "--grace",
@@ -123,7 +127,7 @@ def add_serve(subparsers: Subparsers) -> None:
     parser.set_defaults(run="quill.server.serve.run:run", extra="serve")
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser, threads: str = "default: one a core") -> None:
     parser.add_argument(
         "--max-rows",
         type=positive,
@@ -133,7 +137,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=positive, metavar="TOKENS", help="prompt and answer together"
     )
-    parser.add_argument("--threads", type=positive, metavar="N", help="default: one a core")
+    parser.add_argument("--threads", type=positive, metavar="N", help=threads)
     parser.add_argument(
         "--spinning",
         action=argparse.BooleanOptionalAction,

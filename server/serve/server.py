@@ -6,9 +6,10 @@ Knows: the order of starting and stopping, signals. Does not know: what calls do
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
 from quill.server.addresses import write_address
@@ -18,6 +19,7 @@ from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
 from quill.server.auth.keyring import Keyring
+from quill.server.auth.limiting import Limiting
 from quill.server.engine.admission import Admission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import ReloadError, StartError
@@ -47,7 +49,13 @@ MAX_QUIET_S = 1.0
 class Server:
     """One server, from the opening of its port to its end. Belongs to one event loop."""
 
-    def __init__(self, load: Load, settings: Settings, load_again: Load | None = None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        settings: Settings,
+        load_again: Load | None = None,
+        limits: Limiting | None = None,
+    ) -> None:
         self._load = load
         self._load_again = load_again or load
         self._settings = settings
@@ -55,7 +63,7 @@ class Server:
         self.health = Health(SERVICE)
         self.metrics.watch_health(lambda: self.health.is_serving)
         self._tracing = open_tracing() if settings.tracing else None
-        self.calls = Calls(self._report)
+        self.calls = Calls(self._report, limits)
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
         self.reloader = Reloader(
@@ -115,21 +123,30 @@ class Server:
     async def _listen(self) -> grpc.aio.Server:
         settings = self._settings
         service = Service(self.dispatcher, self.reloader, self.calls, settings.share_cache)
-        server = make_server(
-            settings,
-            self._keyring,
-            self.calls,
-            TextGeneration(service, settings.write_timeout_s),
-            self._inference(service),
-            Administration(self.calls, None if self._keyring is None else self.reload),
-            self.health.servicer,
-        )
+        server = self._make_server(service)
         await self.health.begin()
         self.port = bind(server, settings)
         await self._open_http(service)
         await server.start()
         self.listening.set()
         return server
+
+    def _make_server(self, service: Service, also_open: Sequence[str] = ()) -> grpc.aio.Server:
+        settings = self._settings
+        return make_server(
+            settings,
+            self._keyring,
+            self.calls,
+            TextGeneration(service, settings.write_timeout_s),
+            self._inference(service),
+            Administration(self.calls, None if self._keyring is None else self._asked_to_reload),
+            self.health.servicer,
+            also_open,
+        )
+
+    async def _asked_to_reload(self) -> ServedModel:
+        """By an administrator's call."""
+        return await self.reload()
 
     def _inference(self, service: Service) -> InferenceService:
         registry, health = self.metrics.registry, self.health
@@ -179,8 +196,11 @@ class Server:
         settings = self._settings
         keyring = None if settings.open_metrics else self._keyring
         self.metrics_port, self._stop_metrics = serve_metrics(
-            self.metrics.registry, settings.host, port, settings.tls, keyring
+            self._shown_registry(), settings.host, port, settings.tls, keyring
         )
+
+    def _shown_registry(self) -> CollectorRegistry:
+        return self.metrics.registry
 
     def _say_ready(self, family: Family) -> None:
         settings, metrics = self._settings, None

@@ -5,15 +5,15 @@ Knows: the order of things in a call. Does not know: gRPC, HTTP, how text is mad
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
-from quill.server.auth.rate_limit import Quotas, Spending
+from quill.server.auth.limiting import Limiting, Paying
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.grammar.compiler import Compiler, Form
@@ -62,14 +62,14 @@ class Call:
         record: Record,
         instance: ModelInstance,
         dispatcher: Dispatcher,
-        quotas: Quotas,
+        limits: Limiting,
         share_cache: bool,
     ) -> None:
         self._origin = origin
         self._record = record
         self._instance = instance
         self._dispatcher = dispatcher
-        self._quotas = quotas
+        self._limits = limits
         self._share_cache = share_cache
         self._deadline_s = _deadline_s(origin)
         self._num_requests = 0
@@ -162,12 +162,13 @@ class Call:
         )
 
     async def _answer(self, parsed: ParsedRequest, send: _SendChunk) -> None:
+        self._record.submitted_s = self._record.submitted_s or time.monotonic()
+        async with self._tokens(parsed.request.num_prompt) as spending:
+            await self._serve(parsed, send, spending)
+
+    async def _serve(self, parsed: ParsedRequest, send: _SendChunk, spending: Paying) -> None:
         record, request = self._record, parsed.request
-        record.submitted_s = record.submitted_s or time.monotonic()
-        with (
-            self._tokens(request.num_prompt) as spending,
-            self._dispatcher.serve(request, self._instance.engine) as inbox,
-        ):
+        with self._dispatcher.serve(request, self._instance.engine) as inbox:
             answer = Answer(parsed, self.served.text, inbox.end)
             try:
                 while not answer.is_over:
@@ -185,11 +186,11 @@ class Call:
                     record.num_cached += answer.num_cached
                     record.num_generated += answer.num_generated
 
-    @contextmanager
-    def _tokens(self, num_prompt: int) -> Iterator[Spending]:
+    @asynccontextmanager
+    async def _tokens(self, num_prompt: int) -> AsyncIterator[Paying]:
         """A call is let in as a whole, by the first of its requests."""
         caller, is_admitted = self._origin.caller, self._is_admitted
-        with self._quotas.tokens(caller, num_prompt, is_admitted) as spending:
+        async with self._limits.tokens(caller, num_prompt, is_admitted) as spending:
             self._is_admitted = True
             yield spending
 

@@ -1,6 +1,6 @@
 """Every call from its beginning to its one end: who makes it, within which limits, how it ended.
 
-Knows: callers, quotas, records. Does not know: what calls do, through which door they come.
+Knows: callers, records, that there are limits. Does not know: what calls do, which door they take.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ParamSpec, TypeVar, cast
 
-from quill.server.auth.rate_limit import Quotas
+from quill.server.auth.limiting import Limiting, OwnLimits
 from quill.server.errors import InvalidFieldError, RequestError, StepError, status_name
 from quill.server.service.origin import Origin
 from quill.server.telemetry.call_record import Record
@@ -40,9 +40,9 @@ def raising_context(
 class Calls:
     """`report` is told of each call when it has ended."""
 
-    def __init__(self, report: Callable[[Record], None]) -> None:
+    def __init__(self, report: Callable[[Record], None], limits: Limiting | None = None) -> None:
         self.report = report
-        self.quotas = Quotas()
+        self.limits = limits or OwnLimits()
         self._num_open = 0
         self._changed_s = 0.0  # when a call began or ended
 
@@ -55,7 +55,7 @@ class Calls:
         record = _record(origin)
         self._note(1)
         try:
-            with self.quotas.call(origin.caller):
+            async with self.limits.call(origin.caller):
                 yield record
         except RequestError as error:
             _note_error(record, error)

@@ -36,8 +36,8 @@ class Service:
                     "the server is loading its model. Try again in a few seconds"
                 )
             with self._reloader.instance.call() as instance:
-                quotas = self.calls.quotas
-                yield Call(origin, record, instance, self._dispatcher, quotas, self._share_cache)
+                limits = self.calls.limits
+                yield Call(origin, record, instance, self._dispatcher, limits, self._share_cache)
 
     async def generate(self, message: pb.GenerateRequest, origin: Origin) -> pb.GenerateResponse:
         async with self.call(origin) as call:

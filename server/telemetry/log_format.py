@@ -6,6 +6,7 @@ Knows: logging's records. Does not know: who writes them, what was said.
 import asyncio
 import json
 import logging
+from typing import TextIO
 
 
 class TextFormatter(logging.Formatter):
@@ -42,9 +43,9 @@ def is_news(record: logging.LogRecord) -> bool:
     return not isinstance(error, asyncio.CancelledError)
 
 
-def set_up_logging(log_format: str) -> None:
-    """To stderr: stdout is for what a person asked for."""
-    handler = logging.StreamHandler()
+def set_up_logging(log_format: str, stream: TextIO | None = None) -> None:
+    """To stderr, unless another stream is given: stdout is for what a person asked for."""
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(is_news)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

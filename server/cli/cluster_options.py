@@ -1,0 +1,127 @@
+"""The options of `quill cluster`.
+
+Knows: argparse, what a person may choose. Does not know: what comes of it; it imports no Ray.
+"""
+
+import argparse
+
+from quill.server.cli.argument_types import (
+    Subparsers,
+    optional_port,
+    port,
+    positive,
+    replicas,
+    seconds,
+)
+from quill.server.cli.serve_options import add_keys_of_callers, add_sizes
+
+
+def add_cluster(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "cluster",
+        help="serve a bundle by several replicas, with Ray Serve",
+        description="Serves a bundle by several replicas behind one address, with Ray Serve.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_up(actions)
+    _add_config(actions)
+    _add_reload(actions)
+
+
+def _add_up(actions: Subparsers) -> None:
+    text = "start Ray and replicas on this machine, until Ctrl-C"
+    parser = actions.add_parser("up", help=text, description=f"{text.capitalize()}.")
+    _add_plan(parser, threads="default: the cores, shared by the replicas")
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other machines to call: something in front of it ends TLS",
+    )
+    parser.add_argument("--dashboard", action="store_true", help="Ray's, at 127.0.0.1:8265")
+    parser.set_defaults(run="quill.server.cluster.up:run", extra="cluster")
+
+
+def _add_config(actions: Subparsers) -> None:
+    parser = actions.add_parser(
+        "config",
+        help="write serve.yaml, for `serve deploy`",
+        description="Writes what `serve deploy` needs on a Ray cluster, every value explained.",
+    )
+    _add_plan(parser, threads="default 4")
+    parser.add_argument("--host", default="0.0.0.0", help="default 0.0.0.0")
+    parser.add_argument(
+        "--ray-service", action="store_true", help="a RayService for Kubernetes instead"
+    )
+    parser.add_argument(
+        "--image", default="quill-cluster:0.1.0", help="of its pods (default quill-cluster:0.1.0)"
+    )
+    parser.set_defaults(run="quill.server.cluster.config:run", extra="cluster")
+
+
+def _add_reload(actions: Subparsers) -> None:
+    parser = actions.add_parser(
+        "reload",
+        help="put the bundle on disk on duty, replica after replica",
+        description="Reloads all replicas in turn, from a machine of the Ray cluster. From others, "
+        "`quill reload` does the same with an admin's API key.",
+    )
+    parser.set_defaults(run="quill.server.cluster.reload:run", extra="cluster")
+
+
+def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
+    parser.add_argument(
+        "bundle",
+        metavar="BUNDLE",
+        help="a directory made by export, or a URL of one that fsspec can read: s3://, https://, …",
+    )
+    parser.add_argument(
+        "--sha256", metavar="HASH", help="of the bundle's manifest.json: no other is served"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=replicas,
+        default=(2, 2),
+        metavar="N|N..M",
+        help="so many, or as many as the requests need within these bounds (default 2)",
+    )
+    parser.add_argument(
+        "--target-requests",
+        type=positive,
+        metavar="N",
+        help="running and waiting in each replica; when there are more, another one is wanted "
+        "(default: 0.7 times --max-rows)",
+    )
+    parser.add_argument(
+        "--longest-answer",
+        type=seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="replicas that end finish what they have for so long (default 600)",
+    )
+    parser.add_argument("--port", type=port, default=50051, help="what clients call")
+    parser.add_argument(
+        "--metrics-port",
+        type=optional_port,
+        default="auto",
+        metavar="PORT",
+        help="each replica takes the first free one from it on; 'off' for none (default 9464)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="which graphs: fp32, quill4, quill8 or fp16 (default: the bundle's fastest)",
+    )
+    add_sizes(parser, threads)
+    add_keys_of_callers(parser)
+    parser.add_argument(
+        "--tracing",
+        action="store_true",
+        help="send OpenTelemetry spans; $OTEL_EXPORTER_OTLP_ENDPOINT says where to",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="json",
+        help="of the replicas; json: an object a line, for machines (default json)",
+    )

@@ -1,0 +1,1 @@
+"""Many replicas as one server, with Ray Serve: `quill cluster`."""

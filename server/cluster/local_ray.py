@@ -1,0 +1,119 @@
+"""Ray on this machine alone: started, told what to deploy, asked how it goes, ended.
+
+Knows: Ray's Python interface. Does not know: who wants it, what is printed.
+
+Ray reads its environment when it is imported, here and in every process that it starts. So it is
+imported when a cluster begins.
+"""
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quill.server.cluster.environment import ray_environment
+from quill.server.cluster.plan import Plan
+from quill.server.cluster.serve_config import APPLICATION, REPLICA, write_serve_config
+from quill.server.errors import StartError
+
+OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
+OWN_CPUS = 1  # and twice those of the replicas: new ones begin while old ones end
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a deployment is."""
+
+    state: str  # DEPLOYING, RUNNING, DEPLOY_FAILED, …
+    replicas: dict[str, int]  # how many in each state
+    message: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "RUNNING"
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state in ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+class LocalCluster:
+    """Between `local_cluster`'s beginning and its end."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def deploy(self, plan: Plan) -> None:
+        """The first time, or changed: another number of replicas only rescales."""
+        from ray.serve.schema import ServeDeploySchema
+
+        config = ServeDeploySchema.model_validate(yaml.safe_load(write_serve_config(plan)))
+        self._client.deploy_apps(config)
+
+    def progress(self) -> Progress:
+        from ray import serve
+
+        found = serve.status().applications.get(APPLICATION)
+        if found is None:
+            return Progress("DEPLOYING", {}, "")
+        replica = found.deployments.get(REPLICA)
+        states = {} if replica is None else {str(k): n for k, n in replica.replica_states.items()}
+        message = found.message or ("" if replica is None else replica.message)
+        return Progress(str(found.status.value), states, message)
+
+
+@contextmanager
+def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]:
+    # Short: the path of a socket has 107 characters at most.
+    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
+    (directory / "token").write_text(secrets.token_hex(32))
+    (directory / "token").chmod(0o600)
+    os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
+    import ray
+    from ray import serve
+
+    try:
+        _start_ray(plan, directory, dashboard)
+        try:
+            yield LocalCluster(_start_serve(plan))
+        finally:
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray(plan: Plan, directory: Path, dashboard: bool) -> None:
+    import ray
+
+    num_cpus = max(os.cpu_count() or 1, 2 * plan.most * plan.cpus + OWN_CPUS)
+    try:
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=dashboard,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=str(directory / "ray"),
+        )
+    except Exception as error:  # Ray has many kinds, and plain Exceptions among them
+        raise StartError(f"Ray can't start here: {error}") from error
+
+
+def _start_serve(plan: Plan) -> Any:
+    from ray.serve._private.api import serve_start
+    from ray.serve.config import gRPCOptions
+
+    config = yaml.safe_load(write_serve_config(plan))
+    return serve_start(
+        http_options=config["http_options"],
+        proxy_location=config["proxy_location"],
+        grpc_options=gRPCOptions(**config["grpc_options"]),
+    )

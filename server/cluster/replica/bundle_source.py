@@ -1,0 +1,151 @@
+"""Brings a bundle to this machine, from wherever fsspec can read: s3://, gs://, https://, file://.
+
+Knows: manifests, hashes, the cache. Does not know: Ray, what a bundle is served with.
+
+What is fetched is kept under the hash of its manifest, which names the hash of every file. It is
+there whole or not at all: it gets its name when all of it has been checked.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from quill.cache import cache_directory
+from quill.export.bundle.manifest import MANIFEST_FILE, File, read_manifest
+from quill.export.errors import BundleError
+from quill.server.errors import StartError
+
+MAX_MANIFEST_BYTES = 64 * 2**20
+PIECE_BYTES = 4 * 2**20
+_PROOF = re.compile(r"[^/@\s]+:[^/@\s]*@")
+
+
+def local_bundle(source: str, manifest_sha256: str | None = None) -> Path:
+    """The bundle's directory on this machine. `source`: a directory, or a URL of one."""
+    if "://" not in source:
+        directory = Path(source).expanduser()
+        if manifest_sha256 is not None:
+            _check_hash(source, _hash_of(directory / MANIFEST_FILE), manifest_sha256)
+        return directory
+    files, root = _open(source)
+    try:
+        manifest = _read_manifest(files, root)
+    except Exception as error:  # every file system has its own
+        raise StartError(_cant_read(source, f"{root}/{MANIFEST_FILE}", error)) from error
+    sha256 = hashlib.sha256(manifest).hexdigest()
+    if manifest_sha256 is not None:
+        _check_hash(source, sha256, manifest_sha256)
+    return _fetched(source, files, root, manifest, sha256)
+
+
+def _fetched(source: str, files: Any, root: str, manifest: bytes, sha256: str) -> Path:
+    shelf = cache_directory() / "fetched"
+    shelf.mkdir(parents=True, exist_ok=True)
+    place = shelf / sha256
+    with _only_one(shelf / f"{sha256}.lock"):
+        if place.is_dir():
+            return place
+        beside = Path(tempfile.mkdtemp(dir=shelf, prefix=".fetching-"))
+        try:
+            (beside / MANIFEST_FILE).write_bytes(manifest)
+            for file in read_manifest(beside).files:
+                _fetch(source, files, f"{root}/{file.name}", beside / file.name, file)
+            beside.chmod(0o755)  # mkdtemp's are their maker's alone
+            beside.rename(place)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return place
+
+
+def _fetch(source: str, files: Any, path: str, to: Path, file: File) -> None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with files.open(path, "rb") as reader, to.open("wb") as writer:
+            for piece in _pieces(reader):
+                size += len(piece)
+                if size > file.size:
+                    break
+                digest.update(piece)
+                writer.write(piece)
+            writer.flush()
+            os.fsync(writer.fileno())
+    except Exception as error:
+        raise StartError(_cant_read(source, path, error)) from error
+    if size != file.size or digest.hexdigest() != file.sha256:
+        raise BundleError(
+            f"{file.name} of {_shown(source)} isn't what its manifest says: it is damaged, or was "
+            "changed while it was read. Upload the bundle again, the manifest last"
+        )
+
+
+def _pieces(reader: IO[bytes]) -> Iterator[bytes]:
+    while piece := reader.read(PIECE_BYTES):
+        yield piece
+
+
+def _read_manifest(files: Any, root: str) -> bytes:
+    with files.open(f"{root}/{MANIFEST_FILE}", "rb") as reader:
+        content: bytes = reader.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    return content
+
+
+def _open(source: str) -> tuple[Any, str]:
+    """A file system, and the path on it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise StartError(
+            f"reading {_shown(source)} needs the package fsspec: install 'quill[cluster]', or give "
+            "the path of a directory"
+        ) from error
+    try:
+        files, root = url_to_fs(source)
+    except (ImportError, ValueError) as error:
+        scheme = source.partition("://")[0]
+        raise StartError(
+            f"can't read {scheme}:// here: {error}. Install what fsspec needs for it on every "
+            "machine, for example s3fs or gcsfs"
+        ) from error
+    return files, str(root).rstrip("/")
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Several replicas of a machine start at once: one fetches, the others wait for it."""
+    with lock.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _hash_of(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise StartError(f"can't read {path}: {error.strerror}") from error
+
+
+def _check_hash(source: str, found: str, wanted: str) -> None:
+    if found != wanted.lower():
+        raise BundleError(
+            f"the manifest of {_shown(source)} has the SHA-256 {found}, and {wanted} was asked "
+            "for: it is another bundle. Give the right one, or leave the hash out"
+        )
+
+
+def _cant_read(source: str, path: str, error: Exception) -> str:
+    kind = type(error).__name__
+    return _shown(f"can't read {path} of {source}: {kind}: {error}. Can this machine reach it?")
+
+
+def _shown(text: str) -> str:
+    """Without passwords, which some write into URLs."""
+    return _PROOF.sub("…@", text)

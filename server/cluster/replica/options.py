@@ -1,0 +1,79 @@
+"""What a replica is started with: what stands under `args` in serve.yaml.
+
+Knows: names, kinds. Does not know: Ray, what the choices do.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from quill.server.errors import StartError
+from quill.server.settings import Settings
+
+MAX_STEP_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """None: the replica chooses, as `quill serve` does."""
+
+    bundle: str  # a directory, or a URL of one
+    manifest_sha256: str | None = None
+    precision: str | None = None
+    max_rows: int | None = None
+    context: int | None = None
+    cache_mb: int | None = None
+    threads: int | None = None
+    spinning: bool = True
+    queue: int = 256
+    prefix_cache: bool = True
+    guess: bool = True
+    api_keys: str | None = None  # a file that every machine has
+    open_reflection: bool = False
+    open_metrics: bool = False
+    share_prefix_cache: bool = False
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None  # replicas of a machine take the first free one from it on
+    one_machine: bool = False  # all replicas are on the machine that clients call
+    tracing: bool = False
+    log_format: str = "json"
+
+    def settings(self) -> Settings:
+        """The host is that of the metrics; where calls are taken, Ray says."""
+        return Settings(
+            host=self.metrics_host,
+            metrics_port=self.metrics_port,
+            precision=self.precision,
+            max_rows=self.max_rows,
+            context=self.context,
+            cache_bytes=None if self.cache_mb is None else self.cache_mb * 2**20,
+            threads=self.threads,
+            spinning=self.spinning,
+            max_waiting=self.queue,
+            prefix_cache=self.prefix_cache,
+            guess=self.guess,
+            api_keys=None if self.api_keys is None else Path(self.api_keys),
+            open_reflection=self.open_reflection,
+            open_metrics=self.open_metrics,
+            share_cache=self.share_prefix_cache,
+            max_step_s=MAX_STEP_S,
+            tracing=self.tracing,
+            log_format=self.log_format,
+        )
+
+
+def read_options(args: dict[str, Any]) -> ReplicaOptions:
+    """As serve.yaml has them."""
+    known = {each.name for each in fields(ReplicaOptions)}
+    unknown = sorted(set(args) - known)
+    if unknown:
+        names = ", ".join(sorted(known))
+        raise StartError(f"args has {', '.join(unknown)}; it may have {names}")
+    if not isinstance(args.get("bundle"), str):
+        raise StartError("args needs a bundle: a directory that every machine has, or a URL")
+    return ReplicaOptions(**args)
+
+
+def write_options(options: ReplicaOptions) -> dict[str, Any]:
+    """All of them: a file that says everything can be read without a manual."""
+    return asdict(options)

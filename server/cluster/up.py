@@ -1,0 +1,102 @@
+"""`quill cluster up`: replicas on this machine, until a signal ends them.
+
+Knows: the command's arguments, signals, what a person wants to see. Does not know: how Ray works.
+"""
+
+import argparse
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from quill.export.bundle.manifest import read_manifest
+from quill.server.cluster.environment import free_port
+from quill.server.cluster.local_ray import LocalCluster, Progress, local_cluster
+from quill.server.cluster.plan import Plan, check_exposure, read_plan
+from quill.server.cluster.reload import DONE, reload_all
+from quill.server.cluster.replica.bundle_source import local_bundle
+from quill.server.errors import ReloadError, StartError
+from quill.server.serve.ready_message import line_to_type
+from quill.server.settings import Settings
+
+POLL_S = 0.5
+LOCAL_DRAIN_S = 2.0  # HAProxy hears of a replica that ends within a moment
+CACHE_MB, LEAST_CACHE_MB = 2048, 256
+
+
+def run(args: argparse.Namespace) -> None:
+    most = args.replicas[1]
+    plan = replace(
+        read_plan(
+            args,
+            threads=max(1, (os.cpu_count() or 1) // most),
+            cache_mb=max(LEAST_CACHE_MB, CACHE_MB // most),
+            one_machine=True,
+        ),
+        drain_s=LOCAL_DRAIN_S,
+        http_port=free_port(),
+    )
+    check_exposure(plan, args.insecure)
+    # What is wrong with the bundle is said here, and not by each replica again and again.
+    directory = local_bundle(plan.options.bundle, plan.options.manifest_sha256)
+    family = read_manifest(directory).family
+    settings = Settings(host=plan.host, api_keys=_keys(plan))
+    stopping = threading.Event()
+    _stop_on_signals(stopping)
+    print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
+    with local_cluster(plan, args.dashboard) as cluster:
+        _stop_on_signals(stopping)  # again: Ray has put its own in the place of ours
+        cluster.deploy(plan)
+        shown = _wait(cluster, stopping)
+        if stopping.is_set():
+            return
+        print(f"Serving at {plan.host}:{plan.port}. Now type:")
+        print(f"  {line_to_type(settings, plan.port, family)}", flush=True)
+        reloading = threading.Event()
+        signal.signal(signal.SIGHUP, lambda *_: reloading.set())
+        while not stopping.wait(POLL_S):
+            shown = _show(cluster.progress(), shown)
+            if reloading.is_set():
+                reloading.clear()
+                _reload()
+        print("Stopping: running answers are finished first.", flush=True)
+
+
+def _reload() -> None:
+    """As a server does on SIGHUP: what goes wrong is told, and all goes on."""
+    try:
+        reload_all()
+        print(DONE, flush=True)
+    except ReloadError as error:
+        print(error, flush=True)
+
+
+def _keys(plan: Plan) -> Path | None:
+    return None if plan.options.api_keys is None else Path(plan.options.api_keys)
+
+
+def _stop_on_signals(stopping: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+
+
+def _wait(cluster: LocalCluster, stopping: threading.Event) -> str:
+    """Until all that shall be there first are there. What was shown last."""
+    shown = ""
+    while not stopping.wait(POLL_S):
+        progress = cluster.progress()
+        shown = _show(progress, shown)
+        if progress.is_running:
+            break
+        if progress.has_failed:
+            raise StartError(f"the replicas don't start: {progress.message}")
+    return shown
+
+
+def _show(progress: Progress, shown: str) -> str:
+    states = ", ".join(f"{num} {state.lower()}" for state, num in progress.replicas.items())
+    line = f"replicas: {states or 'none yet'}"
+    if line != shown:
+        print(line, flush=True)
+    return line

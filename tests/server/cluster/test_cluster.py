@@ -1,0 +1,263 @@
+"""Two replicas behind HAProxy answer as one server does, whatever happens to them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.protos import kserve_pb2 as kserve
+from quill.protos import kserve_pb2_grpc as kserve_grpc
+from quill.server.client.call_error import CallError
+from quill.server.client.sync_client import Client
+from tests.server.cluster.conftest import Keys
+from tests.server.cluster.crowd import (
+    NEVER,
+    NUM_TOKENS,
+    PATIENT,
+    PROMPT,
+    TIMEOUT_S,
+    crowd,
+    text_of,
+)
+from tests.server.cluster.running_cluster import LONGEST_ANSWER_S, START_S, RunningCluster
+from tests.server.process import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+OK = "OK"
+
+
+def status_of(ask: Callable[[], object]) -> CallError:
+    with pytest.raises(CallError) as caught:
+        ask()
+    return caught.value
+
+
+def drain(client: Client, **options: Any) -> list[pb.GenerateChunk]:
+    return list(client.stream(PROMPT, **options))
+
+
+def test_streams_have_the_texts_of_a_single_server_through_both_replicas(
+    cluster: RunningCluster, client: Client, texts: dict[int, str]
+) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda seed: text_of(client, seed), texts))
+    assert found == list(texts.values())
+    counts = cluster.metric("quill_requests_total", outcome=OK, method="GenerateStream")
+    assert len(counts) == 2
+    assert min(counts.values()) > 0, "both replicas have answered, and say which they are"
+
+
+def test_stream_comes_piece_by_piece(client: Client) -> None:
+    arrived_s = []
+    for _ in client.stream(PROMPT, seed=1, max_new_tokens=NUM_TOKENS, timeout_s=TIMEOUT_S):
+        arrived_s.append(time.monotonic())
+    assert len(arrived_s) > NUM_TOKENS / 4
+    assert arrived_s[-1] - arrived_s[0] > 0.05, "not all at once"
+
+
+def test_errors_are_rich(client: Client) -> None:
+    error = status_of(lambda: client.generate(PROMPT, temperature=-1.0))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "temperature")
+    error = status_of(lambda: drain(client, top_p=7.0))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "top_p")
+
+
+def test_deadline_is_known_to_the_replica(cluster: RunningCluster, client: Client) -> None:
+    """It says why the answer ends, or, if that comes too late on a busy machine, counts it so."""
+
+    def exceeded() -> float:
+        outcome = grpc.StatusCode.DEADLINE_EXCEEDED.name
+        return sum(cluster.metric("quill_requests_total", outcome=outcome).values())
+
+    before = exceeded()
+    try:
+        reason: int = drain(client, max_new_tokens=4000, timeout_s=1.0, seed=1)[-1].finish_reason
+    except CallError as error:
+        reason = pb.FINISH_REASON_DEADLINE if error.code.name == "DEADLINE_EXCEEDED" else 0
+        wait_until(lambda: exceeded() == before + 1, "the replica knew", 10.0)
+    assert reason == pb.FINISH_REASON_DEADLINE
+
+
+def test_client_that_leaves_is_noticed_by_the_replica(
+    cluster: RunningCluster, client: Client
+) -> None:
+    def cancelled() -> float:
+        return sum(cluster.metric("quill_requests_total", outcome="CANCELLED").values())
+
+    before = cancelled()
+    chunks = client.stream(PROMPT, max_new_tokens=4000, seed=1, timeout_s=TIMEOUT_S)
+    next(chunks)
+    chunks.close()
+    wait_until(lambda: cancelled() == before + 1, "the replica noticed", 10.0)
+
+
+def test_only_good_keys_are_let_in(cluster: RunningCluster) -> None:
+    with Client(cluster.address, NEVER) as client:
+        assert status_of(client.model).code is grpc.StatusCode.UNAUTHENTICATED
+        assert status_of(lambda: drain(client)).code is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_health_is_open_and_reflection_is_not(cluster: RunningCluster, keys: Keys) -> None:
+    def services(metadata: Any) -> list[str]:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        (reply,) = stub.ServerReflectionInfo(iter([ask]), metadata=metadata, timeout=TIMEOUT_S)
+        return [each.name for each in reply.list_services_response.service]
+
+    with grpc.insecure_channel(cluster.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert "quill.v1.TextGeneration" in services(keys.access("alice").metadata)
+        with pytest.raises(grpc.RpcError) as caught:
+            services(())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_kserve_is_there_too(cluster: RunningCluster, keys: Keys) -> None:
+    with grpc.insecure_channel(cluster.address) as channel:
+        stub = kserve_grpc.GRPCInferenceServiceStub(channel)
+        metadata = keys.access("alice").metadata
+        reply = stub.ServerReady(kserve.ServerReadyRequest(), metadata=metadata, timeout=TIMEOUT_S)
+    assert reply.ready
+
+
+def test_unknown_methods_do_no_harm(cluster: RunningCluster, client: Client, keys: Keys) -> None:
+    with grpc.insecure_channel(cluster.address) as channel:
+        for name in ("\xff\xff", "Nothing"):
+            ask: Any = channel.unary_unary(f"/quill.v1.TextGeneration/{name}")
+            with pytest.raises(grpc.RpcError):
+                ask(b"", timeout=10.0, metadata=keys.access("alice").metadata)
+    for _ in range(4):
+        assert client.model(timeout_s=TIMEOUT_S).name
+
+
+def test_calls_of_a_key_are_counted_over_all_replicas(cluster: RunningCluster, keys: Keys) -> None:
+    """Thirty a minute: five at once, and one more every two seconds."""
+    began_s = time.monotonic()
+    refusals: list[CallError] = []
+    with Client(cluster.address, NEVER, access=keys.access("calls")) as client:
+        for _ in range(20):
+            try:
+                client.model(timeout_s=TIMEOUT_S)
+            except CallError as error:
+                refusals.append(error)
+    took_s = time.monotonic() - began_s
+    assert 5 <= 20 - len(refusals) <= 5 + took_s / 2 + 1
+    assert {error.code for error in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert all(error.retry_after_s is not None for error in refusals)
+
+
+def test_calls_at_once_are_counted_over_all_replicas(cluster: RunningCluster, keys: Keys) -> None:
+    with Client(cluster.address, NEVER, access=keys.access("two")) as client:
+        held = [client.stream(PROMPT, max_new_tokens=4000, seed=seed) for seed in range(2)]
+        for each in held:
+            next(each)
+        refused = [status_of(client.model).code for _ in range(4)]
+        assert set(refused) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for each in held:
+            each.close()
+
+        def is_free() -> bool:
+            try:
+                return bool(client.model(timeout_s=TIMEOUT_S).name)
+            except CallError:
+                return False
+
+        wait_until(is_free, "places are free again", 10.0)
+        for _ in range(6):  # what has ended is free at once, on whichever replica the next one is
+            assert client.model(timeout_s=TIMEOUT_S).name
+
+
+def test_tokens_of_a_key_are_counted_over_all_replicas(cluster: RunningCluster, keys: Keys) -> None:
+    with Client(cluster.address, NEVER, access=keys.access("tokens")) as client:
+        assert text_of(client, 1, num_tokens=200)
+        refused = [status_of(lambda: text_of(client, 2)) for _ in range(4)]
+    assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert min(error.retry_after_s or 0.0 for error in refused) > 3.0
+
+
+def test_replica_that_goes_finishes_its_streams(
+    cluster: RunningCluster, keys: Keys, texts: dict[int, str]
+) -> None:
+    """Streams that never end, as of those who watch health, hold nobody up."""
+    with (
+        grpc.insecure_channel(cluster.address) as channel,
+        crowd(cluster, keys.access("alice"), texts, 8),
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        watching = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]
+        assert all(next(each).status for each in watching)
+        cluster.change(least=1, most=1)
+        cluster.wait_for_replicas(1, LONGEST_ANSWER_S)
+    cluster.change(least=2, most=2)
+    cluster.wait_for_replicas(2)
+
+
+def test_reload_reaches_all_replicas_and_no_call_fails(
+    cluster: RunningCluster, bundle: Path, keys: Keys, texts: dict[int, str]
+) -> None:
+    file = bundle / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["name"] = "reloaded"
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps(manifest))
+    with crowd(cluster, keys.access("alice"), texts, 4):
+        beside.replace(file)
+        with grpc.insecure_channel(cluster.address) as channel:
+            ask = pb_grpc.AdministrationStub(channel).Reload
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(pb.ReloadRequest(), metadata=keys.access("alice").metadata, timeout=TIMEOUT_S)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            metadata = keys.access("admin").metadata
+            reply = ask(pb.ReloadRequest(), metadata=metadata, timeout=TIMEOUT_S)
+        assert reply.model.name == "reloaded"
+        with Client(cluster.address, NEVER, access=keys.access("alice")) as client:
+            assert {client.model(timeout_s=TIMEOUT_S).name for _ in range(12)} == {"reloaded"}
+
+
+def test_bundle_that_is_refused_changes_nothing(
+    cluster: RunningCluster, bundle: Path, keys: Keys, client: Client
+) -> None:
+    file = bundle / "manifest.json"
+    good = file.read_text()
+    before = client.model(timeout_s=TIMEOUT_S).name
+    file.write_text("{}")
+    try:
+        with (
+            grpc.insecure_channel(cluster.address) as channel,
+            pytest.raises(grpc.RpcError) as caught,
+        ):
+            pb_grpc.AdministrationStub(channel).Reload(
+                pb.ReloadRequest(), metadata=keys.access("admin").metadata, timeout=TIMEOUT_S
+            )
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "format version" in str(caught.value.details())
+    finally:
+        file.write_text(good)
+    assert {client.model(timeout_s=TIMEOUT_S).name for _ in range(6)} == {before}
+
+
+def test_replica_that_is_killed_loses_nothing_of_clients_that_resume(
+    cluster: RunningCluster, keys: Keys, texts: dict[int, str]
+) -> None:
+    with crowd(cluster, keys.access("alice"), texts, 16, PATIENT):
+        victim, other = cluster.replica_pids()
+        os.kill(victim, signal.SIGKILL)
+        wait_until(
+            lambda: len({*cluster.replica_pids()} - {victim, other}) == 1, "another one", START_S
+        )
+    cluster.change()
+    cluster.wait_for_replicas(2)

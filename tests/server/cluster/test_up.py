@@ -1,0 +1,53 @@
+"""`quill cluster up`, as a person types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quill.server.client.sync_client import Client
+from quill.server.cluster.environment import free_port
+from quill.server.cluster.replica.options import ReplicaOptions
+from tests.server.cluster.crowd import TIMEOUT_S, text_of
+from tests.server.process import ROOT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+OPTIONS = ("--replicas", "1", "--threads", "1", "--cache", "256", "--metrics-port", "off")
+
+
+def test_cluster_says_what_to_type_reloads_on_sighup_and_ends_in_good_order(
+    options: ReplicaOptions, texts: dict[int, str], tmp_path: Path
+) -> None:
+    bundle, port = tmp_path / "bundle", free_port()
+    bundle.mkdir()
+    for file in Path(options.bundle).iterdir():
+        os.link(file, bundle / file.name)
+    command = [sys.executable, "-m", "quill", "cluster", "up", str(bundle), "--port", str(port)]
+    with (tmp_path / "log").open("wb") as errors:
+        process = subprocess.Popen(
+            [*command, *OPTIONS], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+        )
+    assert process.stdout is not None
+    try:
+        said = iter(process.stdout)
+        assert any(line.startswith(f"Serving at 127.0.0.1:{port}") for line in said)
+        assert f"generate --address 127.0.0.1:{port}" in next(said)
+        with Client(f"127.0.0.1:{port}") as client:
+            assert text_of(client, 1) == texts[1]
+            manifest = json.loads((bundle / "manifest.json").read_text()) | {"name": "other"}
+            (bundle / "manifest.json").unlink()
+            (bundle / "manifest.json").write_text(json.dumps(manifest))
+            process.send_signal(signal.SIGHUP)
+            assert any(line.startswith("every replica has") for line in said)
+            assert client.model(timeout_s=TIMEOUT_S).name == "other"
+        process.send_signal(signal.SIGTERM)
+        assert any(line.startswith("Stopping") for line in said)
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
