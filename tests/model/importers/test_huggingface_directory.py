@@ -228,8 +228,11 @@ def test_texts_are_neither_cut_nor_filled_up_whatever_the_tokenizer_says(chatty:
     inner = Tokenizer.from_file(str(path))
     whole = inner.encode("of the people", add_special_tokens=False).ids
     assert len(whole) > 1
-    for change in (lambda: inner.enable_truncation(1), lambda: inner.enable_padding(length=99)):
-        change()
+    for change, options in (
+        ("enable_truncation", {"max_length": 1}),
+        ("enable_padding", {"length": 99}),
+    ):
+        getattr(inner, change)(**options)
         inner.save(str(path))
         tokenizer = read_huggingface(chatty).tokenizer
         assert tokenizer is not None
