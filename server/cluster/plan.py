@@ -5,6 +5,7 @@ Knows: the command line's names. Does not know: Ray, what the choices do.
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from quill.server.addresses import is_loopback
 from quill.server.cluster.replica.options import ReplicaOptions
@@ -33,6 +34,8 @@ class Plan:
     downscale_delay_s: float = 300.0
 
     def __post_init__(self) -> None:
+        if self.port == 0:
+            raise StartError("--port is 0; HAProxy wants to know its port: give a number from 1 up")
         if self.port in RAY_PORTS:
             raise StartError(
                 f"--port is {self.port}; from {RAY_PORTS[0]} to {RAY_PORTS[-1]} they are for Ray's "
@@ -56,7 +59,7 @@ def read_plan(
     """`threads` and `cache_mb`: of each replica, if they weren't chosen."""
     least, most = args.replicas
     options = ReplicaOptions(
-        bundle=args.bundle,
+        bundle=_bundle(args.bundle),
         manifest_sha256=args.sha256,
         precision=args.precision,
         max_rows=args.max_rows,
@@ -87,6 +90,11 @@ def read_plan(
         target_requests=args.target_requests or round(BUSY * (args.max_rows or ROWS)),
         longest_answer_s=args.longest_answer,
     )
+
+
+def _bundle(given: str) -> str:
+    """Replicas run in directories of Ray's own: a path must be whole."""
+    return given if "://" in given else str(Path(given).expanduser().absolute())
 
 
 def _metrics_port(given: str | int) -> int | None:

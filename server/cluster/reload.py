@@ -4,6 +4,7 @@ Knows: the keeper. Does not know: how replicas reload.
 """
 
 import argparse
+import asyncio
 
 from quill.server.cluster.serve_config import APPLICATION, KEEPER
 from quill.server.errors import ReloadError
@@ -24,8 +25,14 @@ def run(args: argparse.Namespace) -> None:
 
 def reload_all() -> None:
     """Where Ray is reached already. Raises ReloadError."""
-    from ray import serve
-
-    refusal = serve.get_deployment_handle(KEEPER, APPLICATION).reload.remote().result()
+    refusal = asyncio.run(_ask())
     if refusal:
         raise ReloadError(refusal)
+
+
+async def _ask() -> str:
+    """In an event loop: with the environment that replicas have, handles want one."""
+    from ray import serve
+
+    answer: str = await serve.get_deployment_handle(KEEPER, APPLICATION).reload.remote()
+    return answer

@@ -78,13 +78,6 @@ def cluster(
         yield running
 
 
-@pytest.fixture
-def scaling_cluster(options: ReplicaOptions, tmp_path: Path) -> Iterator[RunningCluster]:
-    plan = make_plan(options, least=1, most=3, upscale_delay_s=1.0, downscale_delay_s=2.0)
-    with running_cluster(plan, tmp_path / "log") as running:
-        yield running
-
-
 @pytest.fixture(scope="session")
 def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server, as everybody knows it. The cluster's answers must be its answers."""

@@ -77,4 +77,4 @@ def crowd(
             people.end()
     for each in asking:
         each.result()
-    assert people.complaints == []
+    assert not people.complaints, people.complaints

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_every_value_is_explained() -> None:
 def test_ports_of_rays_own_workers_are_refused() -> None:
     with pytest.raises(StartError, match="for Ray's own workers"):
         planned("--port", "15000")
+    with pytest.raises(StartError, match="give a number"):
+        planned("--port", "0")
+
+
+def test_paths_of_bundles_are_whole_wherever_replicas_run() -> None:
+    args = build_parser().parse_args(["cluster", "up", "bundles/tiny"])
+    plan = read_plan(args, threads=1, one_machine=True)
+    assert plan.options.bundle == str(Path("bundles/tiny").absolute())
+    assert planned().options.bundle == "s3://models/tiny"
 
 
 def test_other_machines_are_let_in_only_knowingly() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -39,16 +40,24 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return {span.name: span for span in found}
 
 
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Whatever is started meanwhile sends its spans there."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
     add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    yield collector
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        yield collector
     server.stop(None).wait()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
 
 
 def ask(running: Running, **fields: Any) -> None:
