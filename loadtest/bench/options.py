@@ -277,8 +277,8 @@ def _add_fleet(kinds: "Subparsers") -> None:
     add = parser.add_argument
     add("--replicas", type=_positive, default=100, metavar="N", help="default 100")
     add("--rate", type=_positive, default=50_000, metavar="N", help="calls a minute; default 50000")
-    add("--duration", type=_positive, default=60, metavar="SECONDS",
-        help="simulated; the first third only fills caches (default 60)")  # fmt: skip
+    add("--duration", type=_positive, default=90, metavar="SECONDS",
+        help="simulated; the first third only fills caches (default 90)")  # fmt: skip
     add("--apps", type=_positive, default=2000, metavar="N",
         help="applications, each with a system prompt (default 2000)")  # fmt: skip
     add("--skew", type=float, default=1.0, metavar="S",

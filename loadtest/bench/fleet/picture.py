@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from quill.loadtest.bench.fleet.outcome import MAX_FIRST_S, Outcome
 from quill.loadtest.results.plots import BLUE, ORANGE, PLAIN, RED, save
@@ -35,6 +36,8 @@ def draw(outcomes: Sequence[Outcome], title: str, dead: tuple[float, float], pat
         panel.set_xlabel("simulated seconds (when the call arrived)")
     firsts.axhline(MAX_FIRST_S, color="0.5", lw=0.8)
     firsts.set_yscale("log")
+    firsts.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    firsts.yaxis.set_minor_locator(NullLocator())
     firsts.yaxis.set_major_formatter(PLAIN)
     firsts.set_ylabel("time to first token,\np99 (s, logarithmic)")
     goodput.set_ylabel("calls/s served well")
