@@ -17,6 +17,7 @@ from quill.protos import generation_pb2 as pb
 
 NUM_STREAMS = 16
 NUM_CALM = 48  # messages of a stream before anything happens
+NUM_BEFORE = 12  # and before each form
 NUM_NEW = 400  # of each stream; then it begins again
 NUM_FOLLOWED = 24  # tokens of an answer to a hostile form
 REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
@@ -31,8 +32,13 @@ class Siege:
     followed_s: dict[str, float] = field(default_factory=dict)  # until its first token
     failed: dict[str, str] = field(default_factory=dict)
     step_s: float = 0.0
-    calm: float = 0.0  # the longest gap before
+    calm: dict[str, float] = field(default_factory=dict)  # the longest gap just before each
     longest: dict[str, float] = field(default_factory=dict)  # while each was dealt with
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """By how many steps more: a machine that others use has long gaps by itself."""
+        return {name: gap - self.calm[name] for name, gap in self.longest.items()}
 
     @property
     def slowest_s(self) -> float:
@@ -48,7 +54,6 @@ async def besiege(server: Server, num_streams: int = NUM_STREAMS) -> Siege:
         await _messages(streams, NUM_CALM * num_streams)
         calm = _gaps(streams, begin_s, time.perf_counter())
         siege = Siege(step_s=float(np.median(calm)))
-        siege.calm = max(calm) / siege.step_s
         for name, form in hostile_forms().items():
             await _attack(server, name, form, streams, siege)
     finally:
@@ -65,6 +70,9 @@ async def _attack(
     streams: Sequence[Heard],
     siege: Siege,
 ) -> None:
+    begin_s = time.perf_counter()
+    await _messages(streams, NUM_BEFORE * NUM_STREAMS)
+    siege.calm[name] = max(_gaps(streams, begin_s, time.perf_counter())) / siege.step_s
     begin_s = time.perf_counter()
     request = pb.GenerateRequest(prompt="Go on:", constraint=form, max_new_tokens=NUM_FOLLOWED)
     heard = await ask(server, request)
