@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quill.server.addresses import reachable, write_address
 from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan
 from quill.server.cluster.serve_config import APPLICATION, REPLICA, write_serve_config
 from quill.server.errors import StartError
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
+HEALTH_TIMEOUT_S = 5.0
 OWN_CPUS = 1  # and twice those of the replicas: new ones begin while old ones end
 
 
@@ -56,6 +60,17 @@ class LocalCluster:
 
         config = ServeDeploySchema.model_validate(yaml.safe_load(write_serve_config(plan)))
         self._client.deploy_apps(config)
+
+    def answers(self, plan: Plan) -> bool:
+        """HAProxy hears of replicas a moment after they run."""
+        address = write_address(reachable(plan.host), plan.port)
+        with grpc.insecure_channel(address) as channel:
+            ask = health_pb2_grpc.HealthStub(channel).Check
+            try:
+                reply = ask(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+            except grpc.RpcError:
+                return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def progress(self) -> Progress:
         from ray import serve

@@ -4,7 +4,6 @@ Knows: the keeper. Does not know: how replicas reload.
 """
 
 import argparse
-import asyncio
 
 from quill.server.cluster.serve_config import APPLICATION, KEEPER
 from quill.server.errors import ReloadError
@@ -25,14 +24,12 @@ def run(args: argparse.Namespace) -> None:
 
 def reload_all() -> None:
     """Where Ray is reached already. Raises ReloadError."""
-    refusal = asyncio.run(_ask())
-    if refusal:
-        raise ReloadError(refusal)
-
-
-async def _ask() -> str:
-    """In an event loop: with the environment that replicas have, handles want one."""
     from ray import serve
 
-    answer: str = await serve.get_deployment_handle(KEEPER, APPLICATION).reload.remote()
-    return answer
+    keeper = serve.get_deployment_handle(KEEPER, APPLICATION)
+    # With the environment that replicas have, it would want an event loop of ours, to the end.
+    if not keeper.is_initialized:
+        keeper._init(_run_router_in_separate_loop=True)
+    refusal = keeper.reload.remote().result()
+    if refusal:
+        raise ReloadError(refusal)

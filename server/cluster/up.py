@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     with local_cluster(plan, args.dashboard) as cluster:
         _stop_on_signals(stopping)  # again: Ray has put its own in the place of ours
         cluster.deploy(plan)
-        shown = _wait(cluster, stopping)
+        shown = _wait(cluster, plan, stopping)
         if stopping.is_set():
             return
         print(f"Serving at {plan.host}:{plan.port}. Now type:")
@@ -81,13 +81,13 @@ def _stop_on_signals(stopping: threading.Event) -> None:
         signal.signal(number, lambda *_: stopping.set())
 
 
-def _wait(cluster: LocalCluster, stopping: threading.Event) -> str:
+def _wait(cluster: LocalCluster, plan: Plan, stopping: threading.Event) -> str:
     """Until all that shall be there first are there. What was shown last."""
     shown = ""
     while not stopping.wait(POLL_S):
         progress = cluster.progress()
         shown = _show(progress, shown)
-        if progress.is_running:
+        if progress.is_running and cluster.answers(plan):
             break
         if progress.has_failed:
             raise StartError(f"the replicas don't start: {progress.message}")

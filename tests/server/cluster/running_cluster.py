@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from quill.server.cluster.environment import free_port
+from quill.server.cluster.local_ray import LocalCluster
 from quill.server.cluster.plan import Plan
 from quill.server.cluster.replica.options import ReplicaOptions
+from tests.server.process import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 240.0  # half a minute, unless others keep the machine busy
@@ -160,6 +162,7 @@ def running_cluster(plan: Plan, log: Path) -> Iterator[RunningCluster]:
     cluster = RunningCluster(process, plan)
     try:
         cluster.wait_for_replicas(plan.least)
+        wait_until(lambda: LocalCluster(None).answers(plan), "it answers", START_S)
         yield cluster
     except BaseException:
         print(log.read_text("utf-8", "replace")[-5000:])
