@@ -19,7 +19,11 @@ from quill.server.client.sync_client import Client
 from tests.server.scripted_session import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"
+# With Ctrl-C as at a terminal: who was started in the background ignores it, and so do children.
+FRONT_DOOR = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from quill.__main__ import main; sys.exit(main())"
+)
 OPTIONS = ("--threads", "1", "--max-rows", "4", "--precision", "fp32", "--cache", "64")
 NEVER = Retries(max_retries=0)
 PROMPT = [5, 6, 7]
