@@ -43,6 +43,8 @@ def ray_environment(
         "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(MAX_STREAMS),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(REPLICA_PORTS[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(REPLICA_PORTS[1]),
+        # Replicas are what the machine is for; Ray would run them at niceness 15.
+        "RAY_worker_niceness": "0",
         # Nobody joins the cluster without a token, and nothing is told to Ray's makers.
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
