@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 
 from quill.server.api.grpc_server import allow_connections
 from quill.server.loading.loader import Load, prepare
@@ -17,8 +18,13 @@ from quill.server.serve.server import Server
 from quill.server.settings import Settings, check_exposure, read_settings
 from quill.server.telemetry.log_format import set_up_logging
 
+# How long a thread that works in Python may keep others waiting. While a body of 4 MiB was read,
+# the median gap of 8 streams was 30 ms with Python's own 5 ms, and 20 with this; 14 without one.
+TURN_S = 0.001
+
 
 def run(args: argparse.Namespace) -> None:
+    sys.setswitchinterval(TURN_S)
     settings = read_settings(args)
     set_up_logging(settings.log_format)
     check_exposure(settings)
