@@ -15,7 +15,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
 # A text, token ids, or a conversation of {"role": …, "content": …}, with the fields of Message.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
 # What to embed: one text, or several, each as text or token ids, or with a range of these.
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 

@@ -92,7 +92,7 @@ def _check_size(schema: dict[str, Any]) -> None:
 def _check_numbers(schema: dict[str, Any]) -> None:
     """The library reads numbers as doubles, and bounds of integers as 64 bits after that."""
     for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        bound = schema.get(name)
+        bound: Any = schema.get(name)
         if type(bound) in (int, float) and _is_loosened(name, bound):
             raise ValueError(f"{name} {_short(bound)}: bounds this large aren't kept to exactly")
     for name in ("const", "enum"):
@@ -114,7 +114,7 @@ def _is_loosened(name: str, bound: float) -> bool:
 
 
 def _check_multiples(schemas: list[dict[str, Any]]) -> None:
-    given = [schema.get("multipleOf") for schema in schemas]
+    given: list[Any] = [schema.get("multipleOf") for schema in schemas]
     read = [_double(each) for each in given if type(each) in (int, float)]
     multiples = [Decimal(repr(each)) for each in read if math.isfinite(each)]
     for each in multiples:

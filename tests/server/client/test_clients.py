@@ -84,7 +84,10 @@ def test_what_is_no_prompt_or_tool_is_refused_and_never_left_out(
 
 
 def test_messages_and_token_ids_may_be_of_their_libraries() -> None:
-    said = [pb.Message(role="system", content="Be brief."), {"role": "user", "content": "hi"}]
+    said: list[Any] = [
+        pb.Message(role="system", content="Be brief."),
+        {"role": "user", "content": "hi"},
+    ]
     assert [each.role for each in make_request(said, {}).messages.messages] == ["system", "user"]
     assert list(make_request(np.array([1, 2]), {}).prompt_ids.ids) == [1, 2]  # type: ignore[arg-type]
 
