@@ -46,6 +46,11 @@ def test_help_answers_in_under_a_second() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
+def test_help_has_its_signs_once() -> None:
+    """argparse formats an option's words, and leaves a description as it is."""
+    assert "%%" not in run("top", "--help")
+
+
 def test_help_names_every_command() -> None:
     printed = run("--help")
     assert all(command in printed for command in COMMANDS)

@@ -55,7 +55,7 @@ def add_top(subparsers: Subparsers) -> None:
         "top",
         help="watch running servers in the terminal",
         description="Shows what servers do: health, sequences that run and requests that wait, "
-        "tokens a second, time to first token and between tokens (median / 95%%), memory for keys "
+        "tokens a second, time to first token and between tokens (median / 95%), memory for keys "
         "and values, prompts whose beginning was known, guesses that were right. The numbers are "
         "those of their metrics.",
     )

@@ -8,6 +8,7 @@ Importing the file runs it, as Python does. A function is run by whoever asked t
 import importlib.util
 import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ class LocalTool:
         try:
             result = self.function(**json.loads(arguments))
             return result if isinstance(result, str) else json.dumps(result, default=str)
-        except (Exception, KeyboardInterrupt) as error:  # Ctrl-C stops it, and the chat goes on
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # and the chat goes on
             return f"{type(error).__name__}: {error}"
 
 
@@ -59,6 +60,7 @@ def load_tools(path: str) -> dict[str, LocalTool]:
         each
         for name, each in vars(module).items()
         if inspect.isfunction(each) and each.__module__ == _MODULE and not name.startswith("_")
+        if each.__name__.isidentifier()  # a lambda's isn't
     ]
     if not functions:
         raise ServerError(f"{path} has no public function that a model could call")
@@ -72,9 +74,10 @@ def _import(path: Path) -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module  # where dataclasses look their types up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ServerError(f"{path} can't be imported: {reason}") from error
     return module
@@ -86,7 +89,7 @@ def _parameters(function: Callable[..., Any]) -> Schema:
         raise ServerError(f"{where} is async, and tools are called as they are: leave that out")
     try:
         hints = typing.get_type_hints(function)
-    except NameError as error:
+    except Exception as error:  # whatever stands there is evaluated
         raise ServerError(f"{where} has a type that isn't there: {error}") from error
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -106,10 +109,10 @@ def _parameters(function: Callable[..., Any]) -> Schema:
 
 
 def _schema(hint: Any, where: str) -> Schema:
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind is Literal:
+    if not inner and (kind or hint) in _SIMPLE:  # typing.List is a list
+        return _SIMPLE[kind or hint]
+    if kind is Literal and all(isinstance(each, str | int | None) for each in inner):
         return {"enum": list(inner)}
     if kind in (typing.Union, types.UnionType):
         return {"anyOf": [_schema(each, where) for each in inner]}

@@ -6,6 +6,7 @@ Knows: generation.proto, gRPC's errors and their rich details. Does not know: ch
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypedDict
 
 import grpc
@@ -14,7 +15,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
 # A text, token ids, or a conversation of {"role": …, "content": …}, with the fields of Message.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
 # What to embed: one text, or several, each as text or token ids, or with a range of these.
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 
@@ -76,6 +77,8 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 def _tool(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
     if isinstance(tool, pb.Tool):
         return tool
+    if not isinstance(tool, Mapping):
+        raise TypeError(_stranger(tool, "tools, which have name, description and parameters"))
     parameters = tool.get("parameters", "")
     text = parameters if isinstance(parameters, str) else json.dumps(parameters)
     return pb.Tool(**{**tool, "parameters": text})
@@ -152,8 +155,22 @@ def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
 def _input(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    ids = [each for each in prompt if isinstance(each, int)]
-    if len(ids) == len(prompt):
-        return {"prompt_ids": pb.TokenIds(ids=ids)}
-    messages = [pb.Message(**each) for each in prompt if isinstance(each, Mapping)]
-    return {"messages": pb.Conversation(messages=messages)}
+    if isinstance(prompt, bytes | Mapping):  # which could be gone through, too
+        rule = "it must be a text, token ids, or messages with role and content"
+        raise TypeError(f"the prompt is a {type(prompt).__name__}; {rule}")
+    given: list[Any] = list(prompt)
+    if all(isinstance(each, Integral) for each in given):
+        return {"prompt_ids": pb.TokenIds(ids=map(int, given))}
+    return {"messages": pb.Conversation(messages=map(_message, given))}
+
+
+def _message(message: Any) -> pb.Message:
+    if isinstance(message, pb.Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise TypeError(_stranger(message, "messages, which have role and content"))
+    return pb.Message(**message)
+
+
+def _stranger(given: object, among: str) -> str:
+    return f"a {type(given).__name__} is among the {among}"

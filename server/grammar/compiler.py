@@ -10,25 +10,22 @@ no longer. Errors name the place of the mistake and go to the client only: they 
 import asyncio
 import functools
 import hashlib
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import llguidance
 
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.matcher import Grammar, panics_are_errors
+from quill.server.grammar.schema_check import check_grammar, check_schema
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
 
 MAX_BYTES = 2**16
-MAX_DEPTH = 64  # objects and lists of a schema within one another
-MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
-MAX_PATTERNS = 64  # of names, in one object: with their cube
 MAX_CACHED = 64  # grammars: each may learn up to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
@@ -194,6 +191,7 @@ def _source(form: Form) -> str:
     if form.kind == "regex":
         return str(matcher.grammar_from_regex(form.text))
     if form.kind == "lark":
+        check_grammar(form.text)
         return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
     if form.kind == "choice":
         return str(llguidance.grammar_from("choice", form.text))
@@ -204,7 +202,7 @@ def _source(form: Form) -> str:
 
 def schema_source(schema: str) -> str:
     """Raises ValueError if it isn't one, or too large."""
-    _check_schema(schema)
+    check_schema(schema)
     return str(
         llguidance.LLMatcher.grammar_from_json_schema(
             schema,
@@ -217,45 +215,6 @@ def schema_source(schema: str) -> str:
             overrides={"lenient": False, "coerce_one_of": False},  # all of a schema counts
         )
     )
-
-
-def _check_schema(schema: str) -> None:
-    try:
-        parsed = json.loads(schema)
-    except RecursionError:
-        raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another") from None
-    if not isinstance(parsed, dict):
-        raise ValueError("a schema is a JSON object")
-    for depth, each in inside(parsed):
-        if depth > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-        if isinstance(each, dict):
-            _check_object(each)
-
-
-def _check_object(schema: dict[str, Any]) -> None:
-    if len(schema) > MAX_WIDTH:
-        raise ValueError(f"an object of {len(schema)} entries; {MAX_WIDTH} at most")
-    patterns, least = schema.get("patternProperties"), schema.get("minProperties")
-    if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
-        raise ValueError(f"{len(patterns)} patternProperties; {MAX_PATTERNS} at most")
-    is_open = bool(patterns) or schema.get("additionalProperties") is not False
-    required = schema.get("required")
-    num_known = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int | float) and is_open and least > num_known + 1:
-        # The library lets one name come again and again, and readers keep one of them.
-        raise ValueError(f"minProperties {least} where names beside those required may be any")
-
-
-def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
-    """All objects and lists, each with its depth."""
-    waiting = [(1, value)]
-    while waiting:
-        depth, each = waiting.pop()
-        if isinstance(each, dict | list):
-            yield depth, each
-            some = each.values() if isinstance(each, dict) else each
-            waiting += [(depth + 1, one) for one in some]
 
 
 def _refusal(form: Form, said: str) -> InvalidFieldError:

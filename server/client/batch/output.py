@@ -9,6 +9,7 @@ cut off, and asked again.
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,9 @@ class Output:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise OutputError(f"can't write {path}: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):  # a device or pipe may have no end
+            os.close(self._file)
+            raise OutputError(f"{path} must be a file: it is read when the command goes on")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -98,6 +98,11 @@ def test_functions_become_tools(tools: Path) -> None:
         ("async def f(): pass", "is async"),
         ("1 / 0", "can't be imported: ZeroDivisionError"),
         ("def", "can't be imported: SyntaxError"),
+        ("import sys; sys.exit(3)", "can't be imported: SystemExit: 3"),
+        ("def f(x: '1+'): pass", "a type that isn't there"),
+        ("from typing import Literal\ndef f(x: Literal[b'x']): pass", "x of f() has the type"),
+        ("from typing import Literal\ndef f(x: Literal[[1]]): pass", "x of f() has the type"),
+        ("f = lambda: 1", "has no public function"),
     ],
 )
 def test_files_that_are_no_tools_are_refused(tmp_path: Path, source: str, said: str) -> None:
@@ -106,6 +111,25 @@ def test_files_that_are_no_tools_are_refused(tmp_path: Path, source: str, said: 
     with pytest.raises(ServerError) as raised:
         load_tools(str(path))
     assert said in str(raised.value)
+
+
+def test_a_file_is_imported_as_any_module_is(tmp_path: Path) -> None:
+    """Dataclasses look for the module that they are in."""
+    path = tmp_path / "tools.py"
+    path.write_text(
+        "from __future__ import annotations\nimport sys, typing\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Found:\n    name: str\n"
+        "def find(words: typing.List, options: typing.Dict) -> str:\n    return Found('x').name\n"
+        "def leave() -> None:\n    sys.exit(3)\n"
+    )
+    found = load_tools(str(path))
+    assert found["find"].parameters["properties"] == {
+        "words": {"type": "array"},
+        "options": {"type": "object"},
+    }
+    assert found["find"].run('{"words": [], "options": {}}') == "x"
+    assert found["leave"].run("{}") == "SystemExit: 3"
 
 
 def test_file_must_be_there(tmp_path: Path) -> None:

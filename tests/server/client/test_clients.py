@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from quill.protos import generation_pb2 as pb
@@ -62,6 +63,33 @@ def test_tools_and_choices_may_be_written_plainly() -> None:
         assert pb.ToolMode.Name(mode) == f"TOOL_MODE_{name.upper()}"
     with pytest.raises(CallError, match="can't be written"):
         make_request("x", {"tools": [{"nam": "f"}]})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ([{"role": "user", "content": "hi"}, "there"], {}, "a str is among the messages"),
+        ([1, "x"], {}, "a int is among the messages"),
+        ({"role": "user", "content": "hi"}, {}, "the prompt is a dict"),
+        (b"Once", {}, "the prompt is a bytes"),
+        ("x", {"tools": "f"}, "a str is among the tools"),
+        ("x", {"tools": {"name": "f"}}, "a str is among the tools"),
+    ],
+)
+def test_what_is_no_prompt_or_tool_is_refused_and_never_left_out(
+    prompt: Any, options: Any, said: str
+) -> None:
+    with pytest.raises(CallError, match=said):
+        make_request(prompt, options)
+
+
+def test_messages_and_token_ids_may_be_of_their_libraries() -> None:
+    said: list[Any] = [
+        pb.Message(role="system", content="Be brief."),
+        {"role": "user", "content": "hi"},
+    ]
+    assert [each.role for each in make_request(said, {}).messages.messages] == ["system", "user"]
+    assert list(make_request(np.array([1, 2]), {}).prompt_ids.ids) == [1, 2]  # type: ignore[arg-type]
 
 
 def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:

@@ -1,5 +1,9 @@
 """The file of answers."""
 
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,17 @@ HEADS = [
     b'{"line": 3, "digest": "cc"',
 ]
 LINES = [HEADS[0] + b', "answer": {}}\n', HEADS[1] + b', "error": {}, "id": "error"}\n']
+
+
+@contextlib.contextmanager
+def limited_to(num_bytes: int) -> Iterator[None]:
+    """No file can be larger, meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -59,5 +74,13 @@ def test_there_is_one_writer(path: Path) -> None:
 def test_what_cannot_be_written_is_an_error_in_words(path: Path) -> None:
     with pytest.raises(OutputError, match="can't write"):
         Output(path / "nowhere")
-    with Output(Path("/dev/full")) as output, pytest.raises(OutputError, match="No space left"):
+    with Output(path) as output, limited_to(3), pytest.raises(OutputError, match="File too large"):
         output.append(b"a line\n")
+
+
+def test_what_has_no_end_is_not_read(path: Path) -> None:
+    """/dev/full is nothing but zeros, and a pipe waits for ever."""
+    os.mkfifo(path)
+    for each in (path, Path("/dev/full")):
+        with pytest.raises(OutputError, match="must be a file"):
+            Output(each)
