@@ -13,7 +13,7 @@ from quill.server.cli.argument_types import (
     replicas,
     seconds,
 )
-from quill.server.cli.serve_options import add_keys_of_callers, add_sizes
+from quill.server.cli.serve_options import add_keys_of_callers, add_sizes, add_telling
 
 
 def add_cluster(subparsers: Subparsers) -> None:
@@ -114,14 +114,4 @@ def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
     )
     add_sizes(parser, threads)
     add_keys_of_callers(parser)
-    parser.add_argument(
-        "--tracing",
-        action="store_true",
-        help="send OpenTelemetry spans; $OTEL_EXPORTER_OTLP_ENDPOINT says where to",
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="json",
-        help="of the replicas; json: an object a line, for machines (default json)",
-    )
+    add_telling(parser, "json", "of the replicas; ")

@@ -113,6 +113,12 @@ def add_serve(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="health says NOT_SERVING while a step takes longer (default 60)",
     )
+    add_telling(parser, "text")
+    parser.set_defaults(run="quill.server.serve.run:run", extra="serve")
+
+
+def add_telling(parser: argparse.ArgumentParser, log_format: str, whose: str = "") -> None:
+    """What a server tells of its calls."""
     parser.add_argument(
         "--tracing",
         action="store_true",
@@ -121,10 +127,9 @@ def add_serve(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--log-format",
         choices=("text", "json"),
-        default="text",
-        help="json: an object a line, for machines (default text)",
+        default=log_format,
+        help=f"{whose}json: an object a line, for machines (default {log_format})",
     )
-    parser.set_defaults(run="quill.server.serve.run:run", extra="serve")
 
 
 def add_sizes(parser: argparse.ArgumentParser, threads: str = "default: one a core") -> None:
