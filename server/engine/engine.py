@@ -8,7 +8,6 @@ server/engine/engine_thread.py.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from quill.server.engine.executor import Executor
 from quill.server.engine.request_states import RequestStates
@@ -128,16 +127,17 @@ class Engine:
         self._under_way = None
         duration_s = self._clock() - started_s
         self._scheduler.note(plan, duration_s)
-        report = StepReport(plan.kind, duration_s, plan.num_tokens, plan.num_read, plan.num_guesses)
-        report = replace(report, num_set_back=num_set_back)
-        if ran is None:
-            return report
-        result, outcome = ran
-        return replace(
-            report,
+        result, outcome = ran or (None, Outcome())
+        return StepReport(
+            plan.kind,
+            duration_s,
+            plan.num_tokens,
+            num_prompt_tokens=plan.num_read,
+            num_guessed=plan.num_guesses,
             num_accepted=outcome.num_accepted,
+            num_set_back=num_set_back,
             num_forced=outcome.num_forced,
-            masks_s=result.masks_s,
+            masks_s=None if result is None else result.masks_s,
         )
 
     def _execute(self, plan: Plan) -> tuple[StepResult, Outcome] | None:

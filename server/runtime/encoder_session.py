@@ -12,8 +12,7 @@ import onnxruntime
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Sizes
-from quill.server.runtime.blocks import bind, view_of
-from quill.server.runtime.packed import Inputs, indices, longs, positions, run_bound, starts
+from quill.server.runtime.packed import BoundGraph, Inputs, indices, longs, positions, starts
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
 from quill.server.scheduler.session import Computed
 
@@ -24,7 +23,7 @@ class EncoderSession:
     """A model that reads texts and keeps nothing."""
 
     def __init__(self, encoder: onnxruntime.InferenceSession, sizes: Sizes) -> None:
-        self._encoder = encoder
+        self._encoder = BoundGraph(encoder)
         self._sizes = sizes
 
     def step(self, pieces: Sequence[Piece]) -> Computed:
@@ -42,10 +41,8 @@ class EncoderSession:
             inputs[graph_contract.SEGMENTS] = np.zeros(firsts[-1], np.int64)
         logits_LV = np.empty((len(logits_L), self._sizes.vocab_size), np.float32)
         hidden_TD = np.empty((firsts[-1], self._sizes.d_model), np.float32)
-        binding = self._encoder.io_binding()
-        bind(binding.bind_output, graph_contract.LOGITS, view_of(logits_LV))
-        bind(binding.bind_output, graph_contract.HIDDEN, view_of(hidden_TD))
-        run_bound(self._encoder, binding, inputs)
+        outputs: Inputs = {graph_contract.LOGITS: logits_LV, graph_contract.HIDDEN: hidden_TD}
+        self._encoder.run(inputs, outputs)
         return Computed(logits_LV, hidden_TD[hidden_M])
 
     def encode(self, sources: Sequence[Source]) -> None:

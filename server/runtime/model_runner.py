@@ -8,7 +8,6 @@ reads is a few small arrays of whole numbers, packed one sequence after another.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +15,8 @@ import onnxruntime
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Sizes
-from quill.server.runtime.blocks import Blocks, DeviceBlocks, bind, view_of
-from quill.server.runtime.packed import Inputs, indices, longs, positions, run_bound, starts
+from quill.server.runtime.blocks import Blocks, DeviceBlocks
+from quill.server.runtime.packed import BoundGraph, Inputs, indices, longs, positions, starts
 from quill.server.sampling.arrays import Logits
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
 from quill.server.scheduler.session import Computed
@@ -37,14 +36,12 @@ class OrtSession:
         *,
         hidden: bool = False,
     ) -> None:
-        self._decoder = decoder
-        self._encoder = encoder
         self._blocks = blocks
         self._logits_LV = np.empty((1, sizes.vocab_size), np.float32)
-        self._decoding = self._bound(decoder, sizes.num_layers)
+        self._no_hidden_MD = np.empty((0, sizes.d_model), np.float32)
         self._gives_hidden = hidden
-        self._d_model = sizes.d_model
-        self._encoding = None if encoder is None else self._bound(encoder, sizes.num_layers)
+        self._decoder = self._bound(decoder, sizes.num_layers)
+        self._encoder = None if encoder is None else self._bound(encoder, sizes.num_layers)
 
     def step(self, pieces: Sequence[Piece]) -> Computed:
         lengths = [len(piece.ids) for piece in pieces]
@@ -62,14 +59,15 @@ class OrtSession:
             inputs[graph_contract.SOURCE_LENGTHS] = np.array(sources, np.int32)
             inputs[graph_contract.SOURCE_TABLE] = _table([each.source_blocks for each in pieces])
         logits_LV = self._room(len(inputs[graph_contract.LOGIT_INDICES]))
-        bind(self._decoding.bind_output, graph_contract.LOGITS, view_of(logits_LV))
-        hidden_MD = np.empty((0, self._d_model), np.float32)
+        outputs: Inputs = {graph_contract.LOGITS: logits_LV}
+        hidden_MD = self._no_hidden_MD
         if self._gives_hidden:  # mostly of no token, which costs nothing
             wanted_M = indices(firsts, [piece.hidden for piece in pieces])
             inputs[graph_contract.HIDDEN_INDICES] = wanted_M
-            hidden_MD = np.empty((len(wanted_M), self._d_model), np.float32)
-            bind(self._decoding.bind_output, graph_contract.HIDDEN, view_of(hidden_MD))
-        run_bound(self._decoder, self._decoding, inputs)
+            if len(wanted_M):
+                hidden_MD = np.empty((len(wanted_M), hidden_MD.shape[1]), np.float32)
+            outputs[graph_contract.HIDDEN] = hidden_MD
+        self._decoder.run(inputs, outputs)
         return Computed(logits_LV, hidden_MD)
 
     def encode(self, sources: Sequence[Source]) -> None:
@@ -81,19 +79,18 @@ class OrtSession:
             graph_contract.QUERY_STARTS: np.array(starts(lengths), np.int32),
             graph_contract.BLOCK_TABLE: _table([source.blocks for source in sources]),
         }
-        run_bound(self._encoder, self._encoding, inputs)
+        self._encoder.run(inputs, {})
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         self._blocks.copy(copies)
 
-    def _bound(self, session: onnxruntime.InferenceSession, num_layers: int) -> Any:
+    def _bound(self, session: onnxruntime.InferenceSession, num_layers: int) -> BoundGraph:
         """With the blocks' memory on both sides."""
-        binding = session.io_binding()
+        graph = BoundGraph(session, rebinds=isinstance(self._blocks, DeviceBlocks))
         views = self._blocks.views()
         for name, view in zip(graph_contract.cache_names(num_layers), views, strict=True):
-            bind(binding.bind_input, name, view)
-            bind(binding.bind_output, graph_contract.extended(name), view)
-        return binding
+            graph.bind_in_place(name, graph_contract.extended(name), view)
+        return graph
 
     def _room(self, num_logits: int) -> Logits:
         """The same memory from step to step: fresh pages would have to be cleared."""

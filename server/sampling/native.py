@@ -7,12 +7,13 @@ Rows are shared out among threads, and the interpreter's lock is free meanwhile.
 
 import ctypes
 import functools
+import itertools
 import os
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quill.export.operators.library import library_path, operators_problem
 from quill.server.errors import StartError
@@ -21,17 +22,9 @@ from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
 
 # R rows · D draws · T most tops
 
-# As export/operators/kernels/sampling.h has them.
-DRAW = np.dtype(
-    [
-        ("row", np.int64),
-        *((name, np.float64) for name in ("temperature", "top_p", "min_p", "u")),
-        ("top_k", np.int64),
-        *((f"{name}_penalty", np.float64) for name in ("repetition", "frequency", "presence")),
-        ("num_adjusted", np.int64),
-        *((name, np.uintp) for name in ("ids", "in_text", "counts", "biases", "mask")),
-    ]
-)
+# As export/operators/kernels/sampling.h has them. A step packs one a row: numpy would take ten times
+# as long to make an array of tuples.
+_DRAW = struct.Struct("@q4dq3dq5P")
 _TOPS = np.dtype(
     [(name, np.int64) for name in ("row", "num_wanted", "num_found")] + [("log_total", np.float64)]
 )
@@ -79,19 +72,35 @@ def top_k_field(top_k: int) -> int:
     return min(top_k, _MAX_TOP_K)
 
 
-def choose(logits_RV: Logits, draws_D: npt.NDArray[np.void]) -> Chosen:
-    """`draws_D` is of DRAW."""
-    assert draws_D.dtype == DRAW
-    tokens_D = np.zeros(len(draws_D), np.int64)
-    outcomes_D = np.zeros(len(draws_D), np.uint8)
-    logits_RV, shape = _described(logits_RV, draws_D["row"])
-    _library().QuillChoose(
-        *(*shape, len(draws_D), draws_D.ctypes.data, _num_threads()),
-        *(tokens_D.ctypes.data, outcomes_D.ctypes.data),
-    )
-    outcomes = _checked(outcomes_D)
+class DrawFields(NamedTuple):
+    """One token to choose, as the library has it. Addresses are 0 where there is nothing."""
+
+    row: int
+    temperature: float
+    top_p: float
+    min_p: float
+    u: float
+    top_k: int
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    num_adjusted: int = 0
+    ids: int = 0
+    in_text: int = 0
+    counts: int = 0
+    biases: int = 0
+    mask: int = 0
+
+
+def choose(logits_RV: Logits, draws: Sequence[DrawFields]) -> Chosen:
+    tokens_D = (ctypes.c_int64 * len(draws))()
+    outcomes_D = ctypes.create_string_buffer(len(draws))
+    logits_RV, shape = _described(logits_RV, [draw.row for draw in draws])
+    packed = b"".join(itertools.starmap(_DRAW.pack, draws))
+    _library().QuillChoose(*shape, len(draws), packed, _num_threads(), tokens_D, outcomes_D)
+    outcomes = _checked(outcomes_D.raw)
     return Chosen(
-        tokens_D.tolist(),
+        tokens_D[:],
         [i for i, outcome in enumerate(outcomes) if outcome == _IN_DOUBT],
         [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE],
     )
@@ -104,31 +113,30 @@ def tops(logits_RV: Logits, rows: Sequence[int], num_tops: Sequence[int]) -> Top
     tops_R["row"], tops_R["num_wanted"] = rows, num_tops
     ids_RT, logits_RT = np.zeros((len(rows), most), np.int64), np.zeros((len(rows), most))
     outcomes_R = np.zeros(len(rows), np.uint8)
-    logits_RV, shape = _described(logits_RV, tops_R["row"])
+    logits_RV, shape = _described(logits_RV, rows)
     _library().QuillTops(
         *(*shape, len(rows), tops_R.ctypes.data, most, _num_threads()),
         *(ids_RT.ctypes.data, logits_RT.ctypes.data, outcomes_R.ctypes.data),
     )
-    outcomes = _checked(outcomes_R)
+    outcomes = _checked(outcomes_R.tobytes())
     broken = [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE]
     return Tops(ids_RT, logits_RT, tops_R["num_found"], tops_R["log_total"], broken)
 
 
-def _described(logits_RV: Logits, rows: Ids) -> tuple[Logits, tuple[int, int, int]]:
+def _described(logits_RV: Logits, rows: Sequence[int]) -> tuple[Logits, tuple[int, int, int]]:
     """The logits, which must live on, with their address, stride and vocabulary."""
     if logits_RV.dtype != np.float32 or logits_RV.strides[1] != 4 or logits_RV.strides[0] % 4:
         logits_RV = np.ascontiguousarray(logits_RV, np.float32)
     num_rows, vocab_size = logits_RV.shape
     assert vocab_size > 0
-    assert not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
+    assert not rows or 0 <= min(rows) <= max(rows) < num_rows
     return logits_RV, (logits_RV.ctypes.data, logits_RV.strides[0] // 4, vocab_size)
 
 
-def _checked(outcomes: npt.NDArray[np.uint8]) -> bytes:
-    said = outcomes.tobytes()
-    if _NO_MEMORY in said:
+def _checked(outcomes: bytes) -> bytes:
+    if _NO_MEMORY in outcomes:
         raise MemoryError("choosing tokens takes more memory than there is")
-    return said
+    return outcomes
 
 
 @functools.cache

@@ -11,8 +11,6 @@ server/sampling/exact_draw.py.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from quill.server.request import Sampling
 from quill.server.sampling import native
 from quill.server.sampling.arrays import Logits, Mask
@@ -40,16 +38,13 @@ class Choices(NamedTuple):
     broken: set[int]  # draws whose logits weren't finite: their tokens mean nothing
 
 
-_NOTHING_ADJUSTED = (0, 0, 0, 0, 0)
-
-
 def choose(logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Choices:
     """A token for each draw. Draw i is from row i, or from rows[i]: several may be from one."""
     if rows is None:
         rows = range(len(logits_RV))
     us = _uniforms(draws)
     fields = [_fields(*each) for each in zip(rows, draws, us, strict=True)]
-    chosen = native.choose(logits_RV, np.array(fields, native.DRAW))
+    chosen = native.choose(logits_RV, fields)
     for i in chosen.in_doubt:
         chosen.tokens[i] = _exactly(logits_RV[rows[i]], draws[i], us[i])
     return Choices(chosen.tokens, {*chosen.broken})
@@ -64,15 +59,15 @@ def _uniforms(draws: Sequence[Draw]) -> list[float]:
     return us
 
 
-def _fields(row: int, each: Draw, u: float) -> tuple[float, ...]:
+def _fields(row: int, each: Draw, u: float) -> native.DrawFields:
     sampling, adjustments = each.sampling, each.adjustments
-    return (
+    fields = native.DrawFields(
         *(row, sampling.temperature, sampling.top_p, sampling.min_p, u),
         native.top_k_field(sampling.top_k),
         *(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty),
-        *(_NOTHING_ADJUSTED if adjustments is None else adjustments.addresses()),
-        0 if each.mask is None else each.mask.ctypes.data,
+        *(() if adjustments is None else adjustments.addresses()),
     )
+    return fields if each.mask is None else fields._replace(mask=each.mask.ctypes.data)
 
 
 def _exactly(logits_V: Logits, each: Draw, u: float) -> int:

@@ -49,8 +49,9 @@ class PromptShares:
 
     def share(self, groups: Sequence[Group], num_running: int) -> dict[Row, int]:
         """How many tokens each row reads, for those that read any."""
-        given = _Step(self, groups, num_running).share()
-        present = {group.request.owner for group in groups if group.readers()}
+        readers = {row: group for group in groups for row in group.readers()}
+        given = _Step(self, groups[0], readers, num_running).share() if readers else {}
+        present = {group.request.owner for group in readers.values() if group.readers()}
         self._owners = {name: self._owners[name] for name in present}
         return given
 
@@ -97,7 +98,9 @@ class PromptShares:
 class _Step:
     """The shares of one step."""
 
-    def __init__(self, shares: PromptShares, groups: Sequence[Group], num_running: int) -> None:
+    def __init__(
+        self, shares: PromptShares, oldest: Group, readers: dict[Row, Group], num_running: int
+    ) -> None:
         self._all = shares
         self._budget, self._size = shares._budget, shares._size
         self._num_running = num_running
@@ -105,8 +108,8 @@ class _Step:
         self._left = shares._limits.max_read
         self._is_whole = shares._limits.reads_whole
         self._num_free = shares._pool.num_free
-        self._oldest = groups[0] if groups else None
-        self._groups = {row: group for group in groups for row in group.readers()}
+        self._oldest = oldest
+        self._groups = readers
         num_scored = sum(group.scores for group in self._groups.values())
         self._max_scored = max(1, MAX_LOGPROBS_TOKENS // max(1, num_scored))
         self._given: dict[Row, int] = {}

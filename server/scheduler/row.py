@@ -39,11 +39,13 @@ class Row:
     guesses: Guesses | None = None
     num_guessed: int = 0
     num_accepted: int = 0
+    prompt_ids: tuple[int, ...] = field(init=False)
 
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
         reading = self.request.reading
-        return self.request.prompt_ids if reading is None else reading.texts[self.sequence]
+        self.prompt_ids = (
+            self.request.prompt_ids if reading is None else reading.texts[self.sequence]
+        )
 
     @property
     def num_text(self) -> int:
