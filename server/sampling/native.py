@@ -22,8 +22,8 @@ from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
 
 # R rows · D draws · T most tops
 
-# As export/operators/kernels/sampling.h has them. A step packs one a row: numpy would take ten times
-# as long to make an array of tuples.
+# As export/operators/kernels/sampling.h has them. A step packs one a row; numpy takes ten times as
+# long to make an array of tuples.
 _DRAW = struct.Struct("@q4dq3dq5P")
 _TOPS = np.dtype(
     [(name, np.int64) for name in ("row", "num_wanted", "num_found")] + [("log_total", np.float64)]
