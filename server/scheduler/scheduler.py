@@ -53,6 +53,7 @@ class Scheduler:
         self._groups: list[Group] = []  # who started first is first
         self._set_back: dict[str, Group] = {}  # they wait in the queue
         self._overtaken: dict[str, int] = {}  # of those who wait: by how many tokens
+        self._num_forced = 0  # tokens without a choice that the step may still have
         self.num_set_back = 0  # so far
 
     @property
@@ -84,7 +85,9 @@ class Scheduler:
         self._start()
         num_running = sum(len(group.running()) for group in self._groups)
         shares = self._shares.share(self._groups, num_running)
-        plan = Plan()
+        plan, self._num_forced = Plan(), MAX_ALL_GUESSES
+        if num_running > 1:
+            self._num_forced = min(MAX_ALL_GUESSES, self._budget.num_forced(num_running))
         for group in self._groups.copy():
             if not group.is_set_back:
                 self._run(group, plan, num_running)
@@ -178,13 +181,14 @@ class Scheduler:
 
     def _guess(self, row: Row, num_running: int) -> tuple[list[int], bool]:
         """How a row goes on, perhaps; and whether its form leaves no choice."""
-        if not self._limits.guess or not row.may_guess or self._budget.is_probing:
+        if not self._limits.guess or not row.may_guess:
             return [], False
         num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
         most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
-        forced = row.forced(min(most, MAX_GUESSES))
+        forced = self._fitting(row, row.forced(min(most, MAX_GUESSES, self._num_forced)))
         if forced:
-            return self._fitting(row, forced), True
+            self._num_forced -= len(forced)
+            return forced, True
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
         least_rate = self._budget.least_rate(num_running)

@@ -84,5 +84,6 @@ def as_free(request: pb.GenerateRequest, num_tokens: int) -> pb.GenerateRequest:
     free = pb.GenerateRequest()
     free.CopyFrom(request)
     free.ClearField("constraint")
+    free.ClearField("min_new_tokens")
     free.ignore_eos, free.max_new_tokens = True, num_tokens
     return free

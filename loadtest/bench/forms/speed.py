@@ -43,16 +43,10 @@ class Costs:
 async def measure(server: Server, num_rows: int, costs: Costs) -> None:
     """One round. The lengths are those of the answers that keep to their forms."""
     requests = [schema_request(name, seed, MAX_NEW_TOKENS) for seed in range(2) for name in SCHEMAS]
-    formed = await ask_all(server, requests, num_rows)
-    _check(formed)
-    free = [
-        as_free(request, len(heard.token_ids))
-        for request, heard in zip(requests, formed, strict=True)
-    ]
+    free = await _as_long(server, requests)
     costs.schemas.append(await _rates(server, free, requests, num_rows))
     stories = [_story(seed) for seed in range(num_rows)]
-    plain = [as_free(request, NUM_STORY) for request in stories]
-    costs.story.append(await _rates(server, plain, stories, num_rows))
+    costs.story.append(await _rates(server, await _as_long(server, stories), stories, num_rows))
     without, beside = [
         await _watched_gaps(server, num_rows // 2, some) for some in (free, requests)
     ]
@@ -69,6 +63,19 @@ def _story(seed: int) -> pb.GenerateRequest:
         temperature=0.7,
         seed=seed,
     )
+
+
+async def _as_long(
+    server: Server, requests: Sequence[pb.GenerateRequest]
+) -> list[pb.GenerateRequest]:
+    """Free ones, each as long as the answer to the one with a form: some of these end early, and
+    rows that are fewer are slower."""
+    formed = await ask_all(server, requests, len(requests))
+    _check(formed)
+    return [
+        as_free(request, len(heard.token_ids))
+        for request, heard in zip(requests, formed, strict=True)
+    ]
 
 
 async def _rates(

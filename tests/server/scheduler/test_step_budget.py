@@ -64,13 +64,44 @@ def test_rows_are_alone_now_and_then_so_that_their_time_is_known() -> None:
     assert budget.prompts_s(8, 1) > 0
 
 
+def _step_s(num_tokens: int) -> float:
+    """What SmolLM2 takes on two cores for so many rows and guesses, about."""
+    return 0.0037 + 0.0007 * num_tokens
+
+
 def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
-    budget = _taught(0.02, 0.001, 0)
-    assert budget.least_rate(1) == pytest.approx(0.05, rel=0.3)
-    assert budget.least_rate(16) == pytest.approx(0.8, rel=0.3)
-    for _ in range(30):
-        budget.note(0.02 + 4 * 0.005, 1, 4, [])
-    assert budget.least_rate(1) == pytest.approx(0.25, rel=0.2), "what guesses really cost"
+    budget = _taught(_step_s(8), 0.0007, 0)
+    for num_rows in (1, 8, 32):  # a guess is taken to cost what a prompt's token does
+        expected = num_rows * 0.0007 / _step_s(num_rows)
+        assert budget.least_rate(num_rows) == pytest.approx(expected, rel=0.3)
+    for step in range(90):
+        budget.note(0.02 + step % 3 * 0.0015, 8, step % 3, [])
+    assert budget.least_rate(8) == pytest.approx(8 * 0.0015 / 0.02, rel=0.1), "what it really costs"
+
+
+def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() -> None:
+    """Steps become shorter then, and that isn't because guesses cost nothing."""
+    budget, rng = StepBudget(), random.Random(2)
+    for num_rows in range(32, 0, -1):
+        for _ in range(3):
+            num_guesses = rng.randint(1, 6)
+            blur = rng.uniform(0.95, 1.05)
+            budget.note(blur * _step_s(num_rows + num_guesses), num_rows, num_guesses, [])
+        if num_rows < 30:
+            expected = num_rows * 0.0007 / _step_s(num_rows)
+            assert budget.least_rate(num_rows) == pytest.approx(expected, rel=0.4)
+
+
+def test_forms_make_others_wait_for_a_tenth_of_a_step_and_no_longer() -> None:
+    budget = StepBudget()
+    for num_rows in [1, 8, 32] * 20:
+        budget.note(_step_s(num_rows), num_rows, 0, [])
+    assert budget.num_forced(32) == 3
+    assert budget.num_forced(200) == pytest.approx(0.1 * _step_s(200) / 0.0007, abs=1)
+    assert budget.num_forced(2) == 3, "nobody notices 2.5 ms"
+    for _ in range(60):
+        budget.note(100 * _step_s(32), 32, 0, [])
+    assert budget.num_forced(32) >= 1
 
 
 def test_clock_that_stands_still_breaks_nothing() -> None:
