@@ -85,9 +85,9 @@ class Scheduler:
         self._start()
         num_running = sum(len(group.running()) for group in self._groups)
         shares = self._shares.share(self._groups, num_running)
-        plan, self._num_forced = Plan(), MAX_ALL_GUESSES
-        if num_running > 1:
-            self._num_forced = min(MAX_ALL_GUESSES, self._budget.num_forced(num_running))
+        plan, self._num_forced = Plan(), 0
+        if not shares:  # whoever runs waits for prompts or for forms, and not for both
+            self._num_forced = self._budget.num_forced(num_running)
         for group in self._groups.copy():
             if not group.is_set_back:
                 self._run(group, plan, num_running)

@@ -21,10 +21,13 @@ MIN_STALL_S = 0.010
 QUEUE_STALL_S = 0.1  # still faster than people read
 FORCED_STALL = 0.1  # of the time that rows take: tokens that some rows' forms leave no choice of
 MIN_FORCED_STALL_S = 0.0025
+GAIN = 1.25  # of what a guess costs: so much it should save where others wait for it
+MAX_FORCED = 64
 IDLE_S = 0.25
 MIN_CHUNK = 4
 PROBE = 24  # steps in a row with prompts
-MEMORY = 0.95  # what earlier steps count in a fit, from step to step
+MEMORY = 0.95  # what earlier steps count in a prompt's line, from step to step
+ROWS_MEMORY = 0.99  # in that of rows, whose number hardly changes from step to step
 FIRST_TOKEN_S = 0.004  # before anything is known
 FIRST_LEAST_RATE = 0.3
 
@@ -37,8 +40,9 @@ class Chunk(NamedTuple):
 class _Line:
     """y = level + slope · x, where new points count more than old ones."""
 
-    def __init__(self, level: float, slope: float, tolerance: tuple[float, float]) -> None:
-        self._level, self.slope = level, slope
+    def __init__(self, level: float, memory: float, tolerance: tuple[float, float]) -> None:
+        self._level, self.slope = level, 0.0
+        self._memory = memory
         self._tolerance = tolerance  # part of x, and more: where x is spread less, no slope is seen
         self._has_seen_slope = False
         self._sums = [0.0] * 5  # of weight, x, y, x², x · y
@@ -61,7 +65,7 @@ class _Line:
             y = min(y, 4 * self.at(x))
         new = (1, x, y, x * x, x * y)
         self._sums = [
-            MEMORY * old + weight * each for old, each in zip(self._sums, new, strict=True)
+            self._memory * old + weight * each for old, each in zip(self._sums, new, strict=True)
         ]
         total, *sums = self._sums
         mean_x, mean_y, square, product = (each / total for each in sums)
@@ -81,9 +85,10 @@ class StepBudget:
     """Learns from every step."""
 
     def __init__(self) -> None:
-        self._rows = _Line(0.0, 0.0, (0.02, 0.1))  # a step, by how many rows and guesses it has
+        # A step, by how many rows and guesses it has.
+        self._rows = _Line(0.0, ROWS_MEMORY, (0.05, 0.1))
         self._since_plain = 0
-        self._tokens = _Line(FIRST_TOKEN_S, 0.0, (0.1, 8))  # a prompt's, by what comes before
+        self._tokens = _Line(FIRST_TOKEN_S, MEMORY, (0.1, 8))  # a prompt's, by what comes before
 
     @property
     def is_probing(self) -> bool:
@@ -107,16 +112,23 @@ class StepBudget:
         return int(time_s / max(self._tokens.at(past), 1e-9))
 
     def least_rate(self, num_running: int) -> float:
-        """How likely a guess must be right: it saves one row a step, and costs all rows time."""
+        """How likely a guess must be right: it saves one row a step, and costs all rows time. In a
+        crowd it should save more than that: those who guess gain, and the others wait."""
         if not self._rows.is_known or not self._rows.at(num_running):
             return FIRST_LEAST_RATE
-        return num_running * self._rows.slope / self._rows.at(num_running)
+        rate = num_running * self._rows.slope / self._rows.at(num_running)
+        return rate if num_running < 2 else GAIN * rate
 
     def num_forced(self, num_running: int) -> int:
         """How many tokens may be in a step that forms leave no choice of: a row that has several
-        makes the others wait, who gain nothing by it."""
+        makes the others wait, who gain nothing by it. None where even these don't pay; alone,
+        there are no others."""
+        if self.least_rate(num_running) > 1:
+            return 0
+        if num_running < 2:
+            return MAX_FORCED
         stall_s = max(FORCED_STALL * self._rows.at(num_running), MIN_FORCED_STALL_S)
-        return max(1, int(stall_s / max(self._rows.slope, 1e-9)))
+        return max(1, min(MAX_FORCED, int(stall_s / max(self._rows.slope, 1e-9))))
 
     def note(
         self, duration_s: float, num_running: int, num_guesses: int, chunks: Sequence[Chunk]
