@@ -58,6 +58,13 @@ def test_other_numbers_of_replicas_are_refused(
     assert "--replicas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["00", "g" * 64, "0" * 65])
+def test_what_is_no_hash_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        typed(f"--sha256={text}")
+    assert "isn't a SHA-256" in capsys.readouterr().err
+
+
 def test_replica_has_time_for_the_longest_answer() -> None:
     words = ("--longest-answer", "900")
     plan = planned(*words)
@@ -93,9 +100,11 @@ def test_every_value_is_explained() -> None:
         assert " # " in line
 
 
-def test_ports_of_rays_own_workers_are_refused() -> None:
+def test_ports_of_rays_own_workers_and_of_replicas_are_refused() -> None:
     with pytest.raises(StartError, match="for Ray's own workers"):
         planned("--port", "15000")
+    with pytest.raises(StartError, match="for the replicas"):
+        planned("--port", "31500")
     with pytest.raises(StartError, match="give a number"):
         planned("--port", "0")
 
