@@ -20,7 +20,8 @@ def run(args: argparse.Namespace) -> None:
     import ray
     from ray.serve.exceptions import RayServeException
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         ray.init(address="auto", configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has many kinds

@@ -8,7 +8,7 @@ from typing import Any
 
 from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan
-from quill.server.cluster.replica.nobody_home import SERVICERS
+from quill.server.cluster.replica.detour import SERVICERS
 from quill.server.cluster.replica.options import write_options
 
 APPLICATION = "quill"

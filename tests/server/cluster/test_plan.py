@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from quill.__main__ import build_parser, main
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.ray_service import write_ray_service
+from quill.server.cluster.replica.detour import SERVICERS, detouring_methods
 from quill.server.cluster.replica.labelled import labelled
-from quill.server.cluster.replica.nobody_home import SERVICERS, refusing_methods
 from quill.server.cluster.replica.options import ReplicaOptions, read_options
 from quill.server.cluster.scaling import wanted_replicas
 from quill.server.cluster.serve_config import write_serve_config
@@ -167,8 +167,8 @@ def test_metrics_say_which_replica_they_are_of() -> None:
     assert 'quill_things_total{kind="good",replica="abc"} 2.0' in generate_latest(shown).decode()
 
 
-def test_all_services_are_refused_in_words_where_nobody_is_home() -> None:
-    methods = refusing_methods()
+def test_all_services_are_known_to_rays_own_proxy() -> None:
+    methods = detouring_methods()
     assert {"Generate", "GenerateStream", "Reload", "ModelStreamInfer", "Check"} <= set(methods)
     for servicer in SERVICERS:
         module, _, function = servicer.partition(":")
