@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +51,14 @@ def _fetched(source: str, files: Any, root: str, manifest: bytes, sha256: str) -
     with _only_one(shelf / f"{sha256}.lock"):
         if place.is_dir():
             return place
-        beside = Path(tempfile.mkdtemp(dir=shelf, prefix=".fetching-"))
+        beside = shelf / f".fetching-{sha256}"
+        shutil.rmtree(beside, ignore_errors=True)  # of somebody who was killed: the lock is ours
+        beside.mkdir(0o700)
         try:
             (beside / MANIFEST_FILE).write_bytes(manifest)
             for file in read_manifest(beside).files:
                 _fetch(source, files, f"{root}/{file.name}", beside / file.name, file)
-            beside.chmod(0o755)  # mkdtemp's are their maker's alone
+            beside.chmod(0o755)  # until now it was its maker's alone
             beside.rename(place)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
