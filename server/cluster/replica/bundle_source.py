@@ -23,6 +23,7 @@ from quill.server.errors import StartError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
+MAX_SILENCE_S = 60.0  # of a server
 _PROOF = re.compile(r"[^/@\s]+:[^/@\s]*@")
 
 
@@ -92,10 +93,12 @@ def _pieces(reader: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_manifest(files: Any, root: str) -> bytes:
+    content = b""
     with files.open(f"{root}/{MANIFEST_FILE}", "rb") as reader:
-        content: bytes = reader.read(MAX_MANIFEST_BYTES + 1)
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+        for piece in _pieces(reader):
+            content += piece
+            if len(content) > MAX_MANIFEST_BYTES:
+                raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
     return content
 
 
@@ -109,7 +112,7 @@ def _open(source: str) -> tuple[Any, str]:
             "the path of a directory"
         ) from error
     try:
-        files, root = url_to_fs(source)
+        files, root = url_to_fs(source, **_options(source))
     except (ImportError, ValueError) as error:
         scheme = source.partition("://")[0]
         raise StartError(
@@ -117,6 +120,16 @@ def _open(source: str) -> tuple[Any, str]:
             "machine, for example s3fs or gcsfs"
         ) from error
     return files, str(root).rstrip("/")
+
+
+def _options(source: str) -> dict[str, Any]:
+    """Of HTTP: a file in one piece, since not every server has ranges, for as long as it comes."""
+    if not source.startswith(("http://", "https://")):
+        return {}
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=MAX_SILENCE_S, sock_read=MAX_SILENCE_S)
+    return {"block_size": 0, "client_kwargs": {"timeout": timeout}}
 
 
 @contextmanager

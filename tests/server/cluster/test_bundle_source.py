@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,24 @@ needs_aiohttp = pytest.mark.skipif(
 @needs_aiohttp
 def test_bundle_comes_over_http(tiny_bundle: TinyBundle) -> None:
     with serving(tiny_bundle.directory, _Quiet) as url:
+        found = local_bundle(url)
+    check_files(found, read_manifest(found))
+
+
+@needs_aiohttp
+def test_servers_without_ranges_are_read_from_beginning_to_end(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    """As Python's own. fsspec reads larger files by ranges, unless it is told not to."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle.directory, bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    file = manifest["files"][0]
+    content = (bundle / file["name"]).read_bytes().ljust(16 * 2**20)
+    (bundle / file["name"]).write_bytes(content)
+    file |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with serving(bundle, _Quiet) as url:
         found = local_bundle(url)
     check_files(found, read_manifest(found))
 
