@@ -7,10 +7,14 @@ the deployment's methods by their names: for the two seconds that Ray takes to l
 serve.yaml, and before HAProxy has heard of the first replica. That way has neither API keys nor
 rich errors, so nothing is answered here: the replica's own server is asked, with the caller's own
 metadata. What gets lost is the details of errors; a deadline comes as a cancellation.
+
+Ray's proxy listens on all interfaces, whatever replicas do. Those that are for their machine alone
+answer only who came to it from there, as HAProxy does.
 """
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -19,6 +23,7 @@ from grpc_health.v1 import health_pb2
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
+from quill.server.addresses import is_loopback
 from quill.server.errors import RequestError
 
 # What Ray's proxy must know of. Each adds a service to a server.
@@ -36,7 +41,8 @@ _OF_THE_CONNECTION = ("user-agent", "content-type", "te")
 class Detour:
     """To the server of this process. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, loopback_only: bool) -> None:
+        self._loopback_only = loopback_only
         self._channel: grpc.aio.Channel | None = None
 
     def open(self, address: str) -> None:
@@ -68,7 +74,7 @@ class Detour:
             call.cancel()  # if the caller has left
 
     def _asker(self, method: MethodDescriptor, context: Any) -> Any:
-        if self._channel is None:
+        if self._channel is None or (self._loopback_only and not _is_from_here(context.peer())):
             raise _refusal(context, grpc.StatusCode.UNAVAILABLE, _WORDS)
         make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
         return make(
@@ -106,6 +112,13 @@ def _stream(method: MethodDescriptor) -> Callable[..., Any]:
             yield message
 
     return stream
+
+
+def _is_from_here(peer: str) -> bool:
+    """As gRPC writes it: ipv4:127.0.0.1:4711, ipv6:%5B::1%5D:4711."""
+    _, _, address = peer.partition(":")
+    host, _, _ = unquote(address).rpartition(":")
+    return is_loopback(host.strip("[]"))
 
 
 def _metadata(context: Any) -> list[tuple[str, str | bytes]]:

@@ -46,7 +46,7 @@ class Replica:
         set_up_logging(options.log_format, sys.__stderr__)  # the other is Ray Serve's, and waits
         allow_connections()
         self._is_alone = options.one_machine
-        self.detour = Detour()
+        self.detour = Detour(loopback_only=options.one_machine)
         name = serve.get_replica_context().replica_id.unique_id
         settings = options.settings()
 

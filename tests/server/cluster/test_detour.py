@@ -21,9 +21,13 @@ METHODS = detouring_methods()
 class Context:
     """As Ray hands one to a deployment."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "ipv4:127.0.0.1:4711") -> None:
+        self._peer = peer
         self.code: grpc.StatusCode | None = None
         self.details = ""
+
+    def peer(self) -> str:
+        return self._peer
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [KEY, ("user-agent", "grpc-python"), ("grpc-accept-encoding", "gzip")]
@@ -58,7 +62,7 @@ async def replica() -> AsyncIterator[Any]:
     pb_grpc.add_TextGenerationServicer_to_server(Own(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    detour = Detour()
+    detour = Detour(loopback_only=True)
     detour.open(f"127.0.0.1:{port}")
     yield SimpleNamespace(detour=detour)
     await detour.close()
@@ -92,11 +96,23 @@ async def test_stream_comes_piece_by_piece_to_its_end() -> None:
         assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@in_a_loop
+async def test_nobody_comes_in_from_other_machines_where_replicas_are_for_their_own() -> None:
+    async with replica() as own:
+        for peer in ("ipv4:192.0.2.7:4711", "ipv6:%5B2001:db8::7%5D:4711", "unknown", ""):
+            context = Context(peer)
+            with pytest.raises(RequestError, match="Try again"):
+                await METHODS["Generate"](own, pb.GenerateRequest(prompt="abc"), context)
+            assert context.code is grpc.StatusCode.UNAVAILABLE
+        here = Context("ipv6:%5B::1%5D:4711")
+        assert await METHODS["Generate"](own, pb.GenerateRequest(prompt="abc"), here)
+
+
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream", "ModelStreamInfer"])
 def test_replica_that_does_not_listen_yet_says_so(name: str) -> None:
     @in_a_loop
     async def ask() -> None:
-        context, nowhere = Context(), SimpleNamespace(detour=Detour())
+        context, nowhere = Context(), SimpleNamespace(detour=Detour(loopback_only=False))
         asked = METHODS[name](nowhere, pb.GenerateRequest(), context)
         with pytest.raises(RequestError, match="Try again"):
             await (asked if name == "Generate" else anext(asked))
