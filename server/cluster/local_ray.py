@@ -108,25 +108,33 @@ def _own_words(message: str) -> str:
 
 @contextmanager
 def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]:
-    # Short: the path of a socket has 107 characters at most.
-    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
-    (directory / "token").write_text(secrets.token_hex(32))
-    (directory / "token").chmod(0o600)
-    os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
-    import ray
-    from ray import serve
+    with _own_directory() as directory:
+        os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
+        import ray
+        from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        _start_ray(plan, directory, dashboard)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
-            yield LocalCluster(_start_serve(plan))
+            _start_ray(plan, directory, dashboard)
+            try:
+                yield LocalCluster(_start_serve(plan))
+            finally:
+                with redirect_stdout(io.StringIO()):  # Ray complains that what it ends has ended
+                    serve.shutdown()
         finally:
-            with redirect_stdout(io.StringIO()):  # Ray complains that what it ends has ended
-                serve.shutdown()
+            with redirect_stdout(io.StringIO()):
+                ray.shutdown()
+
+
+@contextmanager
+def _own_directory() -> Iterator[Path]:
+    """With a token for this cluster. Its name is short: a socket's path has 107 characters."""
+    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
+    try:
+        (directory / "token").write_text(secrets.token_hex(32))
+        (directory / "token").chmod(0o600)
+        yield directory
     finally:
-        with redirect_stdout(io.StringIO()):
-            ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -61,3 +61,21 @@ def test_words_of_a_replica_are_found_in_what_ray_makes_of_them() -> None:
     )
     assert _own_words(message) == "--context is too much"
     assert _own_words("Out of memory.") == "Out of memory."
+
+
+def test_without_ray_its_extra_is_named_and_nothing_is_left(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    without = "import sys; sys.modules['ray'] = None; import quill.__main__ as q; exit(q.main())"
+    command = [sys.executable, "-c", without, "cluster", "up", str(tiny_bundle.directory)]
+    ended = subprocess.run(
+        [*command, "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    assert ended.returncode == 3
+    assert "pip install '.[cluster]'" in ended.stderr
+    assert list(tmp_path.glob("quill-*")) == []
