@@ -213,13 +213,9 @@ def test_server_that_hangs_up_halfway_leaves_nothing_behind(
 
 @pytest.mark.filterwarnings("default")  # of packages that aren't ours
 def test_bundle_comes_from_s3(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("moto", "s3fs"):
-        pytest.importorskip(
-            package, reason=f"there is no {package} here: pip install 'moto[server]' s3fs"
-        )
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0)
+    reason = "it needs what tests don't install: pip install 'moto[server]' s3fs"
+    pytest.importorskip("s3fs", reason=reason)
+    server = pytest.importorskip("moto.server", reason=reason).ThreadedMotoServer("127.0.0.1", 0)
     server.start()
     host, port = server.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")

@@ -59,7 +59,7 @@ class Own(pb_grpc.TextGenerationServicer):
 @asynccontextmanager
 async def replica() -> AsyncIterator[Any]:
     server = grpc.aio.server()
-    pb_grpc.add_TextGenerationServicer_to_server(Own(), server)
+    pb_grpc.add_TextGenerationServicer_to_server(Own(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     detour = Detour(loopback_only=True)
