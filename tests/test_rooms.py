@@ -51,7 +51,7 @@ WITHIN = {
         "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
         "cluster/keeper": "auth",
         "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
-        "cluster": "cluster/replica cluster/keeper serve",
+        "cluster": "cluster/replica cluster/keeper serve auth",
         "client/balancing": "",
         "client": "client/balancing",
         "client/batch": "client client/balancing",

@@ -1,6 +1,7 @@
 """Numbers on the command line, each with its range. Imports nothing heavy."""
 
 import argparse
+import re
 from typing import TypeAlias
 
 from quill.server.addresses import check_address
@@ -48,6 +49,12 @@ def replicas(text: str) -> tuple[int, int]:
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text!r} begins above its end; write 2..8")
     return bounds
+
+
+def sha256(text: str) -> str:
+    if re.fullmatch("[0-9a-fA-F]{64}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a SHA-256: 64 digits from 0 to f")
+    return text.lower()
 
 
 def natural(text: str) -> int:

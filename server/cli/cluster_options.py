@@ -12,6 +12,7 @@ from quill.server.cli.argument_types import (
     positive,
     replicas,
     seconds,
+    sha256,
 )
 from quill.server.cli.serve_options import add_keys_of_callers, add_sizes, add_telling
 
@@ -29,8 +30,12 @@ def add_cluster(subparsers: Subparsers) -> None:
 
 
 def _add_up(actions: Subparsers) -> None:
-    text = "start Ray and replicas on this machine, until Ctrl-C"
-    parser = actions.add_parser("up", help=text, description=f"{text.capitalize()}.")
+    parser = actions.add_parser(
+        "up",
+        help="start Ray and replicas on this machine, until Ctrl-C",
+        description="Starts Ray and replicas on this machine, until Ctrl-C. Then answers that are "
+        "running are finished; a second Ctrl-C ends them.",
+    )
     _add_plan(parser, threads="default: the cores, shared by the replicas")
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
     parser.add_argument(
@@ -76,7 +81,10 @@ def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
         help="a directory made by export, or a URL of one that fsspec can read: s3://, https://, …",
     )
     parser.add_argument(
-        "--sha256", metavar="HASH", help="of the bundle's manifest.json: no other is served"
+        "--sha256",
+        type=sha256,
+        metavar="HASH",
+        help="of the bundle's manifest.json: no other is served",
     )
     parser.add_argument(
         "--replicas",

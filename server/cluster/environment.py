@@ -52,6 +52,18 @@ def ray_environment(
     return values if directory is None else values | _files(directory)
 
 
+def is_free(host: str, port: int) -> bool:
+    """For a moment, at least."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def free_port() -> int:
     """For a moment, at least."""
     with socket.socket() as taken:

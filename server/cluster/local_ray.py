@@ -6,12 +6,16 @@ Ray reads its environment when it is imported, here and in every process that it
 imported when a cluster begins.
 """
 
+import io
+import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,8 @@ from quill.server.errors import StartError
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
 HEALTH_TIMEOUT_S = 5.0
 OWN_CPUS = 1  # and twice those of the replicas: new ones begin while old ones end
+POLL_S = 0.2
+_OUR_ERROR = re.compile(r"^quill\.[\w.]+: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,16 @@ class LocalCluster:
                 return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
+    def end(self, at_once: threading.Event) -> None:
+        """Lets replicas finish what they have, until `at_once`. Serve's own shutdown ends HAProxy
+        first, and every stream with it."""
+        from ray import serve
+
+        serve.delete(APPLICATION, _blocking=False)
+        while not at_once.wait(POLL_S):
+            if serve.status().applications.get(APPLICATION) is None:
+                return
+
     def progress(self) -> Progress:
         from ray import serve
 
@@ -80,28 +96,45 @@ class LocalCluster:
             return Progress("DEPLOYING", {}, "")
         replica = found.deployments.get(REPLICA)
         states = {} if replica is None else {str(k): n for k, n in replica.replica_states.items()}
-        message = found.message or ("" if replica is None else replica.message)
-        return Progress(str(found.status.value), states, message)
+        message = ("" if replica is None else replica.message) or found.message
+        return Progress(str(found.status.value), states, _own_words(message))
+
+
+def _own_words(message: str) -> str:
+    """Of Ray's, which has the whole traceback of a replica that doesn't start."""
+    ours = _OUR_ERROR.findall(message)
+    return str(ours[-1]) if ours else message
 
 
 @contextmanager
 def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]:
-    # Short: the path of a socket has 107 characters at most.
-    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
-    (directory / "token").write_text(secrets.token_hex(32))
-    (directory / "token").chmod(0o600)
-    os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
-    import ray
-    from ray import serve
+    with _own_directory() as directory:
+        os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
+        import ray
+        from ray import serve
 
-    try:
-        _start_ray(plan, directory, dashboard)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
-            yield LocalCluster(_start_serve(plan))
+            _start_ray(plan, directory, dashboard)
+            try:
+                yield LocalCluster(_start_serve(plan))
+            finally:
+                with redirect_stdout(io.StringIO()):  # Ray complains that what it ends has ended
+                    serve.shutdown()
         finally:
-            serve.shutdown()
+            with redirect_stdout(io.StringIO()):
+                ray.shutdown()
+
+
+@contextmanager
+def _own_directory() -> Iterator[Path]:
+    """With a token for this cluster. Its name is short: a socket's path has 107 characters."""
+    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
+    try:
+        (directory / "token").write_text(secrets.token_hex(32))
+        (directory / "token").chmod(0o600)
+        yield directory
     finally:
-        ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -127,8 +160,11 @@ def _start_serve(plan: Plan) -> Any:
     from ray.serve.config import gRPCOptions
 
     config = yaml.safe_load(write_serve_config(plan))
-    return serve_start(
-        http_options=config["http_options"],
-        proxy_location=config["proxy_location"],
-        grpc_options=gRPCOptions(**config["grpc_options"]),
-    )
+    try:
+        return serve_start(
+            http_options=config["http_options"],
+            proxy_location=config["proxy_location"],
+            grpc_options=gRPCOptions(**config["grpc_options"]),
+        )
+    except Exception as error:
+        raise StartError(f"Ray Serve can't start here: {error}") from error

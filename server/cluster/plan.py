@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quill.server.addresses import is_loopback
+from quill.server.cluster.environment import REPLICA_PORTS
 from quill.server.cluster.replica.options import ReplicaOptions
 from quill.server.errors import StartError
 
@@ -40,6 +41,12 @@ class Plan:
             raise StartError(
                 f"--port is {self.port}; from {RAY_PORTS[0]} to {RAY_PORTS[-1]} they are for Ray's "
                 "own workers. Give another"
+            )
+        first, last = REPLICA_PORTS
+        if first <= self.port <= last:
+            raise StartError(
+                f"--port is {self.port}; from {first} to {last} they are for the replicas. "
+                "Give another"
             )
 
     @property

@@ -4,19 +4,32 @@ Knows: the keeper. Does not know: how replicas reload.
 """
 
 import argparse
+import logging
 
 from quill.server.cluster.serve_config import APPLICATION, KEEPER
 from quill.server.errors import ReloadError
 
 DONE = "every replica has the bundle as it is now"
+_HINT = (
+    "run it on one of its machines, with the environment of `ray start`, RAY_AUTH_TOKEN or "
+    "RAY_AUTH_TOKEN_PATH among it. `quill cluster up` reloads when it gets SIGHUP"
+)
 
 
 def run(args: argparse.Namespace) -> None:
     import ray
+    from ray.serve.exceptions import RayServeException
 
-    ray.init(address="auto", configure_logging=False, log_to_driver=False)
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        ray.init(address="auto", configure_logging=False, log_to_driver=False)
+    except Exception as error:  # Ray has many kinds
+        raise ReloadError(f"no Ray cluster can be reached from here: {_HINT} ({error})") from error
     try:
         reload_all()
+    except RayServeException as error:
+        raise ReloadError(f"this Ray cluster has no application {APPLICATION}: {error}") from error
     finally:
         ray.shutdown()
     print(DONE)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan
-from quill.server.cluster.replica.nobody_home import SERVICERS
+from quill.server.cluster.replica.detour import SERVICERS
 from quill.server.cluster.replica.options import write_options
 
 APPLICATION = "quill"
@@ -59,8 +59,9 @@ def write_serve_config(plan: Plan) -> str:
 
 _HEAD = """\
 # Quill on Ray 2.60.0. Deploy with `serve deploy serve.yaml`, on a cluster whose every machine has
-# quill[cluster] installed and was started, by `ray start`, with this environment. RAY_AUTH_TOKEN
-# or RAY_AUTH_TOKEN_PATH says which token (`ray get-auth-token --generate` makes one):
+# quill[cluster] installed and was started, by `ray start`, with this environment. The token is
+# ~/.ray/auth_token, the same on each; `ray get-auth-token --generate` makes one (or
+# RAY_AUTH_TOKEN_PATH names another file):
 {environment}
 # Ray speaks in the clear: end TLS in front of it. Who changes num_replicas below and deploys again
 # only rescales; a change under args puts new replicas in the place of the old, a few at a time.

@@ -28,7 +28,7 @@ def line_to_type(settings: Settings, port: int, family: Family) -> str:
     # Some shells take brackets for a pattern.
     address = shlex.quote(write_address(reachable(settings.host), port))
     command, text = _WORDS[family]
-    return " ".join([_front_door(), command, "--address", address, *_proof(settings), f'"{text}"'])
+    return " ".join([front_door(), command, "--address", address, *_proof(settings), f'"{text}"'])
 
 
 def _proof(settings: Settings) -> list[str]:
@@ -42,7 +42,7 @@ def _proof(settings: Settings) -> list[str]:
     return needed
 
 
-def _front_door() -> str:
+def front_door() -> str:
     """How this very program was called, so that the line can be typed as it is."""
     called = Path(sys.argv[0])
     return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from quill.server.errors import StartError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
+MAX_SILENCE_S = 60.0  # of a server
 _PROOF = re.compile(r"[^/@\s]+:[^/@\s]*@")
 
 
@@ -52,12 +52,14 @@ def _fetched(source: str, files: Any, root: str, manifest: bytes, sha256: str) -
     with _only_one(shelf / f"{sha256}.lock"):
         if place.is_dir():
             return place
-        beside = Path(tempfile.mkdtemp(dir=shelf, prefix=".fetching-"))
+        beside = shelf / f".fetching-{sha256}"
+        shutil.rmtree(beside, ignore_errors=True)  # of somebody who was killed: the lock is ours
+        beside.mkdir(0o700)
         try:
             (beside / MANIFEST_FILE).write_bytes(manifest)
             for file in read_manifest(beside).files:
                 _fetch(source, files, f"{root}/{file.name}", beside / file.name, file)
-            beside.chmod(0o755)  # mkdtemp's are their maker's alone
+            beside.chmod(0o755)  # until now it was its maker's alone
             beside.rename(place)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -91,10 +93,12 @@ def _pieces(reader: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_manifest(files: Any, root: str) -> bytes:
+    content = b""
     with files.open(f"{root}/{MANIFEST_FILE}", "rb") as reader:
-        content: bytes = reader.read(MAX_MANIFEST_BYTES + 1)
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+        for piece in _pieces(reader):
+            content += piece
+            if len(content) > MAX_MANIFEST_BYTES:
+                raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
     return content
 
 
@@ -108,7 +112,7 @@ def _open(source: str) -> tuple[Any, str]:
             "the path of a directory"
         ) from error
     try:
-        files, root = url_to_fs(source)
+        files, root = url_to_fs(source, **_options(source))
     except (ImportError, ValueError) as error:
         scheme = source.partition("://")[0]
         raise StartError(
@@ -116,6 +120,16 @@ def _open(source: str) -> tuple[Any, str]:
             "machine, for example s3fs or gcsfs"
         ) from error
     return files, str(root).rstrip("/")
+
+
+def _options(source: str) -> dict[str, Any]:
+    """Of HTTP: a file in one piece, since not every server has ranges, for as long as it comes."""
+    if not source.startswith(("http://", "https://")):
+        return {}
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=MAX_SILENCE_S, sock_read=MAX_SILENCE_S)
+    return {"block_size": 0, "client_kwargs": {"timeout": timeout}}
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Knows: Ray Serve's contract with a deployment. Does not know: gRPC, limits, how a bundle is loaded.
 
-Calls don't come this way: they go to Quill's own server.
+Calls don't come this way, but for a detour: they go to Quill's own server.
 """
 
 import sys
@@ -12,10 +12,11 @@ from typing import Any, cast
 import ray
 from ray import serve
 
+from quill.server.addresses import write_address
 from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.replica.bundle_source import local_bundle
+from quill.server.cluster.replica.detour import Detour, detouring_methods
 from quill.server.cluster.replica.membership import KeeperCalls, Membership
-from quill.server.cluster.replica.nobody_home import refusing_methods
 from quill.server.cluster.replica.options import ReplicaOptions
 from quill.server.cluster.replica.own_server import Listening, put_in_place
 from quill.server.cluster.replica.replica_server import Handlers, ReplicaServer
@@ -45,6 +46,7 @@ class Replica:
         set_up_logging(options.log_format, sys.__stderr__)  # the other is Ray Serve's, and waits
         allow_connections()
         self._is_alone = options.one_machine
+        self.detour = Detour(loopback_only=options.one_machine)
         name = serve.get_replica_context().replica_id.unique_id
         settings = options.settings()
 
@@ -60,6 +62,7 @@ class Replica:
         """HAProxy comes by the loopback from this machine, and by its address from others."""
         hosts = {LOOPBACK} if self._is_alone else {LOOPBACK, ray.util.get_node_ip_address()}
         server = await self._server.listen(sorted(hosts), port, service, handlers)
+        self.detour.open(write_address(LOOPBACK, self._server.port))
         return Listening(server, lambda grace_s: self._server.drain(server, grace_s))
 
     async def check_health(self) -> None:
@@ -73,10 +76,11 @@ class Replica:
     async def __del__(self) -> None:
         """Ray calls and awaits it when the last call has ended."""
         if hasattr(self, "_server"):
+            await self.detour.close()
             await self._server.close()
 
 
-for name, method in refusing_methods().items():
+for name, method in detouring_methods().items():
     setattr(Replica, name, method)
 
 

@@ -1,10 +1,12 @@
 """A cluster as a process of its own: Ray changes whoever starts it, and tests must go on.
 
-Each line of stdin is a change of the plan, `{"least": 1, "most": 1}`. How far the cluster is goes
-to stdout whenever that changes. It ends with stdin.
+Each line of stdin is a change of the plan, `{"least": 1, "most": 1, "options": {"queue": 9}}`.
+The first line of stdout is what other programs need in their environment to reach this Ray. How far
+the cluster is follows whenever that changes. It ends with stdin.
 """
 
 import json
+import os
 import sys
 import threading
 from dataclasses import asdict, replace
@@ -22,6 +24,7 @@ def main() -> None:
     plan = Plan(options=ReplicaOptions(**given.pop("options")), **given)
     ended = threading.Event()
     with local_cluster(plan) as cluster:
+        print(json.dumps({"environment": _environment()}), flush=True)
         cluster.deploy(plan)
         reading = threading.Thread(target=obey, args=(cluster, plan, ended))
         reading.start()
@@ -34,9 +37,18 @@ def main() -> None:
         reading.join()
 
 
+def _environment() -> dict[str, str]:
+    import ray
+
+    ours = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    return ours | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
 def obey(cluster: LocalCluster, plan: Plan, ended: threading.Event) -> None:
     for line in sys.stdin:
-        plan = replace(plan, **json.loads(line))
+        changes: dict[str, Any] = json.loads(line)
+        options = replace(plan.options, **changes.pop("options", {}))
+        plan = replace(plan, options=options, **changes)
         cluster.deploy(plan)
     ended.set()
 

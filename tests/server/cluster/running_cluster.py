@@ -38,6 +38,7 @@ class RunningCluster:
         self._plan = plan
         self._told: queue.Queue[dict[str, Any]] = queue.Queue()
         self.progress: dict[str, Any] = {}
+        self.environment: dict[str, str] = {}  # of those who want to reach its Ray
         self._listening = threading.Thread(target=self._listen)
         self._listening.start()
 
@@ -98,7 +99,9 @@ class RunningCluster:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"environment"'):
+                self.environment = json.loads(line)["environment"]
+            elif line.startswith("{"):
                 self._told.put(json.loads(line))
 
     def _tell(self, wish: dict[str, Any]) -> None:

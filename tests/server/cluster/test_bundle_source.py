@@ -6,10 +6,15 @@ import http.server
 import importlib.util
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -123,19 +128,108 @@ def test_what_is_missing_is_told_without_passwords() -> None:
         local_bundle("nowhere://models/none")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("aiohttp") is None, reason="fsspec reads http with aiohttp alone"
-)
-def test_bundle_comes_over_http(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
-    shutil.copytree(tiny_bundle.directory, tmp_path / "models" / "tiny")
-    handler = functools.partial(_Quiet, directory=str(tmp_path / "models"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = local_bundle(f"http://127.0.0.1:{server.server_port}/tiny")
-        server.shutdown()
-    check_files(found, read_manifest(found))
+def test_what_a_killed_process_left_is_gone_when_the_bundle_is_fetched(
+    tiny_bundle: TinyBundle, in_memory: str, cache: Path
+) -> None:
+    killed = """if True:
+        import fsspec, os, signal, sys
+        from quill.server.cluster.replica import bundle_source
+        files = fsspec.filesystem("memory")
+        files.put(sys.argv[1], "/models/tiny", recursive=True)
+        bundle_source._fetch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bundle_source.local_bundle("memory://models/tiny")
+    """
+    command = [sys.executable, "-c", killed, str(tiny_bundle.directory)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert list(cache.glob(".fetching-*")), "it got so far"
+    local_bundle(in_memory)
+    assert not list(cache.glob(".fetching-*"))
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+class _Breaking(_Quiet):
+    """Hangs up in the middle of everything but manifests."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        content = source.read()
+        half = len(content) if self.path.endswith("manifest.json") else len(content) // 2
+        outputfile.write(content[:half])
+
+
+@contextmanager
+def serving(bundle: Path, kind: type[_Quiet]) -> Iterator[str]:
+    handler = functools.partial(kind, directory=str(bundle))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+needs_aiohttp = pytest.mark.skipif(
+    importlib.util.find_spec("aiohttp") is None, reason="fsspec reads http with aiohttp alone"
+)
+
+
+@needs_aiohttp
+def test_bundle_comes_over_http(tiny_bundle: TinyBundle) -> None:
+    with serving(tiny_bundle.directory, _Quiet) as url:
+        found = local_bundle(url)
+    check_files(found, read_manifest(found))
+
+
+@needs_aiohttp
+def test_servers_without_ranges_are_read_from_beginning_to_end(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    """As Python's own. fsspec reads larger files by ranges, unless it is told not to."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle.directory, bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    file = manifest["files"][0]
+    content = (bundle / file["name"]).read_bytes().ljust(16 * 2**20)
+    (bundle / file["name"]).write_bytes(content)
+    file |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with serving(bundle, _Quiet) as url:
+        found = local_bundle(url)
+    check_files(found, read_manifest(found))
+
+
+@needs_aiohttp
+def test_server_that_hangs_up_halfway_leaves_nothing_behind(
+    tiny_bundle: TinyBundle, cache: Path
+) -> None:
+    with (
+        serving(tiny_bundle.directory, _Breaking) as url,
+        pytest.raises((BundleError, StartError), match=r"decoder|tokenizer|weights"),
+    ):
+        local_bundle(url)
+    assert [each.suffix for each in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.filterwarnings("default")  # of packages that aren't ours
+def test_bundle_comes_from_s3(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "it needs what tests don't install: pip install 'moto[server]' s3fs"
+    pytest.importorskip("s3fs", reason=reason)
+    server = pytest.importorskip("moto.server", reason=reason).ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    try:
+        files = fsspec.filesystem("s3")
+        files.mkdir("models")
+        for file in tiny_bundle.directory.iterdir():
+            files.put(str(file), f"models/tiny/{file.name}")
+        found = local_bundle("s3://models/tiny", sha256_of(tiny_bundle.directory))
+        check_files(found, read_manifest(found))
+        with pytest.raises(StartError, match="can't read models/none"):
+            local_bundle("s3://models/none")
+    finally:
+        server.stop()

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +33,7 @@ from tests.server.cluster.crowd import (
     text_of,
 )
 from tests.server.cluster.running_cluster import LONGEST_ANSWER_S, START_S, RunningCluster
-from tests.server.process import wait_until
+from tests.server.process import ROOT, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -226,6 +228,39 @@ def test_reload_reaches_all_replicas_and_no_call_fails(
         assert reply.model.name == "reloaded"
         with Client(cluster.address, NEVER, access=keys.access("alice")) as client:
             assert {client.model(timeout_s=TIMEOUT_S).name for _ in range(12)} == {"reloaded"}
+
+
+def test_command_reloads_all_replicas_and_no_call_fails(
+    cluster: RunningCluster, bundle: Path, keys: Keys, texts: dict[int, str]
+) -> None:
+    """On a machine of the cluster, without a key."""
+    file = bundle / "manifest.json"
+    manifest = json.loads(file.read_text()) | {"name": "by command"}
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps(manifest))
+    with crowd(cluster, keys.access("alice"), texts, 4):
+        beside.replace(file)
+        command = [sys.executable, "-m", "quill", "cluster", "reload"]
+        environment = {**os.environ, **cluster.environment}
+        told = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        )
+        assert (told.stdout, told.stderr) == ("every replica has the bundle as it is now\n", "")
+        with Client(cluster.address, NEVER, access=keys.access("alice")) as client:
+            assert {client.model(timeout_s=TIMEOUT_S).name for _ in range(12)} == {"by command"}
+
+
+def test_changed_options_bring_new_replicas_and_no_call_fails(
+    cluster: RunningCluster, keys: Keys, texts: dict[int, str]
+) -> None:
+    """As `serve deploy` of a changed file: while Ray looks at it, it tells HAProxy of nobody."""
+    before = cluster.replica_pids()
+    with crowd(cluster, keys.access("alice"), texts, 4):
+        cluster.change(options={"queue": 200})
+        wait_until(
+            lambda: not {*before} & {*cluster.replica_pids()}, "all are others", LONGEST_ANSWER_S
+        )
+    cluster.wait_for_replicas(2)
 
 
 def test_bundle_that_is_refused_changes_nothing(

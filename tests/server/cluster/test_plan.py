@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from quill.__main__ import build_parser, main
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.ray_service import write_ray_service
+from quill.server.cluster.replica.detour import SERVICERS, detouring_methods
 from quill.server.cluster.replica.labelled import labelled
-from quill.server.cluster.replica.nobody_home import SERVICERS, refusing_methods
 from quill.server.cluster.replica.options import ReplicaOptions, read_options
 from quill.server.cluster.scaling import wanted_replicas
 from quill.server.cluster.serve_config import write_serve_config
@@ -58,6 +58,13 @@ def test_other_numbers_of_replicas_are_refused(
     assert "--replicas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["00", "g" * 64, "0" * 65])
+def test_what_is_no_hash_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        typed(f"--sha256={text}")
+    assert "isn't a SHA-256" in capsys.readouterr().err
+
+
 def test_replica_has_time_for_the_longest_answer() -> None:
     words = ("--longest-answer", "900")
     plan = planned(*words)
@@ -93,9 +100,11 @@ def test_every_value_is_explained() -> None:
         assert " # " in line
 
 
-def test_ports_of_rays_own_workers_are_refused() -> None:
+def test_ports_of_rays_own_workers_and_of_replicas_are_refused() -> None:
     with pytest.raises(StartError, match="for Ray's own workers"):
         planned("--port", "15000")
+    with pytest.raises(StartError, match="for the replicas"):
+        planned("--port", "31500")
     with pytest.raises(StartError, match="give a number"):
         planned("--port", "0")
 
@@ -158,8 +167,8 @@ def test_metrics_say_which_replica_they_are_of() -> None:
     assert 'quill_things_total{kind="good",replica="abc"} 2.0' in generate_latest(shown).decode()
 
 
-def test_all_services_are_refused_in_words_where_nobody_is_home() -> None:
-    methods = refusing_methods()
+def test_all_services_are_known_to_rays_own_proxy() -> None:
+    methods = detouring_methods()
     assert {"Generate", "GenerateStream", "Reload", "ModelStreamInfer", "Check"} <= set(methods)
     for servicer in SERVICERS:
         module, _, function = servicer.partition(":")

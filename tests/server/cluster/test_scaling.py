@@ -8,7 +8,6 @@ import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.retry import Retries
 from quill.server.cluster.replica.options import ReplicaOptions
 from tests.server.cluster.conftest import Keys
 from tests.server.cluster.crowd import PROMPT, TIMEOUT_S, crowd
@@ -52,9 +51,9 @@ def test_call_is_in_its_callers_trace(
 def test_replicas_follow_the_load(
     scaling_cluster: RunningCluster, keys: Keys, texts: dict[int, str]
 ) -> None:
-    """For clients as they are: on a machine where everything starts at once, HAProxy may take the
-    only replica for dead, and refuse what they try again."""
-    with crowd(scaling_cluster, keys.access("alice"), texts, 12, Retries()):
+    """Even if HAProxy takes the only replica for dead, on a machine where everything starts at
+    once: calls come by Ray's own proxy then."""
+    with crowd(scaling_cluster, keys.access("alice"), texts, 12):
         scaling_cluster.wait_for_replicas(3)
-    with crowd(scaling_cluster, keys.access("alice"), texts, 1, Retries()):
+    with crowd(scaling_cluster, keys.access("alice"), texts, 1):
         scaling_cluster.wait_for_replicas(1)

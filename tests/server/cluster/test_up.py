@@ -12,7 +12,7 @@ import pytest
 from quill.server.client.sync_client import Client
 from quill.server.cluster.environment import free_port
 from quill.server.cluster.replica.options import ReplicaOptions
-from tests.server.cluster.crowd import TIMEOUT_S, text_of
+from tests.server.cluster.crowd import NUM_TOKENS, PROMPT, TIMEOUT_S, text_of
 from tests.server.process import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 OPTIONS = ("--replicas", "1", "--threads", "1", "--cache", "256", "--metrics-port", "off")
 
 
-def test_cluster_says_what_to_type_reloads_on_sighup_and_ends_in_good_order(
+def test_cluster_says_what_to_type_reloads_on_sighup_and_finishes_answers_on_ctrl_c(
     options: ReplicaOptions, texts: dict[int, str], tmp_path: Path
 ) -> None:
     bundle, port = tmp_path / "bundle", free_port()
@@ -30,7 +30,12 @@ def test_cluster_says_what_to_type_reloads_on_sighup_and_ends_in_good_order(
     command = [sys.executable, "-m", "quill", "cluster", "up", str(bundle), "--port", str(port)]
     with (tmp_path / "log").open("wb") as errors:
         process = subprocess.Popen(
-            [*command, *OPTIONS], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+            [*command, *OPTIONS],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
         )
     assert process.stdout is not None
     try:
@@ -45,9 +50,36 @@ def test_cluster_says_what_to_type_reloads_on_sighup_and_ends_in_good_order(
             process.send_signal(signal.SIGHUP)
             assert any(line.startswith("every replica has") for line in said)
             assert client.model(timeout_s=TIMEOUT_S).name == "other"
-        process.send_signal(signal.SIGTERM)
-        assert any(line.startswith("Stopping") for line in said)
+            chunks = client.stream(PROMPT, seed=1, max_new_tokens=NUM_TOKENS, timeout_s=TIMEOUT_S)
+            begun = next(chunks).text
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does it on Ctrl-C: to all of them
+            assert any(line.startswith("Stopping") for line in said)
+            assert begun + "".join(chunk.text for chunk in chunks) == texts[1]
+        assert list(said) == [], "nothing of Ray's"
         assert process.wait(TIMEOUT_S) == 0
+        assert (tmp_path / "log").read_text() == ""
     finally:
         process.kill()
         process.communicate()
+
+
+def test_replicas_that_do_not_start_say_why_in_their_own_words(options: ReplicaOptions) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "quill",
+        "cluster",
+        "up",
+        options.bundle,
+        "--context",
+        "9999999",
+    ]
+    port = str(free_port())
+    told = subprocess.run(
+        [*command, *OPTIONS, "--port", port], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert told.returncode == 1
+    assert told.stderr.startswith(
+        "quill: the replicas don't start: --context is 9999999; the model"
+    )
+    assert told.stderr.count("\n") == 1
