@@ -35,7 +35,10 @@ class FleetDoor:
         metadata = self._access.metadata
         call = server.stub.GenerateStream(request, timeout=timeout_s, metadata=metadata)
         try:
+            server.hear(call.initial_metadata())
             yield from call
+            server.end()
+            server.hear(call.trailing_metadata())
         except grpc.RpcError as error:
             server.end(read_error(error, self._access))
             raise call_error(error) from error

@@ -25,6 +25,7 @@ from quill.server.client.requests import (
     embed_request,
     fill_request,
     make_request,
+    only,
     score_request,
     seeded,
 )
@@ -74,7 +75,9 @@ class AsyncClient:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        return await self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
+        stream = self._stream("Generate", request, timeout_s)
+        answers: list[pb.GenerateResponse] = [each async for each in stream]
+        return only(answers)
 
     def stream(
         self,
@@ -90,7 +93,7 @@ class AsyncClient:
         where it broke, if the server comes back within the retries.
         """
         request = seeded(make_request(prompt, options))
-        return (self._resumed if resume else self._stream)(request, timeout_s)
+        return self._resumed(request, timeout_s) if resume else self._chunks(request, timeout_s)
 
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
@@ -100,7 +103,7 @@ class AsyncClient:
         while True:
             began = False
             try:
-                stream = self._stream(request, attempts.left_s, failed)
+                stream = self._chunks(request, attempts.left_s, failed)
                 async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
                         began, new = True, given.take(chunk)
@@ -113,24 +116,41 @@ class AsyncClient:
                     raise
             given.replay()
 
-    async def _stream(
+    def _chunks(
         self,
         request: pb.GenerateRequest,
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        return self._stream("GenerateStream", request, timeout_s, failed)
+
+    async def _stream(
+        self,
+        method: str,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        failed: set[str] | None = None,
+    ) -> AsyncGenerator[Any, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
         failed = set() if failed is None else failed
 
-        async def begin(server: Lease, left_s: float | None) -> "_Begun":
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return server, call, await _next(call)
+        async def begin(server: Lease, left_s: float | None) -> tuple[Lease, Any, Any]:
+            ask = getattr(server.stub, method)
+            call = ask(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(await call.initial_metadata())
+                return server, call, await _next(call)
+            except BaseException:
+                call.cancel()
+                raise
 
-        server, call, chunk = await self._try(begin, beginning(request), timeout_s, failed)
+        server, call, message = await self._try(begin, beginning(request), timeout_s, failed)
         try:
-            while chunk is not None:
-                yield chunk
-                chunk = await _next(call)
+            while message is not None:
+                yield message
+                message = await _next(call)
+            server.end()
+            server.hear(await call.trailing_metadata())
         except grpc.aio.AioRpcError as raised:
             failed.add(server.address)
             error = read_error(raised, self._access)
@@ -181,14 +201,13 @@ class AsyncClient:
         method: Callable[[Any], grpc.aio.UnaryUnaryMultiCallable[_Request, _Result]],
         request: _Request,
         timeout_s: float | None,
-        key: bytes | None = None,
     ) -> _Result:
         async def call(server: Lease, left_s: float | None) -> _Result:
             answer = await method(server.stub)(request, timeout=left_s, metadata=self._metadata)
             server.end()
             return answer
 
-        return await self._try(call, key, timeout_s, set())
+        return await self._try(call, None, timeout_s, set())
 
     async def _try(
         self,
@@ -229,11 +248,7 @@ class AsyncClient:
             raise
 
 
-_Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
-_Begun = tuple[Lease, _Call, pb.GenerateChunk | None]
-
-
-async def _next(call: _Call) -> pb.GenerateChunk | None:
+async def _next(call: Any) -> Any:
     """None: there are no more."""
-    chunk = await call.read()
-    return chunk if isinstance(chunk, pb.GenerateChunk) else None
+    message = await call.read()
+    return None if message is grpc.aio.EOF else message

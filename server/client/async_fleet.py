@@ -13,12 +13,11 @@ from typing import Any
 
 import grpc
 
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.target import read_target, resolve
 from quill.server.client.call_error import CallError
-from quill.server.client.fleet_state import FleetState, Lease, channel_options
+from quill.server.client.fleet_state import FleetState, Lease, channel_options, make_stub
 from quill.server.client.health import (
     HEAR_S,
     QUESTION,
@@ -53,7 +52,7 @@ class AsyncFleet:
         if not self._known.is_set():
             await self._wait_until_known()
         address = self._state.begin(key, avoid)
-        return Lease(address, self._connections[address].stub, self._end)
+        return Lease(address, self._connections[address].stub, self._end, self._state.hear)
 
     def has_other(self, avoid: set[str]) -> bool:
         return self._state.balancer.has_other(avoid)
@@ -93,7 +92,7 @@ class AsyncFleet:
         for state in self._state.balancer.states():
             if state.address not in self._connections:
                 channel = _open(state.address, self._access, self._options)
-                connection = _Connection(channel, pb_grpc.TextGenerationStub(channel))
+                connection = _Connection(channel, make_stub(channel))
                 self._connections[state.address] = connection
                 if self._state.target.is_watched:
                     connection.watch = self._start(self._watch(state.address, connection))

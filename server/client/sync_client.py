@@ -30,6 +30,7 @@ from quill.server.client.requests import (
     embed_request,
     fill_request,
     make_request,
+    only,
     score_request,
     seeded,
 )
@@ -79,7 +80,8 @@ class Client:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        return self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
+        answers: list[pb.GenerateResponse] = list(self._stream("Generate", request, timeout_s))
+        return only(answers)
 
     def stream(
         self,
@@ -95,7 +97,7 @@ class Client:
         where it broke, if the server comes back within the retries.
         """
         request = seeded(make_request(prompt, options))
-        return (self._resumed if resume else self._stream)(request, timeout_s)
+        return self._resumed(request, timeout_s) if resume else self._chunks(request, timeout_s)
 
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
@@ -105,7 +107,7 @@ class Client:
         while True:
             began = False
             try:
-                for chunk in self._stream(request, attempts.left_s, failed):
+                for chunk in self._chunks(request, attempts.left_s, failed):
                     began, new = True, given.take(chunk)
                     if new is not None:
                         yield new
@@ -116,24 +118,41 @@ class Client:
                     raise
             given.replay()
 
-    def _stream(
+    def _chunks(
         self,
         request: pb.GenerateRequest,
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> Generator[pb.GenerateChunk, None, None]:
+        return self._stream("GenerateStream", request, timeout_s, failed)
+
+    def _stream(
+        self,
+        method: str,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        failed: set[str] | None = None,
+    ) -> Generator[Any, None, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
         failed = set() if failed is None else failed
 
-        def begin(server: Lease, left_s: float | None) -> _Begun:
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return server, call, next(call, None)
+        def begin(server: Lease, left_s: float | None) -> tuple[Lease, Any, Any]:
+            ask = getattr(server.stub, method)
+            call = ask(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(call.initial_metadata())
+                return server, call, next(call, None)
+            except BaseException:
+                call.cancel()
+                raise
 
-        server, call, chunk = self._try(begin, beginning(request), timeout_s, failed)
+        server, call, message = self._try(begin, beginning(request), timeout_s, failed)
         try:
-            while chunk is not None:
-                yield chunk
-                chunk = next(call, None)
+            while message is not None:
+                yield message
+                message = next(call, None)
+            server.end()
+            server.hear(call.trailing_metadata())
         except grpc.RpcError as raised:
             failed.add(server.address)
             error = self._read(raised)
@@ -181,14 +200,13 @@ class Client:
         method: "Callable[[_Stub], grpc.UnaryUnaryMultiCallable[_Request, _Result]]",
         request: _Request,
         timeout_s: float | None,
-        key: bytes | None = None,
     ) -> _Result:
         def call(server: Lease, left_s: float | None) -> _Result:
             answer = method(server.stub)(request, timeout=left_s, metadata=self._metadata)
             server.end()
             return answer
 
-        return self._try(call, key, timeout_s, set())
+        return self._try(call, None, timeout_s, set())
 
     def _try(
         self,
@@ -236,4 +254,3 @@ class Client:
 
 # Multicallables are generic for type checkers alone, hence the quotes around them.
 _Stub = pb_grpc.TextGenerationStub
-_Begun = tuple[Lease, Any, pb.GenerateChunk | None]
