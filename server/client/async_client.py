@@ -75,9 +75,19 @@ class AsyncClient:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        stream = self._stream("Generate", request, timeout_s)
-        answers: list[pb.GenerateResponse] = [each async for each in stream]
-        return only(answers)
+
+        async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
+            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(await answers.initial_metadata())
+                answer: pb.GenerateResponse = only([each async for each in answers])
+            finally:
+                answers.cancel()
+            server.end()
+            server.hear(await answers.trailing_metadata())
+            return answer
+
+        return await self._try(call, beginning(request), timeout_s, set())
 
     def stream(
         self,
@@ -93,7 +103,7 @@ class AsyncClient:
         where it broke, if the server comes back within the retries.
         """
         request = seeded(make_request(prompt, options))
-        return self._resumed(request, timeout_s) if resume else self._chunks(request, timeout_s)
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     async def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
@@ -103,7 +113,7 @@ class AsyncClient:
         while True:
             began = False
             try:
-                stream = self._chunks(request, attempts.left_s, failed)
+                stream = self._stream(request, attempts.left_s, failed)
                 async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
                         began, new = True, given.take(chunk)
@@ -116,27 +126,17 @@ class AsyncClient:
                     raise
             given.replay()
 
-    def _chunks(
+    async def _stream(
         self,
         request: pb.GenerateRequest,
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        return self._stream("GenerateStream", request, timeout_s, failed)
-
-    async def _stream(
-        self,
-        method: str,
-        request: pb.GenerateRequest,
-        timeout_s: float | None,
-        failed: set[str] | None = None,
-    ) -> AsyncGenerator[Any, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
         failed = set() if failed is None else failed
 
-        async def begin(server: Lease, left_s: float | None) -> tuple[Lease, Any, Any]:
-            ask = getattr(server.stub, method)
-            call = ask(request, timeout=left_s, metadata=self._metadata)
+        async def begin(server: Lease, left_s: float | None) -> "_Begun":
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             try:
                 server.hear(await call.initial_metadata())
                 return server, call, await _next(call)
@@ -144,11 +144,11 @@ class AsyncClient:
                 call.cancel()
                 raise
 
-        server, call, message = await self._try(begin, beginning(request), timeout_s, failed)
+        server, call, chunk = await self._try(begin, beginning(request), timeout_s, failed)
         try:
-            while message is not None:
-                yield message
-                message = await _next(call)
+            while chunk is not None:
+                yield chunk
+                chunk = await _next(call)
             server.end()
             server.hear(await call.trailing_metadata())
         except grpc.aio.AioRpcError as raised:
@@ -248,7 +248,11 @@ class AsyncClient:
             raise
 
 
-async def _next(call: Any) -> Any:
+_Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
+_Begun = tuple[Lease, _Call, pb.GenerateChunk | None]
+
+
+async def _next(call: _Call) -> pb.GenerateChunk | None:
     """None: there are no more."""
-    message = await call.read()
-    return None if message is grpc.aio.EOF else message
+    chunk = await call.read()
+    return chunk if isinstance(chunk, pb.GenerateChunk) else None

@@ -80,8 +80,19 @@ class Client:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        answers: list[pb.GenerateResponse] = list(self._stream("Generate", request, timeout_s))
-        return only(answers)
+
+        def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
+            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(answers.initial_metadata())
+                answer: pb.GenerateResponse = only(list(answers))
+            finally:
+                answers.cancel()
+            server.end()
+            server.hear(answers.trailing_metadata())
+            return answer
+
+        return self._try(call, beginning(request), timeout_s, set())
 
     def stream(
         self,
@@ -97,7 +108,7 @@ class Client:
         where it broke, if the server comes back within the retries.
         """
         request = seeded(make_request(prompt, options))
-        return self._resumed(request, timeout_s) if resume else self._chunks(request, timeout_s)
+        return (self._resumed if resume else self._stream)(request, timeout_s)
 
     def _resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
@@ -107,7 +118,7 @@ class Client:
         while True:
             began = False
             try:
-                for chunk in self._chunks(request, attempts.left_s, failed):
+                for chunk in self._stream(request, attempts.left_s, failed):
                     began, new = True, given.take(chunk)
                     if new is not None:
                         yield new
@@ -118,27 +129,17 @@ class Client:
                     raise
             given.replay()
 
-    def _chunks(
+    def _stream(
         self,
         request: pb.GenerateRequest,
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> Generator[pb.GenerateChunk, None, None]:
-        return self._stream("GenerateStream", request, timeout_s, failed)
-
-    def _stream(
-        self,
-        method: str,
-        request: pb.GenerateRequest,
-        timeout_s: float | None,
-        failed: set[str] | None = None,
-    ) -> Generator[Any, None, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
         failed = set() if failed is None else failed
 
-        def begin(server: Lease, left_s: float | None) -> tuple[Lease, Any, Any]:
-            ask = getattr(server.stub, method)
-            call = ask(request, timeout=left_s, metadata=self._metadata)
+        def begin(server: Lease, left_s: float | None) -> _Begun:
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
             try:
                 server.hear(call.initial_metadata())
                 return server, call, next(call, None)
@@ -146,11 +147,11 @@ class Client:
                 call.cancel()
                 raise
 
-        server, call, message = self._try(begin, beginning(request), timeout_s, failed)
+        server, call, chunk = self._try(begin, beginning(request), timeout_s, failed)
         try:
-            while message is not None:
-                yield message
-                message = next(call, None)
+            while chunk is not None:
+                yield chunk
+                chunk = next(call, None)
             server.end()
             server.hear(call.trailing_metadata())
         except grpc.RpcError as raised:
@@ -254,3 +255,4 @@ class Client:
 
 # Multicallables are generic for type checkers alone, hence the quotes around them.
 _Stub = pb_grpc.TextGenerationStub
+_Begun = tuple[Lease, Any, pb.GenerateChunk | None]
