@@ -16,7 +16,7 @@ from quill.server.client.async_fleet import AsyncFleet
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
-from quill.server.client.fleet_state import Lease
+from quill.server.client.fleet_state import Lease, closed
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -122,7 +122,9 @@ class AsyncClient:
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or attempts.delay_s(error, warn=False) is None:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
+                if not began or delay_s is None:
                     raise
             given.replay()
 
@@ -156,6 +158,9 @@ class AsyncClient:
             error = read_error(raised, self._access)
             server.end(error)
             raise error from raised
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
         finally:
             server.end()
             call.cancel()
@@ -235,7 +240,7 @@ class AsyncClient:
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = await self._fleet.take(key, failed)
+        server = await self._fleet.take(key, failed, attempts.left_s)
         try:
             return await call(server, attempts.left_s)
         except grpc.aio.AioRpcError as raised:
@@ -243,9 +248,20 @@ class AsyncClient:
             error = read_error(raised, self._access)
             server.end(error)
             raise error from raised
+        except asyncio.CancelledError:
+            server.end()
+            self._check_open()
+            raise
         except BaseException:
             server.end()
             raise
+
+    def _check_open(self) -> None:
+        """Where a call was cancelled. If that was because the client was closed, whoever waits for
+        it isn't cancelled, and is told."""
+        task = asyncio.current_task()
+        if self._fleet.is_closed and not (task and task.cancelling()):
+            raise closed() from None
 
 
 _Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]

@@ -21,6 +21,7 @@ from quill.server.client.fleet_state import (
     FleetState,
     Lease,
     channel_options,
+    closed,
     make_stub,
 )
 from quill.server.client.health import (
@@ -58,11 +59,15 @@ class Fleet:
         if self._state.target.name is not None:
             self._start(self._follow, self._state.target.name)
 
-    def take(self, key: bytes | None, avoid: set[str]) -> Lease:
+    def take(self, key: bytes | None, avoid: set[str], left_s: float | None = None) -> Lease:
+        """`left_s`: of the call's time, of which the first one keeps half for itself."""
         with self._changed:
             if not self._was_waited_for:
-                self._changed.wait_for(lambda: self._state.is_known, HEAR_S)
+                wait_s = HEAR_S if left_s is None else min(HEAR_S, left_s / 2)
+                self._changed.wait_for(lambda: self._state.is_known, wait_s)
                 self._was_waited_for = True
+            if self.is_closed:
+                raise closed()
             address = self._state.begin(key, avoid)
             return Lease(address, self._connections[address].stub, self._end, self._hear)
 

@@ -40,6 +40,10 @@ def channel_options(target: Target, access: Access) -> ChannelOptions:
     return (*options, ("grpc.ssl_target_name_override", target.name.rpartition(":")[0]))
 
 
+def closed() -> CallError:
+    return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
 def make_stub(channel: Any) -> Any:
     """Of a channel of either kind, with Generate as a stream of one message. That is the same on
     the wire; but only a stream's headers, which tell of the load, can be read before its end."""

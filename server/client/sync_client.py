@@ -21,7 +21,7 @@ from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
 from quill.server.client.fleet import Fleet
-from quill.server.client.fleet_state import Lease
+from quill.server.client.fleet_state import Lease, closed
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -125,7 +125,9 @@ class Client:
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or attempts.delay_s(error, warn=False) is None:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
+                if not began or delay_s is None:
                     raise
             given.replay()
 
@@ -235,7 +237,7 @@ class Client:
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = self._fleet.take(key, failed)
+        server = self._fleet.take(key, failed, attempts.left_s)
         try:
             return call(server, attempts.left_s)
         except grpc.RpcError as raised:
@@ -249,7 +251,7 @@ class Client:
 
     def _read(self, error: grpc.RpcError) -> CallError:
         if self._fleet.is_closed:  # in another thread
-            return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+            return closed()
         return read_error(error, self._access)
 
 

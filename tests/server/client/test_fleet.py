@@ -20,6 +20,7 @@ from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.call_error import CallError
 from quill.server.client.fleet_state import make_stub
+from quill.server.client.health import HEAR_S
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.load_header import read_load
@@ -186,6 +187,20 @@ def test_first_call_minds_neither_the_dead_nor_the_silent() -> None:
         with Client(address, NEVER) as client:
             assert {home_of(client, prompt) for prompt in "abcdefgh"} == {running.address}
             assert [each.is_serving for each in client.servers()].count(True) == 1
+
+
+def test_first_call_keeps_half_of_its_time_for_those_who_speak() -> None:
+    async def main(address: str) -> str:
+        async with AsyncClient(address, NEVER) as client:
+            answer = await client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
+            return answer.sequences[0].text
+
+    with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"quill://127.0.0.1:{silent.getsockname()[1]},{running.address}"
+        with Client(address, NEVER) as client:
+            answer = client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
+            assert answer.sequences[0].text == "de"
+        assert asyncio.run(main(address)) == "de"
 
 
 def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:
