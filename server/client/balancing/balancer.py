@@ -12,7 +12,7 @@ every third call left the cache that knew its beginning, and three servers with 
 that everybody asks for overflows to the next ones, always the same.
 
 A client that counted its own calls only would bound its own only: sixteen of them put 4.0 times the
-mean on one of twenty simulated servers, and 2.2 with what servers say. A server that wasn't asked
+mean on one of twenty simulated servers, and 2.3 with what servers say. A server that wasn't asked
 lately is taken to have none of others' calls: if that is wrong, the first call there tells. Where
 some never tell, being older, own calls are all that counts; else those would attract all.
 """
