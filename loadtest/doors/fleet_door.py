@@ -1,15 +1,17 @@
 """Quill's own wire to several servers, as its clients choose among them.
 
-Knows: fleets. Does not know: what is asked, clocks. Nothing is asked twice: a load test wants to
-see what fails.
+Knows: fleets, resuming. Does not know: what is asked. What a server refuses or breaks off is asked
+at another one, as clients do it, and goes on with the same tokens. Nobody is waited for: where no
+other serves, a load test wants to see what fails.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 
 from quill.loadtest.doors.door import CallError, Chunks
-from quill.loadtest.doors.grpc_door import call_error
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
@@ -18,6 +20,9 @@ from quill.server.client.call_error import CallError as ClientError
 from quill.server.client.call_error import read_error
 from quill.server.client.fleet import Fleet
 from quill.server.client.fleet_state import Lease
+from quill.server.client.requests import seeded
+from quill.server.client.resume import ResumeFilter
+from quill.server.client.retry import Attempts, Retries, is_passing
 
 
 class FleetDoor:
@@ -31,39 +36,66 @@ class FleetDoor:
         return self._fleet.servers()
 
     def stream(self, request: pb.GenerateRequest, timeout_s: float) -> Chunks:
-        server = self._take(beginning(request))
-        metadata = self._access.metadata
-        call = server.stub.GenerateStream(request, timeout=timeout_s, metadata=metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            server.end(read_error(error, self._access))
-            raise call_error(error) from error
-        finally:
-            server.end()
-            call.cancel()
+        asked, given = pb.GenerateRequest(), ResumeFilter()
+        asked.CopyFrom(request)
+        seeded(asked)
+        attempts, failed = Attempts(Retries(), timeout_s), set[str]()
+        while True:
+            try:
+                for chunk in self._ask(asked, attempts.left_s, failed):
+                    new = given.take(chunk)
+                    if new is not None:
+                        yield new
+                return
+            except ClientError as error:
+                self._check_other(error, failed)
+            given.replay()
 
     def embed(self, request: pb.EmbedRequest, timeout_s: float) -> pb.EmbedResponse:
-        server = self._take(None)
-        try:
-            metadata = self._access.metadata
-            answer: pb.EmbedResponse = server.stub.Embed(
-                request, timeout=timeout_s, metadata=metadata
-            )
-        except grpc.RpcError as error:
-            server.end(read_error(error, self._access))
-            raise call_error(error) from error
-        finally:
-            server.end()
-        return answer
+        attempts, failed = Attempts(Retries(), timeout_s), set[str]()
+        while True:
+            try:
+                with self._asking(None, failed) as server:
+                    metadata = self._access.metadata
+                    answer: pb.EmbedResponse = server.stub.Embed(
+                        request, timeout=attempts.left_s, metadata=metadata
+                    )
+                return answer
+            except ClientError as error:
+                self._check_other(error, failed)
 
     def close(self) -> None:
         self._fleet.close()
 
-    def _take(self, key: bytes | None) -> Lease:
+    def _ask(self, request: pb.GenerateRequest, left_s: float | None, failed: set[str]) -> Chunks:
+        with self._asking(beginning(request), failed) as server:
+            metadata = self._access.metadata
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=metadata)
+            try:
+                server.hear(call.initial_metadata())
+                yield from call
+                server.end()
+                server.hear(call.trailing_metadata())
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _asking(self, key: bytes | None, failed: set[str]) -> Iterator[Lease]:
+        """One server once. It joins the `failed` if it does."""
+        server = self._fleet.take(key, failed)
         try:
-            return self._fleet.take(key, set())
-        except ClientError as error:
+            yield server
+        except grpc.RpcError as raised:
+            failed.add(server.address)
+            error = read_error(raised, self._access)
+            server.end(error)
+            raise error from raised
+        finally:
+            server.end()
+
+    def _check_other(self, error: ClientError, failed: set[str]) -> None:
+        """Raises if asking elsewhere is no use, or nobody else serves."""
+        if not is_passing(error) or not self._fleet.has_other(failed):
             raise CallError(error.code.name, error.reason) from error
 
 

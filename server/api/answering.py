@@ -5,7 +5,8 @@ Knows: grpc.aio's contexts. Does not know: what calls do.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -15,6 +16,7 @@ from quill.protos import kserve_pb2 as kserve
 from quill.server.api.status import grpc_status
 from quill.server.auth.caller import ANYBODY, CALLER, Caller, certified_caller
 from quill.server.errors import RequestError, SlowReaderError
+from quill.server.load_header import write_load
 from quill.server.service.calls import raising_context
 from quill.server.service.origin import Door, Origin
 from quill.server.telemetry.tracing import HEADERS
@@ -38,11 +40,32 @@ async def answering(method: str, context: Context, door: Door = "grpc") -> Async
         await context.abort_with_status(grpc_status(error, origin.request_id))
 
 
+@raising_context
+async def telling_load(
+    method: str, context: Context, num_requests: Callable[[], int], timeout_s: float
+) -> AsyncIterator[Origin]:
+    """The same, and the client hears how much there is to do: when its request is taken in, which
+    is before its first token, and at its end. Who is refused hears only that: headers would
+    keep gRPC's own retries from trying again."""
+
+    async def tell() -> None:
+        headers = write_load(num_requests())
+        await _sent(context.send_initial_metadata(headers), timeout_s)
+
+    async with answering(method, context) as origin:
+        yield replace(origin, note_taken_in=tell)
+        context.set_trailing_metadata(write_load(num_requests()))
+
+
 async def write(message: Message, context: Context, timeout_s: float) -> None:
     """To whoever reads. Who doesn't, is told so and keeps nobody waiting."""
+    await _sent(context.write(message), timeout_s)
+
+
+async def _sent(sending: Awaitable[None], timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await context.write(message)
+            await sending
     except TimeoutError:
         raise SlowReaderError(f"nothing was read for {timeout_s:g} s") from None
     except grpc.aio.InternalError as error:

@@ -3,9 +3,12 @@
 Knows: grpc.aio. Does not know: what calls do.
 """
 
+from contextlib import AbstractAsyncContextManager
+
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api.answering import Context, answering, write
+from quill.server.api.answering import Context, answering, telling_load, write
+from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 
 
@@ -14,8 +17,15 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         self._service = service
         self._write_timeout_s = write_timeout_s
 
+    def _answering(
+        self, method: str, context: Context
+    ) -> AbstractAsyncContextManager[Origin, None]:
+        """For calls that the engine has to do with."""
+        service = self._service
+        return telling_load(method, context, lambda: service.num_requests, self._write_timeout_s)
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with answering("Generate", context) as origin:
+        async with self._answering("Generate", context) as origin:
             return await self._service.generate(request, origin)
 
     async def GenerateStream(  # type: ignore[override]
@@ -25,19 +35,19 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         async def send(chunk: pb.GenerateChunk) -> None:
             await write(chunk, context, self._write_timeout_s)
 
-        async with answering("GenerateStream", context) as origin:
+        async with self._answering("GenerateStream", context) as origin:
             await self._service.generate_stream(request, origin, send)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        async with answering("Score", context) as origin:
+        async with self._answering("Score", context) as origin:
             return await self._service.score(request, origin)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        async with answering("Embed", context) as origin:
+        async with self._answering("Embed", context) as origin:
             return await self._service.embed(request, origin)
 
     async def FillMask(self, request: pb.FillMaskRequest, context: Context) -> pb.FillMaskResponse:
-        async with answering("FillMask", context) as origin:
+        async with self._answering("FillMask", context) as origin:
             return await self._service.fill_mask(request, origin)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -16,7 +16,7 @@ from quill.server.client.async_fleet import AsyncFleet
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
-from quill.server.client.fleet_state import Lease
+from quill.server.client.fleet_state import Lease, closed
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -25,6 +25,7 @@ from quill.server.client.requests import (
     embed_request,
     fill_request,
     make_request,
+    only,
     score_request,
     seeded,
 )
@@ -74,7 +75,19 @@ class AsyncClient:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        return await self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
+
+        async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
+            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(await answers.initial_metadata())
+                answer: pb.GenerateResponse = only([each async for each in answers])
+            finally:
+                answers.cancel()
+            server.end()
+            server.hear(await answers.trailing_metadata())
+            return answer
+
+        return await self._try(call, beginning(request), timeout_s, set())
 
     def stream(
         self,
@@ -109,7 +122,9 @@ class AsyncClient:
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or attempts.delay_s(error, warn=False) is None:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
+                if not began or delay_s is None:
                     raise
             given.replay()
 
@@ -124,18 +139,28 @@ class AsyncClient:
 
         async def begin(server: Lease, left_s: float | None) -> "_Begun":
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return server, call, await _next(call)
+            try:
+                server.hear(await call.initial_metadata())
+                return server, call, await _next(call)
+            except BaseException:
+                call.cancel()
+                raise
 
         server, call, chunk = await self._try(begin, beginning(request), timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
                 chunk = await _next(call)
+            server.end()
+            server.hear(await call.trailing_metadata())
         except grpc.aio.AioRpcError as raised:
             failed.add(server.address)
             error = read_error(raised, self._access)
             server.end(error)
             raise error from raised
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
         finally:
             server.end()
             call.cancel()
@@ -181,14 +206,13 @@ class AsyncClient:
         method: Callable[[Any], grpc.aio.UnaryUnaryMultiCallable[_Request, _Result]],
         request: _Request,
         timeout_s: float | None,
-        key: bytes | None = None,
     ) -> _Result:
         async def call(server: Lease, left_s: float | None) -> _Result:
             answer = await method(server.stub)(request, timeout=left_s, metadata=self._metadata)
             server.end()
             return answer
 
-        return await self._try(call, key, timeout_s, set())
+        return await self._try(call, None, timeout_s, set())
 
     async def _try(
         self,
@@ -216,7 +240,7 @@ class AsyncClient:
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = await self._fleet.take(key, failed)
+        server = await self._fleet.take(key, failed, attempts.left_s)
         try:
             return await call(server, attempts.left_s)
         except grpc.aio.AioRpcError as raised:
@@ -224,9 +248,20 @@ class AsyncClient:
             error = read_error(raised, self._access)
             server.end(error)
             raise error from raised
+        except asyncio.CancelledError:
+            server.end()
+            self._check_open()
+            raise
         except BaseException:
             server.end()
             raise
+
+    def _check_open(self) -> None:
+        """Where a call was cancelled. If that was because the client was closed, whoever waits for
+        it isn't cancelled, and is told."""
+        task = asyncio.current_task()
+        if self._fleet.is_closed and not (task and task.cancelling()):
+            raise closed() from None
 
 
 _Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]

@@ -13,12 +13,11 @@ from typing import Any
 
 import grpc
 
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.target import read_target, resolve
 from quill.server.client.call_error import CallError
-from quill.server.client.fleet_state import FleetState, Lease, channel_options
+from quill.server.client.fleet_state import FleetState, Lease, channel_options, closed, make_stub
 from quill.server.client.health import (
     HEAR_S,
     QUESTION,
@@ -48,12 +47,16 @@ class AsyncFleet:
         self._known = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_begun = False
+        self.is_closed = False
 
-    async def take(self, key: bytes | None, avoid: set[str]) -> Lease:
+    async def take(self, key: bytes | None, avoid: set[str], left_s: float | None = None) -> Lease:
+        """`left_s`: of the call's time, of which the first one keeps half for itself."""
         if not self._known.is_set():
-            await self._wait_until_known()
+            await self._wait_until_known(HEAR_S if left_s is None else min(HEAR_S, left_s / 2))
+        if self.is_closed:
+            raise closed()
         address = self._state.begin(key, avoid)
-        return Lease(address, self._connections[address].stub, self._end)
+        return Lease(address, self._connections[address].stub, self._end, self._state.hear)
 
     def has_other(self, avoid: set[str]) -> bool:
         return self._state.balancer.has_other(avoid)
@@ -62,6 +65,7 @@ class AsyncFleet:
         return self._state.balancer.states()
 
     async def close(self) -> None:
+        self.is_closed = True
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -69,7 +73,7 @@ class AsyncFleet:
         for connection in self._connections.values():
             await connection.channel.close()
 
-    async def _wait_until_known(self) -> None:
+    async def _wait_until_known(self, wait_s: float) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._connect()
@@ -77,7 +81,7 @@ class AsyncFleet:
                 self._start(self._follow(self._state.target.name))
             self._tell()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEAR_S):
+            async with asyncio.timeout(wait_s):
                 await self._known.wait()
         self._known.set()
 
@@ -93,7 +97,7 @@ class AsyncFleet:
         for state in self._state.balancer.states():
             if state.address not in self._connections:
                 channel = _open(state.address, self._access, self._options)
-                connection = _Connection(channel, pb_grpc.TextGenerationStub(channel))
+                connection = _Connection(channel, make_stub(channel))
                 self._connections[state.address] = connection
                 if self._state.target.is_watched:
                     connection.watch = self._start(self._watch(state.address, connection))

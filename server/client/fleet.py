@@ -12,12 +12,18 @@ from typing import Any
 
 import grpc
 
-from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.target import read_target, resolve
 from quill.server.client.call_error import CallError
-from quill.server.client.fleet_state import ChannelOptions, FleetState, Lease, channel_options
+from quill.server.client.fleet_state import (
+    ChannelOptions,
+    FleetState,
+    Lease,
+    channel_options,
+    closed,
+    make_stub,
+)
 from quill.server.client.health import (
     HEAR_S,
     QUESTION,
@@ -32,7 +38,7 @@ from quill.server.client.health import (
 @dataclass
 class _Connection:
     channel: grpc.Channel
-    stub: pb_grpc.TextGenerationStub
+    stub: Any
     watch: Any = None  # the call that listens to its health
 
 
@@ -53,13 +59,17 @@ class Fleet:
         if self._state.target.name is not None:
             self._start(self._follow, self._state.target.name)
 
-    def take(self, key: bytes | None, avoid: set[str]) -> Lease:
+    def take(self, key: bytes | None, avoid: set[str], left_s: float | None = None) -> Lease:
+        """`left_s`: of the call's time, of which the first one keeps half for itself."""
         with self._changed:
             if not self._was_waited_for:
-                self._changed.wait_for(lambda: self._state.is_known, HEAR_S)
+                wait_s = HEAR_S if left_s is None else min(HEAR_S, left_s / 2)
+                self._changed.wait_for(lambda: self._state.is_known, wait_s)
                 self._was_waited_for = True
+            if self.is_closed:
+                raise closed()
             address = self._state.begin(key, avoid)
-            return Lease(address, self._connections[address].stub, self._end)
+            return Lease(address, self._connections[address].stub, self._end, self._hear)
 
     def has_other(self, avoid: set[str]) -> bool:
         with self._changed:
@@ -87,12 +97,16 @@ class Fleet:
                 connection.watch.cancel()  # its thread asks anew
             self._leave()
 
+    def _hear(self, address: str, num_calls: int | None) -> None:
+        with self._changed:
+            self._state.hear(address, num_calls)
+
     def _connect(self) -> None:
         """To those that are new."""
         for state in self._state.balancer.states():
             if state.address not in self._connections and not self.is_closed:
                 channel = self._access.channel(state.address, self._options)
-                connection = _Connection(channel, pb_grpc.TextGenerationStub(channel))
+                connection = _Connection(channel, make_stub(channel))
                 self._connections[state.address] = connection
                 if self._state.target.is_watched:
                     self._start(self._watch, state.address, connection)

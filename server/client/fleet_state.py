@@ -4,22 +4,27 @@ Knows: the balancer, who was heard from. Does not know: channels, threads, loops
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from quill.protos import generation_pb2 as pb
+from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import CHANNEL_OPTIONS, Access
 from quill.server.client.balancing.balancer import Balancer
 from quill.server.client.balancing.target import Target
 from quill.server.client.call_error import CallError
 from quill.server.client.health import RECONNECT_OPTIONS
 from quill.server.client.retry import is_passing
+from quill.server.load_header import read_load
 
 logger = logging.getLogger(__name__)
 
 ChannelOptions = tuple[tuple[str, Any], ...]
+_GENERATE = f"/{pb.DESCRIPTOR.services_by_name['TextGeneration'].full_name}/Generate"
 
 
 def channel_options(target: Target, access: Access) -> ChannelOptions:
@@ -35,6 +40,22 @@ def channel_options(target: Target, access: Access) -> ChannelOptions:
     return (*options, ("grpc.ssl_target_name_override", target.name.rpartition(":")[0]))
 
 
+def closed() -> CallError:
+    return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
+def make_stub(channel: Any) -> Any:
+    """Of a channel of either kind, with Generate as a stream of one message. That is the same on
+    the wire; but only a stream's headers, which tell of the load, can be read before its end."""
+    stub = pb_grpc.TextGenerationStub(channel)
+    stub.Generate = channel.unary_stream(
+        _GENERATE,
+        request_serializer=pb.GenerateRequest.SerializeToString,
+        response_deserializer=pb.GenerateResponse.FromString,
+    )
+    return stub
+
+
 @dataclass
 class Lease:
     """A server for one call. `end` it once, with the error if there was one."""
@@ -42,12 +63,17 @@ class Lease:
     address: str
     stub: Any
     _end: Callable[[str, CallError | None], None]
+    _hear: Callable[[str, int | None], None]
     _is_over: bool = False
 
     def end(self, error: CallError | None = None) -> None:
         if not self._is_over:
             self._is_over = True
             self._end(self.address, error)
+
+    def hear(self, metadata: Any) -> None:
+        """The call's headers, while it goes on, or its trailers after its end."""
+        self._hear(self.address, read_load(metadata))
 
 
 class FleetState:
@@ -84,7 +110,10 @@ class FleetState:
         if not self.balancer.states():
             reason = f"no servers are known by the name {self.target.name}: {self.problem}"
             raise CallError(grpc.StatusCode.UNAVAILABLE, reason)
-        return self.balancer.begin(key, avoid)
+        return self.balancer.begin(key, avoid, time.monotonic())
+
+    def hear(self, address: str, num_calls: int | None) -> None:
+        self.balancer.hear(address, num_calls, time.monotonic())
 
     def end(self, address: str, error: CallError | None) -> bool:
         """Whether the server is to be asked at once how it is."""

@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import grpc
 
@@ -18,7 +18,7 @@ from quill.server.client.call_error import CallError
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
 # What to embed: one text, or several, each as text or token ids, or with a range of these.
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
-
+_Answer = TypeVar("_Answer")
 
 _MODES = {
     "auto": pb.TOOL_MODE_AUTO,
@@ -150,6 +150,14 @@ def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
     if not request.HasField("seed"):
         request.seed = secrets.randbits(63)
     return request
+
+
+def only(answers: Sequence[_Answer]) -> _Answer:
+    """Of a call that has one."""
+    if len(answers) != 1:
+        reason = f"the call ended well, and with {len(answers)} answers in place of one"
+        raise CallError(grpc.StatusCode.INTERNAL, reason)
+    return answers[0]
 
 
 def _input(prompt: Prompt) -> dict[str, Any]:

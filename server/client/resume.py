@@ -12,6 +12,9 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.server.client.call_error import CallError
 
+# Ends that an answer has wherever it is made; deadlines cut it sooner the second time.
+WHOLE = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_EOS, pb.FINISH_REASON_LENGTH)
+
 
 class ResumeFilter:
     """What the caller has of each sequence. `replay` when the answer begins again."""
@@ -41,6 +44,8 @@ class ResumeFilter:
         self._tokens[number] += chunk.token_ids[old:]
         self._text[number] += chunk.text[old_text:]
         calls = [new for piece in chunk.tool_calls if (new := self._new(number, piece))]
+        if chunk.finish_reason in WHOLE and self._num_tokens[number] < len(self._tokens[number]):
+            raise _another()  # it ends before what was given does
         if chunk.finish_reason:
             self._ended.add(number)
         return None if has_ended else self._rest(chunk, old, old_text, calls)
@@ -80,9 +85,13 @@ class ResumeFilter:
         """How many of what came were given before."""
         before = given[seen : seen + len(came)]
         if before != came[: len(before)]:
-            raise CallError(
-                grpc.StatusCode.DATA_LOSS,
-                "the stream broke, and the answer that came instead is another one. Is another "
-                "model served now, or one that isn't deterministic?",
-            )
+            raise _another()
         return len(before)
+
+
+def _another() -> CallError:
+    return CallError(
+        grpc.StatusCode.DATA_LOSS,
+        "the stream broke, and the answer that came instead is another one. Is another model "
+        "served now, or one that isn't deterministic?",
+    )

@@ -21,7 +21,7 @@ from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
 from quill.server.client.call_error import CallError, read_error
 from quill.server.client.fleet import Fleet
-from quill.server.client.fleet_state import Lease
+from quill.server.client.fleet_state import Lease, closed
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -30,6 +30,7 @@ from quill.server.client.requests import (
     embed_request,
     fill_request,
     make_request,
+    only,
     score_request,
     seeded,
 )
@@ -79,7 +80,19 @@ class Client:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
-        return self._call(lambda stub: stub.Generate, request, timeout_s, beginning(request))
+
+        def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
+            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            try:
+                server.hear(answers.initial_metadata())
+                answer: pb.GenerateResponse = only(list(answers))
+            finally:
+                answers.cancel()
+            server.end()
+            server.hear(answers.trailing_metadata())
+            return answer
+
+        return self._try(call, beginning(request), timeout_s, set())
 
     def stream(
         self,
@@ -112,7 +125,9 @@ class Client:
                 return
             except CallError as error:
                 # Before its first chunk a call has been tried often enough.
-                if not began or attempts.delay_s(error, warn=False) is None:
+                elsewhere = self._fleet.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
+                if not began or delay_s is None:
                     raise
             given.replay()
 
@@ -127,13 +142,20 @@ class Client:
 
         def begin(server: Lease, left_s: float | None) -> _Begun:
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
-            return server, call, next(call, None)
+            try:
+                server.hear(call.initial_metadata())
+                return server, call, next(call, None)
+            except BaseException:
+                call.cancel()
+                raise
 
         server, call, chunk = self._try(begin, beginning(request), timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
                 chunk = next(call, None)
+            server.end()
+            server.hear(call.trailing_metadata())
         except grpc.RpcError as raised:
             failed.add(server.address)
             error = self._read(raised)
@@ -181,14 +203,13 @@ class Client:
         method: "Callable[[_Stub], grpc.UnaryUnaryMultiCallable[_Request, _Result]]",
         request: _Request,
         timeout_s: float | None,
-        key: bytes | None = None,
     ) -> _Result:
         def call(server: Lease, left_s: float | None) -> _Result:
             answer = method(server.stub)(request, timeout=left_s, metadata=self._metadata)
             server.end()
             return answer
 
-        return self._try(call, key, timeout_s, set())
+        return self._try(call, None, timeout_s, set())
 
     def _try(
         self,
@@ -216,7 +237,7 @@ class Client:
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = self._fleet.take(key, failed)
+        server = self._fleet.take(key, failed, attempts.left_s)
         try:
             return call(server, attempts.left_s)
         except grpc.RpcError as raised:
@@ -230,7 +251,7 @@ class Client:
 
     def _read(self, error: grpc.RpcError) -> CallError:
         if self._fleet.is_closed:  # in another thread
-            return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+            return closed()
         return read_error(error, self._access)
 
 

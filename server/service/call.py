@@ -169,6 +169,7 @@ class Call:
     async def _serve(self, parsed: ParsedRequest, send: _SendChunk, spending: Paying) -> None:
         record, request = self._record, parsed.request
         with self._dispatcher.serve(request, self._instance.engine) as inbox:
+            await self._origin.note_taken_in()
             answer = Answer(parsed, self.served.text, inbox.end)
             try:
                 while not answer.is_over:

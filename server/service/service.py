@@ -28,6 +28,11 @@ class Service:
         self._share_cache = share_cache
         self.calls = calls
 
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, of all doors."""
+        return len(self._dispatcher)
+
     @raising_context
     async def call(self, origin: Origin) -> AsyncIterator[Call]:
         async with self.calls.call(origin) as record:

@@ -58,10 +58,6 @@ class Replica:
     def is_stepping(self) -> bool:
         return self._plan is not None
 
-    @property
-    def num_present(self) -> int:
-        return self._scheduler.num_waiting + self._scheduler.num_rows
-
     def add(self, request: Request) -> bool:
         """False: its queue is full."""
         if self._scheduler.num_waiting >= self._max_waiting:

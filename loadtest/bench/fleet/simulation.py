@@ -5,7 +5,8 @@ that is the real code of server/scheduler/ and server/client/balancing/.
 
 As the clients do it, a call whose server dies or refuses is asked at another one at once, as often
 as a client tries; what the dead server had made is made again there. Deaths are heard of at once,
-as on connections that break.
+as on connections that break. Servers tell of their load as real ones do: a call's own client, when
+it is taken in and when it ends, and nobody else.
 """
 
 import heapq
@@ -134,10 +135,11 @@ class Simulation:
         balancer = self._balancers[state.client]
         while state.num_tries < self._max_tries:
             state.num_tries += 1
-            name = balancer.begin(state.call.key, state.avoid)
+            name = balancer.begin(state.call.key, state.avoid, self._now_s)
             state.server = number = self._numbers[name]
             if self._replicas[number].add(_request(state)):
                 self._present[number][_name(state)] = state
+                self._tell_load(state)
                 self._step(number)
                 return
             balancer.end(name, has_failed=True)
@@ -162,6 +164,7 @@ class Simulation:
             state = present.pop(name)
             state.end_s = self._now_s
             self._balancers[state.client].end(self._names[number])
+            self._tell_load(state)
         self._step(number)
 
     def _die(self, number: int) -> None:
@@ -176,6 +179,10 @@ class Simulation:
             self._result.num_retries += 1
             state.avoid |= {name}
             self._ask(state)
+
+    def _tell_load(self, state: CallState) -> None:
+        num_calls = len(self._present[state.server])
+        self._balancers[state.client].hear(self._names[state.server], num_calls, self._now_s)
 
     def _note(self, number: int, *, is_serving: bool) -> None:
         for balancer in self._balancers:

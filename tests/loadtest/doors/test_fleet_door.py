@@ -30,7 +30,7 @@ def test_answers_come_through_it_and_are_counted(server: OwnServer) -> None:
         assert not states["127.0.0.1:1"].is_serving
 
 
-def test_nothing_is_asked_twice() -> None:
+def test_where_nobody_serves_nothing_is_asked_twice() -> None:
     with closing(FleetDoor("quill://127.0.0.1:1,127.0.0.1:2")) as door:
         with pytest.raises(CallError) as caught:
             list(door.stream(REQUEST, 30.0))

@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
+import grpc
 import pytest
 
+from quill.protos import generation_pb2 as pb
 from quill.server.auth.key_file import add_key
 from quill.server.client import fleet
 from quill.server.client.access import Access, AccessError
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.call_error import CallError
+from quill.server.client.fleet_state import make_stub
+from quill.server.client.health import HEAR_S
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
+from quill.server.load_header import read_load
 from tests.server.authority import Authority, write
 from tests.server.process import wait_until
 from tests.server.running import Running, running_server
@@ -103,6 +109,62 @@ def test_loaded_server_is_spared() -> None:
         assert home_of(client, "abc") == home
 
 
+def test_server_tells_of_its_load_when_a_request_is_taken_in_and_when_it_ends() -> None:
+    """The first before there is a token: a loaded server would tell too late."""
+    with running_server() as running:
+        running.session.hold()
+        request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+        with grpc.insecure_channel(running.address) as channel:
+            stub = make_stub(channel)
+            calls = [stub.GenerateStream(request, timeout=TIMEOUT_S) for _ in range(2)]
+            assert sorted(read_load(each.initial_metadata()) or 0 for each in calls) == [1, 2]
+            whole = stub.Generate(request, timeout=TIMEOUT_S)
+            assert read_load(whole.initial_metadata()) == 3
+            running.session.let_go()
+            assert ["".join(chunk.text for chunk in each) for each in calls] == ["de", "de"]
+            assert [answer.sequences[0].text for answer in whole] == ["de"]
+            told = [read_load(each.trailing_metadata()) for each in (*calls, whole)]
+            assert min(each for each in told if each is not None) == 0
+            with pytest.raises(grpc.RpcError) as refused:
+                list(stub.GenerateStream(pb.GenerateRequest(), timeout=TIMEOUT_S))
+            assert read_load(cast("Any", refused.value).initial_metadata()) is None
+
+
+def test_server_that_others_load_is_spared_by_both_clients() -> None:
+    async def ask_in_asyncio(address: str) -> None:
+        async with AsyncClient(address, NEVER) as client:
+            first = asyncio.ensure_future(client.generate("abc", max_new_tokens=2))
+            while not any(each.num_others for each in client.servers()):
+                await asyncio.sleep(0.001)
+            second = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+            assert second.sequences[0].text == "de"
+            assert sorted(each.num_outstanding for each in client.servers()) == [0, 1]
+            first.cancel()
+
+    with (
+        running_server(max_waiting=40) as one,
+        running_server(max_waiting=40) as other,
+        Client(address_of([one, other]), NEVER) as client,
+        ThreadPoolExecutor(21) as threads,
+    ):
+        address = home_of(client, "abc")
+        home = one if one.address == address else other
+        home.session.hold()
+        with Client(address, NEVER) as rude:
+            running = [threads.submit(ask, rude, "abc") for _ in range(20)]
+            home.wait_for_requests(20)
+            running.append(threads.submit(ask, client, "abc"))
+            wait_until(lambda: state_of(client, address).num_others == 20, "it has told")
+            assert home_of(client, "abc") != address
+            asyncio.run(ask_in_asyncio(address_of([one, other])))
+            home.session.let_go()
+            assert {each.result(TIMEOUT_S) for each in running} == {"de"}
+        assert state_of(client, address).num_others < 20
+        home.wait_for_requests(0)
+        with Client(address_of([one, other]), NEVER) as new:
+            assert home_of(new, "abc") == address
+
+
 def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
     with several(2) as servers, Client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")
@@ -125,6 +187,20 @@ def test_first_call_minds_neither_the_dead_nor_the_silent() -> None:
         with Client(address, NEVER) as client:
             assert {home_of(client, prompt) for prompt in "abcdefgh"} == {running.address}
             assert [each.is_serving for each in client.servers()].count(True) == 1
+
+
+def test_first_call_keeps_half_of_its_time_for_those_who_speak() -> None:
+    async def main(address: str) -> str:
+        async with AsyncClient(address, NEVER) as client:
+            answer = await client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
+            return answer.sequences[0].text
+
+    with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"quill://127.0.0.1:{silent.getsockname()[1]},{running.address}"
+        with Client(address, NEVER) as client:
+            answer = client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
+            assert answer.sequences[0].text == "de"
+        assert asyncio.run(main(address)) == "de"
 
 
 def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:

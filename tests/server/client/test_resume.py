@@ -44,6 +44,24 @@ def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
     assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_LENGTH)
 
 
+def test_answer_that_ends_before_what_was_given_is_another_one() -> None:
+    given = ResumeFilter()
+    take(given, chunk("abc"))
+    given.replay()
+    with pytest.raises(CallError, match="another one") as caught:
+        take(given, chunk("a"), chunk("b", last=True))
+    assert caught.value.code is grpc.StatusCode.DATA_LOSS
+
+
+def test_answer_that_the_clock_cuts_before_what_was_given_ends_by_the_clock() -> None:
+    given = ResumeFilter()
+    take(given, chunk("abc"))
+    given.replay()
+    cut = chunk("b")
+    cut.finish_reason = pb.FINISH_REASON_DEADLINE
+    assert take(given, chunk("a"), cut) == [""]
+
+
 def test_end_is_told_once() -> None:
     given = ResumeFilter()
     take(given, chunk("ab", last=True), chunk("x", 1))

@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
 import pytest
@@ -188,3 +189,37 @@ def test_deadline_is_not_overrun_by_another_try() -> None:
         with Client(server.address, patient, waits.append) as client, pytest.raises(CallError):
             list(client.stream("x", resume=True, timeout_s=TIMEOUT_S))
         assert (waits, server.num_calls) == ([], 1)
+
+
+def test_client_that_is_closed_while_it_waits_to_try_again_says_so() -> None:
+    def close(delay_s: float) -> None:
+        client.close()
+
+    client = Client("127.0.0.1:1", AT_ONCE, sleep=close)
+    with pytest.raises(CallError, match="client was closed") as caught:
+        client.model()
+    assert caught.value.code is grpc.StatusCode.CANCELLED
+
+
+async def read(client: AsyncClient) -> object:
+    return [chunk.text async for chunk in client.stream("x", resume=True, timeout_s=TIMEOUT_S)]
+
+
+@pytest.mark.parametrize("call", [read, lambda each: each.generate("x"), AsyncClient.model])
+def test_client_for_asyncio_that_is_closed_meanwhile_says_so_and_cancels_no_task(
+    call: Callable[[AsyncClient], Coroutine[Any, Any, object]],
+) -> None:
+    async def main(address: str) -> None:
+        client = AsyncClient(address, AT_ONCE)
+        calling = asyncio.ensure_future(call(client))
+        while not server.num_calls:
+            await asyncio.sleep(0.001)
+        await client.close()
+        for each in (calling, client.model()):
+            with pytest.raises(CallError, match="client was closed"):
+                await each
+
+    with breaking_server([*CHUNKS[:2], CHUNKS[0]], NO_END) as server:
+        server.may_end.clear()
+        asyncio.run(main(server.address))
+        assert server.num_calls == 1

@@ -17,7 +17,8 @@ from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_
 from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 100
-ONCE = Retries(max_retries=1)
+# Another server is asked at once: nobody has the time to wait for the same one.
+ONCE = Retries(max_retries=1, first_s=10 * PATIENCE_S, max_s=10 * PATIENCE_S)
 Kill = Callable[[tuple[ServerState, ...]], None]
 
 

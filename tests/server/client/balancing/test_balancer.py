@@ -5,10 +5,11 @@ from collections import Counter
 
 import pytest
 
-from quill.server.client.balancing.balancer import Balancer, bound
+from quill.server.client.balancing.balancer import WORD_S, Balancer, bound
 from quill.server.client.balancing.target import BALANCES, Balance
 
 SERVERS = ("a:1", "b:1", "c:1")
+KEYS = [str(number).encode() for number in range(50)]
 
 
 def balancer(balance: Balance = "affinity", servers: tuple[str, ...] = SERVERS) -> Balancer:
@@ -132,3 +133,102 @@ def test_server_that_left_ends_its_calls_and_one_that_stays_keeps_its_numbers() 
     assert not given.knows("a:1")
     assert outstanding(given) == {"b:1": 0, "d:1": 0}
     assert [each.num_failed for each in given.states()] == [2, 0]
+
+
+def home_of(given: Balancer, key: bytes, now_s: float = 0.0) -> str:
+    home = given.begin(key, now_s=now_s)
+    given.end(home)
+    return home
+
+
+def test_server_that_others_load_is_spared_until_it_says_otherwise() -> None:
+    given = balancer()
+    home = home_of(given, b"one")
+    for server in SERVERS:
+        given.hear(server, 20 if server == home else 2, 0.0)
+    assert home_of(given, b"one") != home
+    given.hear(home, 4, 1.0)
+    assert home_of(given, b"one", 1.0) == home
+
+
+@pytest.mark.parametrize("balance", ["affinity", "least"])
+def test_call_without_a_key_goes_where_everybody_has_the_fewest(balance: Balance) -> None:
+    given = balancer(balance)
+    for server, num_calls in zip(SERVERS, (7, 3, 5), strict=True):
+        given.hear(server, num_calls, 0.0)
+    asked = [given.begin(None) for _ in range(9)]
+    assert asked[:2] == ["b:1", "b:1"]
+    assert Counter(asked) == {"a:1": 1, "b:1": 5, "c:1": 3}
+
+
+def test_own_calls_are_not_counted_twice() -> None:
+    """One client alone is balanced as if nobody said anything."""
+    silent, told = balancer(), balancer()
+    chance = random.Random(1)
+    running: list[str] = []
+    for step in range(2000):
+        if running and chance.random() < 0.49:
+            server = running.pop(chance.randrange(len(running)))
+            silent.end(server)
+            told.end(server)
+        else:
+            key = str(min(chance.randrange(20), chance.randrange(20))).encode()
+            server = silent.begin(key)
+            assert told.begin(key, now_s=0.01 * step) == server
+            running.append(server)
+        told.hear(server, running.count(server), 0.01 * step)
+
+
+def test_old_word_is_forgotten_so_that_nobody_is_spared_for_ever() -> None:
+    given = balancer()
+    home = home_of(given, b"one")
+    for server in SERVERS:
+        given.hear(server, 20 if server == home else 2, 100.0)
+    assert home_of(given, b"one", 100.0 + WORD_S) != home
+    assert home_of(given, b"one", 101.0 + WORD_S) == home
+
+
+def test_server_that_comes_back_is_not_held_to_what_it_said_before() -> None:
+    given = balancer()
+    home = home_of(given, b"one")
+    for server in SERVERS:
+        given.hear(server, 20 if server == home else 2, 0.0)
+    given.note(home, False)
+    given.note(home, True)
+    assert home_of(given, b"one") == home
+
+
+def test_nobody_is_believed_while_somebody_is_silent() -> None:
+    """As while old servers are replaced by those that tell: the old ones would attract all."""
+    given = balancer()
+    homes = [home_of(given, key) for key in KEYS]
+    given.hear("a:1", 40, 0.0)
+    assert "a:1" not in {home_of(given, key) for key in KEYS}
+    given.hear("b:1", None, 0.0)
+    assert [home_of(given, key) for key in KEYS] == homes
+    given.hear("b:1", 0, 0.0)  # it was replaced
+    given.hear("b:1", None, 0.0)  # a call that was refused
+    given.hear("gone:1", 40, 0.0)  # one that has left meanwhile
+    assert "a:1" not in {home_of(given, key) for key in KEYS}
+
+
+@pytest.mark.parametrize("num_clients", [4, 16])
+def test_bound_holds_for_several_clients_together(num_clients: int) -> None:
+    """Everybody asks for the same, and hears at each call's beginning and end."""
+    servers = tuple(f"s{number}:1" for number in range(10))
+    clients = [balancer(servers=servers) for _ in range(num_clients)]
+    chance, load = random.Random(num_clients), Counter[str]()
+    running: list[tuple[Balancer, str]] = []
+    for step in range(6000):
+        now_s = step / 1000
+        if len(running) >= 100:
+            client, server = running.pop(chance.randrange(len(running)))
+            client.end(server)
+            load[server] -= 1
+        else:
+            client = chance.choice(clients)
+            server = client.begin(b"one", now_s=now_s)
+            running.append((client, server))
+            load[server] += 1
+        client.hear(server, load[server], now_s)
+        assert step < 1000 or max(load.values()) <= 2.4 * len(running) / len(servers)
