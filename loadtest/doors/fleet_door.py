@@ -69,7 +69,7 @@ class FleetDoor:
 
     def _ask(self, request: pb.GenerateRequest, left_s: float | None, failed: set[str]) -> Chunks:
         with self._asking(beginning(request), failed) as server:
-            metadata = self._access.metadata
+            metadata = self._access.metadata + server.headers
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=metadata)
             try:
                 server.hear(call.initial_metadata())

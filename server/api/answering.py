@@ -16,7 +16,7 @@ from quill.protos import kserve_pb2 as kserve
 from quill.server.api.status import grpc_status
 from quill.server.auth.caller import ANYBODY, CALLER, Caller, certified_caller
 from quill.server.errors import RequestError, SlowReaderError
-from quill.server.load_header import write_load
+from quill.server.load_header import wants_load, write_load
 from quill.server.service.calls import raising_context
 from quill.server.service.origin import Door, Origin
 from quill.server.telemetry.tracing import HEADERS
@@ -44,15 +44,18 @@ async def answering(method: str, context: Context, door: Door = "grpc") -> Async
 async def telling_load(
     method: str, context: Context, num_requests: Callable[[], int], timeout_s: float
 ) -> AsyncIterator[Origin]:
-    """The same, and the client hears how much there is to do: when its request is taken in, which
-    is before its first token, and at its end. Who is refused hears only that: headers would
-    keep gRPC's own retries from trying again."""
+    """The same, and a client that wants to know hears how much there is to do: when its request is
+    taken in, which is before its first token, and at its end. Who is refused hears only that:
+    headers would keep gRPC's own retries from trying again."""
 
     async def tell() -> None:
         headers = write_load(num_requests())
         await _sent(context.send_initial_metadata(headers), timeout_s)
 
     async with answering(method, context) as origin:
+        if not wants_load(context.invocation_metadata()):
+            yield origin
+            return
         yield replace(origin, note_taken_in=tell)
         context.set_trailing_metadata(write_load(num_requests()))
 

@@ -77,7 +77,8 @@ class AsyncClient:
         request = seeded(make_request(prompt, options))
 
         async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            headers = self._metadata + server.headers
+            answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await answers.initial_metadata())
                 answer: pb.GenerateResponse = only([each async for each in answers])
@@ -138,7 +139,8 @@ class AsyncClient:
         failed = set() if failed is None else failed
 
         async def begin(server: Lease, left_s: float | None) -> "_Begun":
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
+            headers = self._metadata + server.headers
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await call.initial_metadata())
                 return server, call, await _next(call)

@@ -56,7 +56,8 @@ class AsyncFleet:
         if self.is_closed:
             raise closed()
         address = self._state.begin(key, avoid)
-        return Lease(address, self._connections[address].stub, self._end, self._state.hear)
+        stub, state = self._connections[address].stub, self._state
+        return Lease(address, stub, state.headers, self._end, state.hear)
 
     def has_other(self, avoid: set[str]) -> bool:
         return self._state.balancer.has_other(avoid)

@@ -69,7 +69,8 @@ class Fleet:
             if self.is_closed:
                 raise closed()
             address = self._state.begin(key, avoid)
-            return Lease(address, self._connections[address].stub, self._end, self._hear)
+            stub = self._connections[address].stub
+            return Lease(address, stub, self._state.headers, self._end, self._hear)
 
     def has_other(self, avoid: set[str]) -> bool:
         with self._changed:

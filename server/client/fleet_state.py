@@ -19,11 +19,12 @@ from quill.server.client.balancing.target import Target
 from quill.server.client.call_error import CallError
 from quill.server.client.health import RECONNECT_OPTIONS
 from quill.server.client.retry import is_passing
-from quill.server.load_header import read_load
+from quill.server.load_header import TELL_LOAD, read_load
 
 logger = logging.getLogger(__name__)
 
 ChannelOptions = tuple[tuple[str, Any], ...]
+Headers = tuple[tuple[str, str], ...]
 _GENERATE = f"/{pb.DESCRIPTOR.services_by_name['TextGeneration'].full_name}/Generate"
 
 
@@ -62,6 +63,7 @@ class Lease:
 
     address: str
     stub: Any
+    headers: Headers  # to be sent with its call
     _end: Callable[[str, CallError | None], None]
     _hear: Callable[[str, int | None], None]
     _is_over: bool = False
@@ -82,6 +84,7 @@ class FleetState:
         self.balancer = Balancer(target.balance)
         self._heard: set[str] = set()
         self.problem = ""  # why the name can't be looked up
+        self.headers: Headers = TELL_LOAD if target.is_watched else ()
         self.set_servers(target.servers)
 
     def set_servers(self, servers: tuple[str, ...]) -> None:

@@ -82,7 +82,8 @@ class Client:
         request = seeded(make_request(prompt, options))
 
         def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            answers = server.stub.Generate(request, timeout=left_s, metadata=self._metadata)
+            headers = self._metadata + server.headers
+            answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(answers.initial_metadata())
                 answer: pb.GenerateResponse = only(list(answers))
@@ -141,7 +142,8 @@ class Client:
         failed = set() if failed is None else failed
 
         def begin(server: Lease, left_s: float | None) -> _Begun:
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=self._metadata)
+            headers = self._metadata + server.headers
+            call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(call.initial_metadata())
                 return server, call, next(call, None)

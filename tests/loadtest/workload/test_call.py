@@ -47,7 +47,7 @@ def test_latency_counts_from_the_intended_start(door: GrpcDoor) -> None:
     record = measured.record(ask, 0, "name", 0.0)
     assert record.late_ms == 3000.0
     assert record.first_token_ms == 4000.0
-    assert record.total_ms > record.arrivals_ms[-1] >= 4000.0  # at once, where steps are fast
+    assert record.total_ms > record.arrivals_ms[-1] > 4000.0
 
 
 def test_client_that_cancels_keeps_what_it_got(door: GrpcDoor) -> None:

@@ -23,7 +23,7 @@ from quill.server.client.fleet_state import make_stub
 from quill.server.client.health import HEAR_S
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from quill.server.load_header import read_load
+from quill.server.load_header import TELL_LOAD, read_load
 from tests.server.authority import Authority, write
 from tests.server.process import wait_until
 from tests.server.running import Running, running_server
@@ -116,17 +116,23 @@ def test_server_tells_of_its_load_when_a_request_is_taken_in_and_when_it_ends() 
         request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
         with grpc.insecure_channel(running.address) as channel:
             stub = make_stub(channel)
-            calls = [stub.GenerateStream(request, timeout=TIMEOUT_S) for _ in range(2)]
-            assert sorted(read_load(each.initial_metadata()) or 0 for each in calls) == [1, 2]
-            whole = stub.Generate(request, timeout=TIMEOUT_S)
-            assert read_load(whole.initial_metadata()) == 3
+            asking = {"timeout": TIMEOUT_S, "metadata": TELL_LOAD}
+            silent = stub.GenerateStream(request, timeout=TIMEOUT_S)
+            running.wait_for_requests(1)
+            calls = [stub.GenerateStream(request, **asking) for _ in range(2)]
+            assert sorted(read_load(each.initial_metadata()) or 0 for each in calls) == [2, 3]
+            whole = stub.Generate(request, **asking)
+            assert read_load(whole.initial_metadata()) == 4
             running.session.let_go()
             assert ["".join(chunk.text for chunk in each) for each in calls] == ["de", "de"]
             assert [answer.sequences[0].text for answer in whole] == ["de"]
+            assert "".join(chunk.text for chunk in silent) == "de"
+            assert read_load(silent.initial_metadata()) is None, "nobody asked"
+            assert read_load(silent.trailing_metadata()) is None
             told = [read_load(each.trailing_metadata()) for each in (*calls, whole)]
             assert min(each for each in told if each is not None) == 0
             with pytest.raises(grpc.RpcError) as refused:
-                list(stub.GenerateStream(pb.GenerateRequest(), timeout=TIMEOUT_S))
+                list(stub.GenerateStream(pb.GenerateRequest(), **asking))
             assert read_load(cast("Any", refused.value).initial_metadata()) is None
 
 
