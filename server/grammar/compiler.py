@@ -10,6 +10,7 @@ no longer. Errors name the place of the mistake and go to the client only: they 
 import asyncio
 import functools
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Literal
 import llguidance
 
 from quill.server.errors import InvalidFieldError
+from quill.server.grammar.calendar import add_calendar
 from quill.server.grammar.matcher import Grammar, panics_are_errors
 from quill.server.grammar.schema_check import check_grammar, check_schema
 
@@ -202,7 +204,9 @@ def _source(form: Form) -> str:
 
 def schema_source(schema: str) -> str:
     """Raises ValueError if it isn't one, or too large."""
-    check_schema(schema)
+    parsed = check_schema(schema)
+    if add_calendar(parsed):
+        schema = json.dumps(parsed, ensure_ascii=False)
     return str(
         llguidance.LLMatcher.grammar_from_json_schema(
             schema,

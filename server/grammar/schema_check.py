@@ -39,8 +39,8 @@ def check_grammar(lark: str) -> None:
         _check(schema)
 
 
-def check_schema(schema: str) -> None:
-    """Raises ValueError, with what is wrong."""
+def check_schema(schema: str) -> dict[str, Any]:
+    """What it says. Raises ValueError, with what is wrong."""
     try:
         parsed = json.loads(schema)
     except RecursionError:
@@ -48,6 +48,7 @@ def check_schema(schema: str) -> None:
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
     _check(parsed)
+    return parsed
 
 
 def _too_deep() -> ValueError:
