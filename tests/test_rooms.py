@@ -34,7 +34,7 @@ WITHIN = {
         "machine": "",
         "text": "",
         "auth": "",
-        "grammar": "",
+        "grammar": "machine",
         "sampling": "machine",
         "scheduler": "sampling",
         "runtime": "machine scheduler sampling",

@@ -24,6 +24,7 @@ from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import add_calendar
 from quill.server.grammar.matcher import Grammar, panics_are_errors
 from quill.server.grammar.schema_check import check_grammar, check_schema
+from quill.server.machine.priority import be_nice
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
 
@@ -32,6 +33,9 @@ MAX_CACHED = 64  # grammars: each may learn up to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the forms that they were made from
 MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
+# Three threads on two cores double a step's time. A niceness of 5 leaves the model's threads most
+# of it, and a large form is compiled within its second all the same; with 15 it wasn't.
+NICENESS = 5
 MAX_SAID = 300  # characters of the library's own words
 # Of work that the library does at once. Fuel is about 14,000 a millisecond, items 1,500.
 LIMITS = llguidance.LLParserLimits(
@@ -77,7 +81,7 @@ class Compiler:
     def __init__(self, tokenizer_json: str, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
         self._cache = _Cache()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars", be_nice, (NICENESS,))
 
     def known(self, form: Form) -> Grammar | None:
         """One that was asked for before, and isn't worn out."""
