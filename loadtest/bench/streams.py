@@ -34,6 +34,7 @@ from quill.loadtest.bench.tasks import PAST_TOKENS, random_ids
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.environment.own_server import own_server
 from quill.loadtest.errors import OptionError
+from quill.server.loading.graph_choice import choose_graphs
 
 NUM_STEPS = 32
 WARM_STEPS = 4
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     context = max(args.long_prompt, NUM_NEW) + PAST_TOKENS
     if manifest.family != "causal" or manifest.sizes.context < context:
         raise OptionError(f"{bundle}: a causal model with a context of {context} is needed")
-    precision = args.precision or "fp32"
+    precision = choose_graphs(manifest, "cpu", args.precision).graphs.precision
     threads = str(args.threads or num_cores())
     found = Findings()
     options = [
