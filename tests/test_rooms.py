@@ -24,7 +24,8 @@ BETWEEN = {
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
-    "server.events server.errors server.serve.default_model export.operators.library export.precisions",
+    "server.events server.errors server.serve.default_model export.operators.library "
+    "export.precisions",
 }
 
 # What a folder may import of its own room beside the values at the room's root, from the lowest

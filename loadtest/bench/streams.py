@@ -33,7 +33,7 @@ from quill.loadtest.bench.stream_clients import StreamClients
 from quill.loadtest.bench.tasks import PAST_TOKENS, random_ids
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.environment.own_server import own_server
-from quill.loadtest.errors import OptionError
+from quill.loadtest.errors import LoadtestError, OptionError
 from quill.server.loading.graph_choice import choose_graphs
 
 NUM_STEPS = 32
@@ -163,7 +163,8 @@ async def _short(channel: grpc.aio.Channel, prompts: Sequence[Sequence[int]]) ->
     begin_s = time.perf_counter()
     await clients.first_token(prompts[0][-SHORT_PROMPT:])
     waited_s = time.perf_counter() - begin_s
-    assert not any(task.done() for task in reading), "the long prompts are too short"
+    if any(task.done() for task in reading):
+        raise LoadtestError("the long prompts were read too soon: give a longer --long-prompt")
     for task in reading:
         task.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
