@@ -1,12 +1,14 @@
 """Lets dates in schemas keep to the calendar.
 
-Knows: JSON Schema's keywords, how many days months have. Does not know: grammars, requests.
+Knows: schemas within schemas, how many days months have. Does not know: grammars, requests.
 
 llguidance's own dates have a 30th of February, and a 29th in every year. A pattern beside the
 format says what it leaves out; the library keeps to both.
 """
 
 from typing import Any
+
+from quill.server.grammar.schema_places import schemas_within
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # those that calendars have
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"
@@ -17,17 +19,13 @@ _FEBRUARY = "02-(0[1-9]|1[0-9]|2[0-8])"
 DATE = f"({_YEAR}-({_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
-_ONE = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-
 
 def add_calendar(schema: dict[str, Any]) -> bool:
     """Within the schema that is given. Whether there was a date."""
     has_date, waiting = False, [schema]
     while waiting:
         each = waiting.pop()
-        waiting += _inside(each)
+        waiting += [within for _, within in schemas_within(each)]
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])
@@ -35,15 +33,3 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             has_date = True
             each["allOf"] = [*others, {"pattern": pattern}]
     return has_date
-
-
-def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Schemas, where constants and examples may have all that looks like one."""
-    found = [schema.get(name) for name in _ONE]
-    for name in _LISTS:
-        some = schema.get(name)
-        found += some if isinstance(some, list) else []
-    for name in _BY_NAME:
-        named = schema.get(name)
-        found += named.values() if isinstance(named, dict) else []
-    return [each for each in found if isinstance(each, dict)]

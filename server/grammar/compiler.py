@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import llguidance
 
@@ -24,6 +24,7 @@ from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import add_calendar
 from quill.server.grammar.matcher import Grammar, panics_are_errors
 from quill.server.grammar.schema_check import check_grammar, check_schema
+from quill.server.grammar.schema_places import place_of
 from quill.server.machine.priority import be_nice
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
@@ -128,7 +129,23 @@ class Compiler:
         try:
             return self._try(_source(form))
         except ValueError as error:
-            raise _refusal(form, str(error)) from None
+            said = str(error)
+            raise _refusal(form, said, self._place(form, said)) from None
+
+    def _place(self, form: Form, said: str) -> str:
+        """Of a mistake in a schema. In other forms the library tells it itself."""
+        try:
+            schema = json.loads(form.text) if form.kind == "json_schema" else None
+        except (ValueError, RecursionError):
+            schema = None
+        return place_of(said, schema, self._problem) if isinstance(schema, dict) else ""
+
+    def _problem(self, schema: dict[str, Any]) -> str | None:
+        try:
+            self._try(schema_source(json.dumps(schema)))
+        except (ValueError, RecursionError) as error:
+            return str(error)
+        return None
 
     def _try(self, source: str) -> Grammar:
         make = functools.partial(
@@ -225,9 +242,10 @@ def schema_source(schema: str) -> str:
     )
 
 
-def _refusal(form: Form, said: str) -> InvalidFieldError:
+def _refusal(form: Form, said: str, place: str) -> InvalidFieldError:
     said = " ".join(said.replace("<non-verbose/>", "").split())
     if said.startswith("NoExtension"):
         said = "no text satisfies it"
     said = said if len(said) <= MAX_SAID else said[:MAX_SAID] + "…"
-    return InvalidFieldError(form.field, f"can't be kept to: {said}")
+    where = f", at {place}" if place else ""
+    return InvalidFieldError(form.field, f"can't be kept to: {said}{where}")
