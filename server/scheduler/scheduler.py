@@ -2,11 +2,11 @@
 
 Knows: lengths, blocks, the time that a step may take. Does not know: text, ONNX, gRPC, threads.
 
-A step has the running rows, with guesses where they pay, and beside them pieces of prompts, as many
-as there is time for (server/scheduler/prompt_shares.py). Blocks are taken when they are written. If
-none is left, the request that started last is set back: it gives all its blocks away, waits at the
-head of the queue, and is read again later, to go on with the same tokens. So whoever started first
-always gets on.
+Who starts is decided first (server/scheduler/entrance.py). A step has the running rows, with
+guesses where they pay, and beside them pieces of prompts, as many as there is time for
+(server/scheduler/prompt_shares.py). Blocks are taken when they are written. If none is left, the
+request that started last is set back: it gives all its blocks away, waits at the head of the queue,
+and is read again later, to go on with the same tokens. So whoever started first always gets on.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.sampling.arrays import Hidden
 from quill.server.scheduler.blocks import BlockPool
+from quill.server.scheduler.entrance import Entrance
 from quill.server.scheduler.guesses import MAX_GUESSES, Guesses
 from quill.server.scheduler.plan import (
     BlockCopy,
@@ -33,11 +34,9 @@ from quill.server.scheduler.plan import (
     Vector,
 )
 from quill.server.scheduler.prompt_shares import PromptShares
-from quill.server.scheduler.request_queue import RequestQueue, cost
-from quill.server.scheduler.row import Group, Row, group_of
+from quill.server.scheduler.row import Group, Row
 from quill.server.scheduler.step_budget import Chunk, StepBudget
 
-LOOK_AHEAD = 64  # requests in the queue that may start before a step
 MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
 
 
@@ -47,18 +46,16 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._pool = BlockPool(limits.num_blocks)
-        self._queue = RequestQueue()
         self._budget = StepBudget()
         self._shares = PromptShares(self._pool, self._budget, limits)
         self._groups: list[Group] = []  # who started first is first
-        self._set_back: dict[str, Group] = {}  # they wait in the queue
-        self._overtaken: dict[str, int] = {}  # of those who wait: by how many tokens
+        self._entrance = Entrance(limits, self._pool, self._shares, self._groups)
         self._num_forced = 0  # tokens without a choice that the step may still have
         self.num_set_back = 0  # so far
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._entrance)
 
     @property
     def num_rows(self) -> int:
@@ -72,7 +69,7 @@ class Scheduler:
         assert self._limits.fits(request), "the door refuses these"
         fits = request.num_before < self._limits.context
         assert fits or not request.max_new_tokens, "PromptReader refuses these"
-        self._queue.add(request)
+        self._entrance.add(request)
 
     def note(self, plan: Plan, duration_s: float) -> None:
         """How long a step took."""
@@ -82,7 +79,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step. None: there is nothing to do."""
-        self._start()
+        self._entrance.open()
         num_running = sum(len(group.running()) for group in self._groups)
         shares = self._shares.share(self._groups, num_running)
         plan, self._num_forced = Plan(), 0
@@ -98,73 +95,6 @@ class Scheduler:
             return plan
         self._budget.give_up_probe()  # those who should have been alone find no block
         return None
-
-    def _start(self) -> None:
-        """All that find a place. One that doesn't may be overtaken, by its own cost at most."""
-        first: Request | None = None
-        waiting = self._queue.in_order(LOOK_AHEAD)
-        has_texts = any(group.next_text() is not None for group in self._groups)
-        groups = self._groups if waiting or has_texts else ()
-        num_spare = self._pool.num_free - sum(self._num_missing(group) for group in groups)
-        for request in waiting:
-            overtaken = 0
-            if first is not None:
-                overtaken = self._overtaken.get(first.request_id, 0) + cost(request)
-                if overtaken > cost(first):
-                    continue
-            if self._has_room(request, num_spare):
-                group = self._begin(request)
-                num_spare -= len(group.source_blocks) + self._num_missing(group)
-                if first is not None:
-                    self._overtaken[first.request_id] = overtaken
-            elif first is None:
-                first = request
-        if first is not None:
-            num_spare -= self._limits.num_blocks_of(first, 1)
-        self._begin_texts(num_spare)
-
-    def _begin_texts(self, num_spare: int) -> None:
-        """More of those that are only read, as many as a step could take and nobody waits for."""
-        for group in self._groups if num_spare > 0 else ():
-            num_unread = sum(row.num_text - row.num_held for row in group.rows)
-            while (text := group.next_text()) is not None:
-                num_blocks = -(-len(text) // self._limits.block_size)
-                num_unread += len(text)
-                if num_blocks > num_spare or num_unread > self._limits.max_read:
-                    break
-                group.begin_text()
-                num_spare -= num_blocks
-
-    def _num_missing(self, group: Group) -> int:
-        """Blocks that it will need soon: for the rest of its prompt, and one more for each row."""
-        size = self._limits.block_size
-        missing = (-(-row.num_text // size) - len(row.blocks) for row in group.own_rows())
-        num_answers = 0 if group.request.reading is not None else len(group.rows)
-        return num_answers + sum(max(0, each) for each in missing)
-
-    def _has_room(self, request: Request, num_spare: int) -> bool:
-        group = self._set_back.get(request.request_id)
-        num_rows = request.num_rows if group is None else group.num_rows
-        if self.num_rows + num_rows > self._limits.max_rows:
-            return False
-        if not self._groups:
-            return True
-        num_tokens = 0 if group is None else max(len(row.token_ids) for row in group.rows)
-        num_needed = self._limits.num_blocks_of(request, num_tokens + 1)
-        if num_spare < num_needed <= num_spare + request.num_before // self._limits.block_size:
-            num_needed -= self._shares.num_shareable(request)
-        return num_needed <= num_spare
-
-    def _begin(self, request: Request) -> Group:
-        self._queue.serve(request)
-        group = self._set_back.pop(request.request_id, None)
-        group = group_of(request, self._limits.context) if group is None else group
-        group.is_set_back = False
-        num_blocks = self._limits.num_source_blocks(request)
-        group.source_blocks = [self._pool.take() for _ in range(num_blocks)]
-        self._shares.enter(group)
-        self._groups.append(group)
-        return group
 
     def _run(self, group: Group, plan: Plan, num_running: int) -> None:
         """The rows that are ready; a search only if there is room for all of its beams."""
@@ -262,8 +192,7 @@ class Scheduler:
         for blocks in group.drop_blocks():
             self._pool.release(blocks)
         group.is_set_back = True
-        self._set_back[group.request.request_id] = group
-        self._queue.put_back(group.request)
+        self._entrance.put_back(group)
         self.num_set_back += 1
 
     def commit(self, plan: Plan, result: StepResult) -> Outcome:
@@ -400,7 +329,8 @@ class Scheduler:
     def remove(self, request_id: str, sequence: int | None = None) -> None:
         """Forgets a request, or one of its answers, wherever it is."""
         found = [group for group in self._groups if group.request.request_id == request_id]
-        found += [self._set_back[request_id]] if request_id in self._set_back else []
+        set_back = self._entrance.waiting(request_id)
+        found += [] if set_back is None else [set_back]
         for group in found:
             gone = [row for row in group.rows if sequence in (None, row.sequence)]
             if len(gone) < len(group.rows) and not group.is_forked and group.rows[0] in gone:
@@ -413,6 +343,4 @@ class Scheduler:
             self._pool.release(group.source_blocks)
             if group in self._groups:
                 self._groups.remove(group)
-        self._set_back.pop(request_id, None)
-        self._overtaken.pop(request_id, None)
-        self._queue.remove(request_id)
+        self._entrance.remove(request_id)

@@ -119,8 +119,8 @@ class Crowd(House):
                 self._check_answer(request)
         scheduler = self.engine._scheduler
         assert scheduler.num_rows == scheduler.num_waiting == scheduler.num_blocks_held == 0
-        assert not scheduler._set_back
-        assert not scheduler._overtaken
+        assert not scheduler._entrance._set_back
+        assert not scheduler._entrance._overtaken
 
     def _check_answer(self, request: Request) -> None:
         name = request.request_id

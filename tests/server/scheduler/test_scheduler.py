@@ -7,9 +7,10 @@ import pytest
 
 from quill.server.limits import Limits
 from quill.server.request import Beams, Request
+from quill.server.scheduler.entrance import LOOK_AHEAD
 from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
 from quill.server.scheduler.request_queue import cost
-from quill.server.scheduler.scheduler import LOOK_AHEAD, Scheduler
+from quill.server.scheduler.scheduler import Scheduler
 
 CONTEXT = 128
 
@@ -253,7 +254,7 @@ def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_a
             scheduler.add(_request(name, num_prompt=4, max_new_tokens=100))
         if number == 10:
             scheduler.add(big)
-        waiting = scheduler._queue.in_order(LOOK_AHEAD)
+        waiting = scheduler._entrance._queue.in_order(LOOK_AHEAD)
         world.step()
         started = {group.request.request_id for group in scheduler._groups}
         if waiting[0] is big and "big" not in started:
