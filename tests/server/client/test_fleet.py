@@ -171,6 +171,28 @@ def test_server_that_others_load_is_spared_by_both_clients() -> None:
             assert home_of(new, "abc") == address
 
 
+def test_server_that_refuses_is_not_taken_for_one_that_never_tells() -> None:
+    """Else a client whose first call met a full queue would believe nobody."""
+
+    async def ask_in_asyncio(address: str) -> None:
+        async with AsyncClient(address, NEVER) as client:
+            with pytest.raises(CallError):
+                await client.generate("", timeout_s=TIMEOUT_S)
+            with pytest.raises(CallError):
+                [chunk async for chunk in client.stream("", timeout_s=TIMEOUT_S)]
+            assert sum(begun(client).values()) == 2
+            assert not any(each.is_silent for each in client.servers())
+
+    with several(2) as servers, Client(address_of(servers), NEVER) as client:
+        with pytest.raises(CallError):
+            client.generate("", timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError):
+            list(client.stream("", timeout_s=TIMEOUT_S))
+        assert sum(begun(client).values()) == 2
+        assert not any(each.is_silent for each in client.servers())
+        asyncio.run(ask_in_asyncio(address_of(servers)))
+
+
 def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
     with several(2) as servers, Client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")
