@@ -330,6 +330,21 @@ def test_each_server_is_known_by_its_certificate_and_asks_for_the_key(
             asyncio.run(main(Access(ca=Authority("theirs").cert)))
 
 
+@pytest.mark.parametrize("scheme", ["", "quill://"])
+def test_this_machine_is_asked_by_no_proxy(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be shown the API key, which goes to this machine in the clear."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    async def ask_in_asyncio(address: str) -> str:
+        async with AsyncClient(address, NEVER) as client:
+            answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+            return answer.sequences[0].text
+
+    with running_server() as running, Client(scheme + running.address, NEVER) as client:
+        assert ask(client, "abc") == "de"
+        assert asyncio.run(ask_in_asyncio(scheme + running.address)) == "de"
+
+
 def test_key_is_shown_to_no_machine_in_the_clear() -> None:
     access = Access(api_key="secret")
     for make in (Client, AsyncClient):
