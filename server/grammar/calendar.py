@@ -7,6 +7,7 @@ format says what it leaves out; the library keeps to both.
 """
 
 from typing import Any
+from urllib.parse import unquote
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # those that calendars have
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"
@@ -17,17 +18,23 @@ _FEBRUARY = "02-(0[1-9]|1[0-9]|2[0-8])"
 DATE = f"({_YEAR}-({_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
-_ONE = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
+_ONE = (
+    *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"),
+    *("propertyNames", "then"),
+)
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
 def add_calendar(schema: dict[str, Any]) -> bool:
     """Within the schema that is given. Whether there was a date."""
-    has_date, waiting = False, [schema]
+    has_date, seen, waiting = False, set[int](), [schema]
     while waiting:
         each = waiting.pop()
-        waiting += _inside(each)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += [*_inside(each), *_referred(schema, each.get("$ref"))]
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])
@@ -35,6 +42,20 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             has_date = True
             each["allOf"] = [*others, {"pattern": pattern}]
     return has_date
+
+
+def _referred(schema: dict[str, Any], reference: Any) -> list[dict[str, Any]]:
+    """Which may be anywhere in it: OpenAPI has its schemas under `components`."""
+    found: Any = schema
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return []
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return [found] if isinstance(found, dict) else []
 
 
 def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
