@@ -21,7 +21,7 @@ from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.reload import DONE, reload_all
 from quill.server.cluster.replica.bundle_source import local_bundle
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.ready_message import front_door, line_to_type
+from quill.server.serve.ready_message import front_door, line_to_type, proof
 from quill.server.settings import Settings
 
 POLL_S = 0.5
@@ -71,12 +71,16 @@ def _lines_to_type(plan: Plan) -> list[str]:
         read_keys(settings.api_keys)
     if not is_free(plan.host, plan.port):
         address = write_address(plan.host, plan.port)
-        raise StartError(f"can't listen at {address}: is another server there? Give another --port")
+        raise StartError(
+            f"can't listen at {address}: is another server there, or is the host not this "
+            "machine's? Give another --port or --host"
+        )
     lines = [line_to_type(settings, plan.port, family)]
     if options.metrics_port is not None:
         host, ports = options.metrics_host, itertools.count(options.metrics_port)
         free = itertools.islice((port for port in ports if is_free(host, port)), plan.most)
-        lines.append(" ".join([front_door(), "top", *(f"{host}:{port}" for port in free)]))
+        needed = [] if options.open_metrics else proof(settings)
+        lines.append(" ".join([front_door(), "top", *(f"{host}:{port}" for port in free), *needed]))
     return lines
 
 
