@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> None:
     check_exposure(plan, args.insecure)
     go_on_in_own_session()
     lines = _lines_to_type(plan)
-    stopping, at_once = threading.Event(), threading.Event()
+    stopping, at_once, reloading = threading.Event(), threading.Event(), threading.Event()
     _stop_on_signals(stopping, at_once)
+    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
     print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
     with local_cluster(plan, args.dashboard) as cluster:
         _stop_on_signals(stopping, at_once)  # again: Ray has put its own in the place of ours
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             return
         print(f"Serving at {plan.host}:{plan.port}. Now type:")
         print(*(f"  {line}" for line in lines), sep="\n", flush=True)
-        _watch(cluster, stopping, shown)
+        _watch(cluster, stopping, reloading, shown)
         print("Stopping: running answers are finished first, unless it is said again.", flush=True)
         cluster.end(at_once)
 
@@ -84,9 +85,9 @@ def _lines_to_type(plan: Plan) -> list[str]:
     return lines
 
 
-def _watch(cluster: LocalCluster, stopping: threading.Event, shown: str) -> None:
-    reloading = threading.Event()
-    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
+def _watch(
+    cluster: LocalCluster, stopping: threading.Event, reloading: threading.Event, shown: str
+) -> None:
     while not stopping.wait(POLL_S):
         shown = _show(cluster.progress(), shown)
         if reloading.is_set():
