@@ -5,6 +5,9 @@ Knows: loopback, the brackets around IPv6. Does not know: who listens where.
 
 import ipaddress
 
+# For channels within a machine: gRPC asks $http_proxy for these, too, and shows it what is sent.
+DIRECTLY = (("grpc.enable_http_proxy", 0),)
+
 
 def write_address(host: str, port: int) -> str:
     """HOST:PORT, as clients and URLs take it."""

@@ -17,6 +17,9 @@ def port(text: str) -> int:
 
 def address(text: str) -> str:
     """Of one server."""
+    if is_several(text):
+        rule = "asks one server: give its own HOST:PORT"
+        raise argparse.ArgumentTypeError(f"{text!r} are several, and this {rule}")
     try:
         return check_address(text)
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from quill.server.addresses import is_loopback
+from quill.server.addresses import DIRECTLY, is_loopback
 from quill.server.errors import ServerError
 
 
@@ -57,6 +57,7 @@ class Access:
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         credentials = self.credentials(address)
+        options = options_to(address, options)
         if credentials is None:
             return grpc.insecure_channel(address, options=options)
         return grpc.secure_channel(address, credentials, options=options)
@@ -81,6 +82,11 @@ class Access:
         if self.api_key is None:
             return ()
         return (("authorization", f"Bearer {self.api_key}"),)
+
+
+def options_to(address: str, options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    is_here = is_loopback(address.rpartition(":")[0])
+    return [*options, *DIRECTLY] if is_here else [*options]
 
 
 def read_access(args: argparse.Namespace) -> Access:

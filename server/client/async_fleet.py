@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from quill.server.client.access import Access
+from quill.server.client.access import Access, options_to
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.target import read_target, resolve
 from quill.server.client.call_error import CallError
@@ -158,6 +158,7 @@ class AsyncFleet:
 
 def _open(address: str, access: Access, options: Any) -> grpc.aio.Channel:
     credentials = access.credentials(address)
+    options = options_to(address, options)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

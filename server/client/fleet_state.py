@@ -74,8 +74,11 @@ class Lease:
             self._end(self.address, error)
 
     def hear(self, metadata: Any) -> None:
-        """The call's headers, while it goes on, or its trailers after its end."""
-        self._hear(self.address, read_load(metadata))
+        """The call's headers, while it goes on, or its trailers after its good end. That a server
+        doesn't tell is seen at the end alone: a refusal has no word either."""
+        num_calls = read_load(metadata)
+        if num_calls is not None or self._is_over:
+            self._hear(self.address, num_calls)
 
 
 class FleetState:

@@ -24,7 +24,7 @@ import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quill.server.addresses import reachable, write_address
+from quill.server.addresses import DIRECTLY, reachable, write_address
 from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan
 from quill.server.cluster.serve_config import APPLICATION, REPLICA, write_serve_config
@@ -70,7 +70,7 @@ class LocalCluster:
     def answers(self, plan: Plan) -> bool:
         """HAProxy hears of replicas a moment after they run."""
         address = write_address(reachable(plan.host), plan.port)
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, options=DIRECTLY) as channel:
             ask = health_pb2_grpc.HealthStub(channel).Check
             try:
                 reply = ask(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)

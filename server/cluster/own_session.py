@@ -6,6 +6,7 @@ Ctrl-C goes to every process of a terminal's group. HAProxy would end at once, a
 answers that should be finished first.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,8 +30,13 @@ def go_on_in_own_session() -> None:
         _end_with(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         return
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
     for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)

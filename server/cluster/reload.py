@@ -11,8 +11,8 @@ from quill.server.errors import ReloadError
 
 DONE = "every replica has the bundle as it is now"
 _HINT = (
-    "run it on one of its machines, with the environment of `ray start`, RAY_AUTH_TOKEN or "
-    "RAY_AUTH_TOKEN_PATH among it. `quill cluster up` reloads when it gets SIGHUP"
+    "run it on one of its machines, with the environment and the token of `ray start`. "
+    "`quill cluster up` reloads when it gets SIGHUP"
 )
 
 

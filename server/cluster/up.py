@@ -21,7 +21,7 @@ from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.reload import DONE, reload_all
 from quill.server.cluster.replica.bundle_source import local_bundle
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.ready_message import front_door, line_to_type
+from quill.server.serve.ready_message import front_door, line_to_type, proof
 from quill.server.settings import Settings
 
 POLL_S = 0.5
@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> None:
     check_exposure(plan, args.insecure)
     go_on_in_own_session()
     lines = _lines_to_type(plan)
-    stopping, at_once = threading.Event(), threading.Event()
+    stopping, at_once, reloading = threading.Event(), threading.Event(), threading.Event()
     _stop_on_signals(stopping, at_once)
+    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
     print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
     with local_cluster(plan, args.dashboard) as cluster:
         _stop_on_signals(stopping, at_once)  # again: Ray has put its own in the place of ours
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             return
         print(f"Serving at {plan.host}:{plan.port}. Now type:")
         print(*(f"  {line}" for line in lines), sep="\n", flush=True)
-        _watch(cluster, stopping, shown)
+        _watch(cluster, stopping, reloading, shown)
         print("Stopping: running answers are finished first, unless it is said again.", flush=True)
         cluster.end(at_once)
 
@@ -71,18 +72,22 @@ def _lines_to_type(plan: Plan) -> list[str]:
         read_keys(settings.api_keys)
     if not is_free(plan.host, plan.port):
         address = write_address(plan.host, plan.port)
-        raise StartError(f"can't listen at {address}: is another server there? Give another --port")
+        raise StartError(
+            f"can't listen at {address}: is another server there, or is the host not this "
+            "machine's? Give another --port or --host"
+        )
     lines = [line_to_type(settings, plan.port, family)]
     if options.metrics_port is not None:
         host, ports = options.metrics_host, itertools.count(options.metrics_port)
         free = itertools.islice((port for port in ports if is_free(host, port)), plan.most)
-        lines.append(" ".join([front_door(), "top", *(f"{host}:{port}" for port in free)]))
+        needed = [] if options.open_metrics else proof(settings)
+        lines.append(" ".join([front_door(), "top", *(f"{host}:{port}" for port in free), *needed]))
     return lines
 
 
-def _watch(cluster: LocalCluster, stopping: threading.Event, shown: str) -> None:
-    reloading = threading.Event()
-    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
+def _watch(
+    cluster: LocalCluster, stopping: threading.Event, reloading: threading.Event, shown: str
+) -> None:
     while not stopping.wait(POLL_S):
         shown = _show(cluster.progress(), shown)
         if reloading.is_set():

@@ -7,6 +7,7 @@ format says what it leaves out; the library keeps to both.
 """
 
 from typing import Any
+from urllib.parse import unquote
 
 from quill.server.grammar.schema_places import schemas_within
 
@@ -22,10 +23,14 @@ _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
 def add_calendar(schema: dict[str, Any]) -> bool:
     """Within the schema that is given. Whether there was a date."""
-    has_date, waiting = False, [schema]
+    has_date, seen, waiting = False, set[int](), [schema]
     while waiting:
         each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
         waiting += [within for _, within in schemas_within(each)]
+        waiting += _referred(schema, each.get("$ref"))
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])
@@ -33,3 +38,17 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             has_date = True
             each["allOf"] = [*others, {"pattern": pattern}]
     return has_date
+
+
+def _referred(schema: dict[str, Any], reference: Any) -> list[dict[str, Any]]:
+    """Which may be anywhere in it: OpenAPI has its schemas under `components`."""
+    found: Any = schema
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return []
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return [found] if isinstance(found, dict) else []

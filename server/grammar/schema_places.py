@@ -12,7 +12,10 @@ Schema = dict[str, Any]
 _SHARED = ("$defs", "definitions")  # what any schema may refer to
 _BY_NAME = (*_SHARED, "properties", "patternProperties", "dependentSchemas")
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
-_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+_ONE = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames"),
+    *("not", "if", "then", "else"),
+)
 MAX_S = 0.03  # of looking for a place: whoever made the mistake may be hostile
 MAX_POINTER = 120
 

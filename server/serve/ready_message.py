@@ -28,10 +28,11 @@ def line_to_type(settings: Settings, port: int, family: Family) -> str:
     # Some shells take brackets for a pattern.
     address = shlex.quote(write_address(reachable(settings.host), port))
     command, text = _WORDS[family]
-    return " ".join([front_door(), command, "--address", address, *_proof(settings), f'"{text}"'])
+    return " ".join([front_door(), command, "--address", address, *proof(settings), f'"{text}"'])
 
 
-def _proof(settings: Settings) -> list[str]:
+def proof(settings: Settings) -> list[str]:
+    """What a command must be given to be let in."""
     needed = []
     if settings.tls is not None:
         needed += ["--ca", "CA.pem"]

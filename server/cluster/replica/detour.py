@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
-from quill.server.addresses import is_loopback
+from quill.server.addresses import DIRECTLY, is_loopback
 from quill.server.errors import RequestError
 
 # What Ray's proxy must know of. Each adds a service to a server.
@@ -34,7 +34,7 @@ SERVICERS = (
     "grpc_health.v1.health_pb2_grpc:add_HealthServicer_to_server",
 )
 _WORDS = "no replica of this cluster is ready. Try again in a few seconds"
-_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0), *DIRECTLY]
 _OF_THE_CONNECTION = ("user-agent", "content-type", "te")
 
 

@@ -171,6 +171,28 @@ def test_server_that_others_load_is_spared_by_both_clients() -> None:
             assert home_of(new, "abc") == address
 
 
+def test_server_that_refuses_is_not_taken_for_one_that_never_tells() -> None:
+    """Else a client whose first call met a full queue would believe nobody."""
+
+    async def ask_in_asyncio(address: str) -> None:
+        async with AsyncClient(address, NEVER) as client:
+            with pytest.raises(CallError):
+                await client.generate("", timeout_s=TIMEOUT_S)
+            with pytest.raises(CallError):
+                [chunk async for chunk in client.stream("", timeout_s=TIMEOUT_S)]
+            assert sum(begun(client).values()) == 2
+            assert not any(each.is_silent for each in client.servers())
+
+    with several(2) as servers, Client(address_of(servers), NEVER) as client:
+        with pytest.raises(CallError):
+            client.generate("", timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError):
+            list(client.stream("", timeout_s=TIMEOUT_S))
+        assert sum(begun(client).values()) == 2
+        assert not any(each.is_silent for each in client.servers())
+        asyncio.run(ask_in_asyncio(address_of(servers)))
+
+
 def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
     with several(2) as servers, Client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")
@@ -306,6 +328,21 @@ def test_each_server_is_known_by_its_certificate_and_asks_for_the_key(
             ask(client, "abc")
         with pytest.raises(CallError, match="isn't good for the authority"):
             asyncio.run(main(Access(ca=Authority("theirs").cert)))
+
+
+@pytest.mark.parametrize("scheme", ["", "quill://"])
+def test_this_machine_is_asked_by_no_proxy(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be shown the API key, which goes to this machine in the clear."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    async def ask_in_asyncio(address: str) -> str:
+        async with AsyncClient(address, NEVER) as client:
+            answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+            return answer.sequences[0].text
+
+    with running_server() as running, Client(scheme + running.address, NEVER) as client:
+        assert ask(client, "abc") == "de"
+        assert asyncio.run(ask_in_asyncio(scheme + running.address)) == "de"
 
 
 def test_key_is_shown_to_no_machine_in_the_clear() -> None:

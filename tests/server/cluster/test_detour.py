@@ -76,6 +76,12 @@ async def test_call_is_answered_with_its_callers_own_metadata() -> None:
         assert reply.sequences[0].text == "abc"
 
 
+def test_key_goes_by_no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines have one where bundles are fetched through it."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    test_call_is_answered_with_its_callers_own_metadata()
+
+
 @in_a_loop
 async def test_status_of_the_own_server_is_kept() -> None:
     async with replica() as own:

@@ -40,8 +40,11 @@ def test_cluster_says_what_to_type_reloads_on_sighup_and_finishes_answers_on_ctr
     assert process.stdout is not None
     try:
         said = iter(process.stdout)
+        assert next(said).startswith("Starting Ray")
+        process.send_signal(signal.SIGHUP)  # it waits until there is something to reload
         assert any(line.startswith(f"Serving at 127.0.0.1:{port}") for line in said)
         assert f"generate --address 127.0.0.1:{port}" in next(said)
+        assert next(said).startswith("every replica has")
         with Client(f"127.0.0.1:{port}") as client:
             assert text_of(client, 1) == texts[1]
             manifest = json.loads((bundle / "manifest.json").read_text()) | {"name": "other"}

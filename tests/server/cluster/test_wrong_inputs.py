@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from quill.__main__ import build_parser
+from quill.server.auth.key_file import add_key
 from quill.server.cluster.environment import free_port, is_free
 from quill.server.cluster.local_ray import _own_words
+from quill.server.cluster.plan import read_plan
+from quill.server.cluster.up import _lines_to_type
 from tests.server.process import ROOT
 from tests.server.tiny_bundle import TinyBundle
 
@@ -46,6 +50,27 @@ def test_port_that_is_taken_is_told(tiny_bundle: TinyBundle) -> None:
         assert not is_free("127.0.0.1", port)
         assert "Give another --port" in told("up", str(tiny_bundle.directory), "--port", str(port))
     assert is_free("127.0.0.1", port)
+
+
+def test_host_that_is_not_this_machines_is_told(tiny_bundle: TinyBundle) -> None:
+    line = told("up", str(tiny_bundle.directory), "--host", "nowhere.invalid", "--insecure")
+    assert "this machine's" in line
+
+
+def test_lines_to_type_have_the_key_where_it_is_wanted(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    add_key(tmp_path / "keys.json", "alice")
+    words = ("up", str(tiny_bundle.directory), "--port", str(free_port()), "--replicas", "2")
+
+    def lines(*more: str) -> list[str]:
+        args = build_parser().parse_args(["cluster", *words, *more])
+        return _lines_to_type(read_plan(args, threads=1, one_machine=True))
+
+    keys = ("--api-keys", str(tmp_path / "keys.json"))
+    assert ["--api-key-file" in line for line in lines()] == [False, False]
+    assert ["--api-key-file" in line for line in lines(*keys)] == [True, True]
+    assert ["--api-key-file" in line for line in lines(*keys, "--open", "metrics")] == [True, False]
 
 
 def test_reload_without_a_cluster_says_where_to_run_it(tmp_path: Path) -> None:

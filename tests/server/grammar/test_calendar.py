@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quill.server.grammar.calendar import DATE, add_calendar
-from quill.server.grammar.compiler import Form
+from quill.server.grammar.compiler import Form, schema_source
 from tests.server.running import make_grammars
 
 
@@ -56,6 +56,9 @@ WRONG, RIGHT = '"2023-02-29"', '"2024-02-29"'
         ({"$ref": "#/$defs/day", "$defs": {"day": PLAIN}}, "", ""),
         ({"type": "array", "prefixItems": [PLAIN], "items": False, "minItems": 1}, "[", "]"),
         ({"type": "array", "items": PLAIN}, "[", "]"),
+        ({"type": "array", "items": [{}], "additionalItems": PLAIN}, "[1, ", "]"),
+        ({"$ref": "#/components/schemas/day", "components": {"schemas": {"day": PLAIN}}}, "", ""),
+        ({"$ref": "#/a~1%20b/0", "a/ b": [PLAIN]}, "", ""),
         ({"properties": {"format": PLAIN}, "required": ["format"]}, '{"format": ', "}"),
         ({"additionalProperties": PLAIN, "type": "object"}, '{"a": ', "}"),
     ],
@@ -65,6 +68,22 @@ def test_answer_has_no_day_that_there_is_not(
 ) -> None:
     assert _allows(schema, before + RIGHT + after)
     assert not _allows(schema, before + WRONG + after)
+
+
+def test_schema_that_refers_to_itself_is_read_once() -> None:
+    schema: dict[str, Any] = {**PLAIN, "anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/7"}, {"$ref": 3}]}
+    assert add_calendar(schema)
+    assert len(schema["allOf"]) == 1
+
+
+def test_half_a_character_is_refused_in_the_same_words_beside_a_date() -> None:
+    said = []
+    for other in ({}, PLAIN):
+        schema = json.dumps({"properties": {"a": {"const": "\ud800"}, "b": other}})
+        with pytest.raises(ValueError, match="escape") as error:
+            schema_source(schema)
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 def test_time_of_a_day_keeps_to_the_calendar_too() -> None:
