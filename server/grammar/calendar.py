@@ -17,8 +17,7 @@ _FEBRUARY = "02-(0[1-9]|1[0-9]|2[0-8])"
 DATE = f"({_YEAR}-({_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
-_ONE = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_CONSTANTS = ("const", "enum")
 _BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
@@ -38,12 +37,13 @@ def add_calendar(schema: dict[str, Any]) -> bool:
 
 
 def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Schemas, where constants and examples may have all that looks like one."""
-    found = [schema.get(name) for name in _ONE]
-    for name in _LISTS:
-        some = schema.get(name)
-        found += some if isinstance(some, list) else []
-    for name in _BY_NAME:
-        named = schema.get(name)
-        found += named.values() if isinstance(named, dict) else []
+    """Schemas. A reference may go anywhere, so all may be one that is no constant."""
+    found: list[Any] = []
+    for name, value in schema.items():
+        if name in _CONSTANTS:
+            continue
+        if isinstance(value, dict):
+            found += value.values() if name in _BY_NAME else [value]
+        elif isinstance(value, list):
+            found += value
     return [each for each in found if isinstance(each, dict)]

@@ -210,7 +210,7 @@ def schema_source(schema: str) -> str:
     """Raises ValueError if it isn't one, or too large."""
     parsed = check_schema(schema)
     if add_calendar(parsed):
-        schema = json.dumps(parsed, ensure_ascii=False)
+        schema = json.dumps(parsed)
     return str(
         llguidance.LLMatcher.grammar_from_json_schema(
             schema,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import DATE, add_calendar
 from quill.server.grammar.compiler import Form
 from tests.server.running import make_grammars
@@ -56,6 +57,9 @@ WRONG, RIGHT = '"2023-02-29"', '"2024-02-29"'
         ({"$ref": "#/$defs/day", "$defs": {"day": PLAIN}}, "", ""),
         ({"type": "array", "prefixItems": [PLAIN], "items": False, "minItems": 1}, "[", "]"),
         ({"type": "array", "items": PLAIN}, "[", "]"),
+        ({"type": "array", "items": [{"type": "null"}], "additionalItems": PLAIN}, "[null, ", "]"),
+        ({"$ref": "#/components/schemas/Day", "components": {"schemas": {"Day": PLAIN}}}, "", ""),
+        ({"$ref": "#/days/0", "days": [PLAIN]}, "", ""),
         ({"properties": {"format": PLAIN}, "required": ["format"]}, '{"format": ', "}"),
         ({"additionalProperties": PLAIN, "type": "object"}, '{"a": ', "}"),
     ],
@@ -71,6 +75,12 @@ def test_time_of_a_day_keeps_to_the_calendar_too() -> None:
     schema = {"type": "string", "format": "date-time"}
     assert _allows(schema, '"2024-02-29T08:00:00Z"')
     assert not _allows(schema, '"2023-02-29T08:00:00Z"')
+
+
+def test_half_of_a_surrogate_pair_is_refused_beside_a_date_as_elsewhere() -> None:
+    for schema in ({"description": "\ud800"}, {"description": "\ud800", **PLAIN}):
+        with pytest.raises(InvalidFieldError, match="hex escape at line 1"):
+            _allows(schema, WRONG)
 
 
 def test_what_only_looks_like_a_date_stays_what_it_is() -> None:

@@ -100,4 +100,6 @@ def test_an_answer_that_ends_is_valid(schema: dict[str, Any], rng: random.Random
     except InvalidFieldError:
         return  # such as an enum of nothing that is left
     if said is not None:
-        jsonschema.validate(json.loads(said.decode()), schema, jsonschema.Draft202012Validator)
+        validator = jsonschema.Draft202012Validator
+        checker = validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(said), schema, validator, format_checker=checker)
