@@ -98,9 +98,16 @@ def _check_numbers(schema: dict[str, Any]) -> None:
             raise ValueError(f"{name} {_short(bound)}: bounds this large aren't kept to exactly")
     for name in ("const", "enum"):
         for number in _whole_numbers(schema.get(name)):
-            if Decimal(repr(_double(number))) != number:
+            if not _is_kept(number):
                 rule = "whole numbers this large aren't kept to exactly. Write it as a string"
                 raise ValueError(f"{_short(number)} in {name}: {rule}")
+
+
+def _is_kept(number: float) -> bool:
+    """Where it must be an integer, the library takes one beyond its own for the last of them. The
+    lowest is a range of nothing else: see below."""
+    within = _INT64[0] < number <= _INT64[1]
+    return within and (type(number) is float or Decimal(repr(float(number))) == number)
 
 
 def _is_loosened(name: str, bound: float) -> bool:
@@ -154,8 +161,8 @@ def _short(number: float) -> str:
     return str(number) if abs(number) < 10**40 else "a number of more than 40 digits"
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _whole_numbers(value: Any) -> Iterator[float]:
     for _, each in inside([value]):
         for one in each.values() if isinstance(each, dict) else each:
-            if type(one) is int:
+            if type(one) is int or (type(one) is float and one.is_integer()):
                 yield one

@@ -38,6 +38,12 @@ def has_answer(schema: dict[str, Any], answer: int) -> bool:
         ({"const": 2**53 + 1}, "9007199254740993 in const"),
         ({"enum": ["a", {"b": [1234567890123456789]}]}, "1234567890123456789 in enum"),
         ({"properties": {"a": {"const": 10**25 + 1}}}, "10000000000000000000000001 in const"),
+        ({"type": "integer", "const": 10**25}, "10000000000000000000000000 in const"),
+        ({"type": "integer", "const": 1e19}, "1e+19 in const"),
+        # These two killed the process.
+        ({"type": "integer", "const": -1e30}, "-1e+30 in const"),
+        ({"type": "integer", "allOf": [{"enum": [5, -(10**30)]}]}, "000000 in enum"),
+        ({"type": "integer", "const": -(2.0**63)}, "-9.223372036854776e+18 in const"),
     ],
 )
 def test_numbers_that_are_not_kept_to_exactly_are_refused(
@@ -69,7 +75,8 @@ def test_a_grammar_may_speak_of_schemas() -> None:
         ({"type": "integer", "minimum": 0, "maximum": LARGEST}, LARGEST, LARGEST + 1),
         ({"type": "integer", "minimum": 2**53}, 2**53, 2**53 - 1),
         ({"type": "integer", "minimum": 0, "maximum": 2**53 + 1}, 2**53, 2**53 + 2),
-        ({"const": 10**25}, 10**25, 10**25 + 1),
+        ({"type": "integer", "const": 1e18}, 10**18, 10**18 + 1),
+        ({"const": -(10**18)}, -(10**18), -(10**18) + 1),
         ({"enum": [2**53, "a"]}, 2**53, 2**53 + 1),
         ({"type": "integer", "multipleOf": 9973}, 19946, 19947),
         ({"allOf": [{"multipleOf": 0.25}, {"multipleOf": 60}], "type": "integer"}, 120, 90),
