@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-MAX_DEPTH = 64  # objects and lists of a schema within one another
+from quill.server.grammar.nesting import check_nesting, check_rules, inside, too_deep
+
 MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
 MAX_PATTERNS = 64  # of names, in one object: with their cube
 # Of multipleOf, without its point, and of all in a schema: the library makes a state for each rest.
@@ -28,15 +29,19 @@ _INLINE = re.compile(r"%json[ \t\r\n]*(?=\{)")  # where a Lark grammar has a sch
 
 
 def check_grammar(lark: str) -> None:
-    """The schemas within it. Raises ValueError, as check_schema does."""
+    """And the schemas within it. Raises ValueError, as check_schema does."""
+    rest, start = "", 0
     for place in _INLINE.finditer(lark):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
+            schema, end = json.JSONDecoder().raw_decode(lark, place.end())
         except RecursionError:
-            raise _too_deep() from None
+            raise too_deep() from None
         except ValueError:
             continue  # Part of a text, or a mistake that the library tells of.
         _check(schema)
+        if start <= place.end():
+            rest, start = rest + lark[start : place.end()], end
+    check_rules(rest + lark[start:])
 
 
 def check_schema(schema: str) -> dict[str, Any]:
@@ -44,36 +49,20 @@ def check_schema(schema: str) -> dict[str, Any]:
     try:
         parsed = json.loads(schema)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
     _check(parsed)
     return parsed
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-
-
 def _check(schema: dict[str, Any]) -> None:
-    for depth, each in inside(schema):
-        if depth > MAX_DEPTH:
-            raise _too_deep()
-        if isinstance(each, dict):
-            _check_size(each)
-            _check_numbers(each)
-    _check_multiples([each for _, each in inside(schema) if isinstance(each, dict)])
-
-
-def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
-    """All objects and lists, each with its depth."""
-    waiting = [(1, value)]
-    while waiting:
-        depth, each = waiting.pop()
-        if isinstance(each, dict | list):
-            yield depth, each
-            some = each.values() if isinstance(each, dict) else each
-            waiting += [(depth + 1, one) for one in some]
+    check_nesting(schema)
+    objects = [each for _, each in inside(schema) if isinstance(each, dict)]
+    for each in objects:
+        _check_size(each)
+        _check_numbers(each)
+    _check_multiples(objects)
 
 
 def _check_size(schema: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.schema_check import MAX_DEPTH
+from quill.server.grammar.nesting import MAX_DEPTH
 from tests.server.small_grammars import EOS, PIECES, small_grammar
 
 LARGEST = 2**63 - 1
