@@ -62,6 +62,7 @@ def _check(schema: dict[str, Any]) -> None:
     for each in objects:
         _check_size(each)
         _check_numbers(each)
+        _check_exclusive(each)
     _check_multiples(objects)
 
 
@@ -108,6 +109,27 @@ def _is_loosened(name: str, bound: float) -> bool:
     # A range of nothing but the lowest integer has the library call itself until the process dies.
     is_lowest = read <= _INT64[0]
     return is_lowest or within > bound or (name == "exclusiveMaximum" and read > bound)
+
+
+def _check_exclusive(schema: dict[str, Any]) -> None:
+    """Between 2 and 2.5 the library has 2 itself, and -2 between -2.5 and -2."""
+    for name, end, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
+        others = [sign * other for other in _bounds(schema, f"m{end}", f"exclusiveM{end}")]
+        above = {int(other): other for other in others if other > 0 and other != int(other)}
+        for bound in _bounds(schema, name):
+            if sign * bound in above:
+                rule = f"beside a bound of {sign * above[int(sign * bound)]} it isn't kept to"
+                raise ValueError(f"{name} {bound}: {rule}")
+
+
+def _bounds(schema: dict[str, Any], *names: str) -> list[float]:
+    """Its own, and those of the cases that are merged into it."""
+    found = [schema[name] for name in names if type(schema.get(name)) in (int, float)]
+    for name in ("allOf", "anyOf", "oneOf"):
+        cases = schema.get(name)
+        for case in cases if isinstance(cases, list) else ():
+            found += _bounds(case, *names) if isinstance(case, dict) else []
+    return [bound for bound in found if math.isfinite(bound)]
 
 
 def _check_multiples(schemas: list[dict[str, Any]]) -> None:
