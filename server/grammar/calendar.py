@@ -7,9 +7,8 @@ format says what it leaves out; the library keeps to both.
 """
 
 from typing import Any
-from urllib.parse import unquote
 
-from quill.server.grammar.schema_places import schemas_within
+from quill.server.grammar.schema_places import schemas_within, target_of
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # those that calendars have
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"
@@ -30,7 +29,8 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             continue
         seen.add(id(each))
         waiting += [within for _, within in schemas_within(each)]
-        waiting += _referred(schema, each.get("$ref"))
+        target = target_of(each.get("$ref"), schema)
+        waiting += [target] if isinstance(target, dict) else []
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])
@@ -38,17 +38,3 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             has_date = True
             each["allOf"] = [*others, {"pattern": pattern}]
     return has_date
-
-
-def _referred(schema: dict[str, Any], reference: Any) -> list[dict[str, Any]]:
-    """Which may be anywhere in it: OpenAPI has its schemas under `components`."""
-    found: Any = schema
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return []
-    for part in unquote(reference[2:]).split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return [found] if isinstance(found, dict) else []

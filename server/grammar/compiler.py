@@ -237,7 +237,13 @@ def schema_source(schema: str) -> str:
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
-            overrides={"lenient": False, "coerce_one_of": False},  # all of a schema counts
+            # All of a schema counts, and a name is written in one way: "\u0061" passed for another
+            # than "a", which a schema may know.
+            overrides={
+                "lenient": False,
+                "coerce_one_of": False,
+                "json_allowed_escapes": 'nrbtf\\"',
+            },
         )
     )
 

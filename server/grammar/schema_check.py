@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-MAX_DEPTH = 64  # objects and lists of a schema within one another
+from quill.server.grammar.nesting import check_nesting, check_rules, inside, too_deep
+
 MAX_WIDTH = 512  # entries of one object: the library's work grows with their square
 MAX_PATTERNS = 64  # of names, in one object: with their cube
 # Of multipleOf, without its point, and of all in a schema: the library makes a state for each rest.
@@ -28,15 +29,19 @@ _INLINE = re.compile(r"%json[ \t\r\n]*(?=\{)")  # where a Lark grammar has a sch
 
 
 def check_grammar(lark: str) -> None:
-    """The schemas within it. Raises ValueError, as check_schema does."""
+    """And the schemas within it. Raises ValueError, as check_schema does."""
+    rest, start = "", 0
     for place in _INLINE.finditer(lark):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, place.end())
+            schema, end = json.JSONDecoder().raw_decode(lark, place.end())
         except RecursionError:
-            raise _too_deep() from None
+            raise too_deep() from None
         except ValueError:
             continue  # Part of a text, or a mistake that the library tells of.
         _check(schema)
+        if start <= place.end():
+            rest, start = rest + lark[start : place.end()], end
+    check_rules(rest + lark[start:])
 
 
 def check_schema(schema: str) -> dict[str, Any]:
@@ -44,36 +49,21 @@ def check_schema(schema: str) -> dict[str, Any]:
     try:
         parsed = json.loads(schema)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     if not isinstance(parsed, dict):
         raise ValueError("a schema is a JSON object")
     _check(parsed)
     return parsed
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"more than {MAX_DEPTH} objects and lists within one another")
-
-
 def _check(schema: dict[str, Any]) -> None:
-    for depth, each in inside(schema):
-        if depth > MAX_DEPTH:
-            raise _too_deep()
-        if isinstance(each, dict):
-            _check_size(each)
-            _check_numbers(each)
-    _check_multiples([each for _, each in inside(schema) if isinstance(each, dict)])
-
-
-def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
-    """All objects and lists, each with its depth."""
-    waiting = [(1, value)]
-    while waiting:
-        depth, each = waiting.pop()
-        if isinstance(each, dict | list):
-            yield depth, each
-            some = each.values() if isinstance(each, dict) else each
-            waiting += [(depth + 1, one) for one in some]
+    check_nesting(schema)
+    objects = [each for _, each in inside(schema) if isinstance(each, dict)]
+    for each in objects:
+        _check_size(each)
+        _check_numbers(each)
+        _check_exclusive(each)
+    _check_multiples(objects)
 
 
 def _check_size(schema: dict[str, Any]) -> None:
@@ -98,9 +88,16 @@ def _check_numbers(schema: dict[str, Any]) -> None:
             raise ValueError(f"{name} {_short(bound)}: bounds this large aren't kept to exactly")
     for name in ("const", "enum"):
         for number in _whole_numbers(schema.get(name)):
-            if Decimal(repr(_double(number))) != number:
+            if not _is_kept(number):
                 rule = "whole numbers this large aren't kept to exactly. Write it as a string"
                 raise ValueError(f"{_short(number)} in {name}: {rule}")
+
+
+def _is_kept(number: float) -> bool:
+    """Where it must be an integer, the library takes one beyond its own for the last of them. The
+    lowest is a range of nothing else: see below."""
+    within = _INT64[0] < number <= _INT64[1]
+    return within and (type(number) is float or Decimal(repr(float(number))) == number)
 
 
 def _is_loosened(name: str, bound: float) -> bool:
@@ -112,6 +109,27 @@ def _is_loosened(name: str, bound: float) -> bool:
     # A range of nothing but the lowest integer has the library call itself until the process dies.
     is_lowest = read <= _INT64[0]
     return is_lowest or within > bound or (name == "exclusiveMaximum" and read > bound)
+
+
+def _check_exclusive(schema: dict[str, Any]) -> None:
+    """Between 2 and 2.5 the library has 2 itself, and -2 between -2.5 and -2."""
+    for name, end, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
+        others = [sign * other for other in _bounds(schema, f"m{end}", f"exclusiveM{end}")]
+        above = {int(other): other for other in others if other > 0 and other != int(other)}
+        for bound in _bounds(schema, name):
+            if sign * bound in above:
+                rule = f"beside a bound of {sign * above[int(sign * bound)]} it isn't kept to"
+                raise ValueError(f"{name} {bound}: {rule}")
+
+
+def _bounds(schema: dict[str, Any], *names: str) -> list[float]:
+    """Its own, and those of the cases that are merged into it."""
+    found = [schema[name] for name in names if type(schema.get(name)) in (int, float)]
+    for name in ("allOf", "anyOf", "oneOf"):
+        cases = schema.get(name)
+        for case in cases if isinstance(cases, list) else ():
+            found += _bounds(case, *names) if isinstance(case, dict) else []
+    return [bound for bound in found if math.isfinite(bound)]
 
 
 def _check_multiples(schemas: list[dict[str, Any]]) -> None:
@@ -154,8 +172,8 @@ def _short(number: float) -> str:
     return str(number) if abs(number) < 10**40 else "a number of more than 40 digits"
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _whole_numbers(value: Any) -> Iterator[float]:
     for _, each in inside([value]):
         for one in each.values() if isinstance(each, dict) else each:
-            if type(one) is int:
+            if type(one) is int or (type(one) is float and one.is_integer()):
                 yield one

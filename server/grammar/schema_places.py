@@ -1,4 +1,4 @@
-"""Where schemas are within a schema, and in which of them a mistake is.
+"""Where schemas are within a schema, what they refer to, and in which of them a mistake is.
 
 Knows: JSON Schema's keywords. Does not know: what a mistake is, grammars, requests.
 """
@@ -6,6 +6,7 @@ Knows: JSON Schema's keywords. Does not know: what a mistake is, grammars, reque
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
@@ -36,6 +37,19 @@ def schemas_within(schema: Schema) -> Iterator[tuple[str, Schema]]:
     for keyword in _ONE:
         if isinstance(each := schema.get(keyword), dict):
             yield f"/{keyword}", each
+
+
+def target_of(reference: Any, schema: Schema) -> Any:
+    """What a `$ref` finds, anywhere in the schema: OpenAPI has its own under `components`. None:
+    nothing, or it is no reference."""
+    found: Any = schema if isinstance(reference, str) else None
+    for part in unquote(reference.partition("#")[2]).split("/")[1:] if found else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def place_of(problem: str, schema: Schema, find_problem: Callable[[Schema], str | None]) -> str:

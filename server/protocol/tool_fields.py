@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.compiler import MAX_BYTES, Form
-from quill.server.grammar.schema_check import MAX_DEPTH, inside
+from quill.server.grammar.nesting import MAX_DEPTH, inside
 from quill.server.grammar.tool_calls import calls_form
 from quill.server.protocol.constraint_fields import check_can_constrain
 from quill.server.protocol.served_model import ServedModel

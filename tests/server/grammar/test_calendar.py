@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import DATE, add_calendar
 from quill.server.grammar.compiler import Form, schema_source
 from tests.server.running import make_grammars
@@ -90,6 +91,12 @@ def test_time_of_a_day_keeps_to_the_calendar_too() -> None:
     schema = {"type": "string", "format": "date-time"}
     assert _allows(schema, '"2024-02-29T08:00:00Z"')
     assert not _allows(schema, '"2023-02-29T08:00:00Z"')
+
+
+def test_half_of_a_surrogate_pair_is_refused_beside_a_date_as_elsewhere() -> None:
+    for schema in ({"description": "\ud800"}, {"description": "\ud800", **PLAIN}):
+        with pytest.raises(InvalidFieldError, match="hex escape at line 1"):
+            _allows(schema, WRONG)
 
 
 def test_what_only_looks_like_a_date_stays_what_it_is() -> None:

@@ -11,7 +11,7 @@ from quill.loadtest.workload.hostile_forms import hostile_forms
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar import compiler
 from quill.server.grammar.compiler import MAX_BYTES, Compiler, Form, Kind
-from quill.server.grammar.schema_check import MAX_DEPTH
+from quill.server.grammar.nesting import MAX_DEPTH
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, small_compiler, small_tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.schema_check import MAX_DEPTH
+from quill.server.grammar.nesting import MAX_DEPTH
 from tests.server.small_grammars import EOS, PIECES, small_grammar
 
 LARGEST = 2**63 - 1
@@ -35,9 +35,19 @@ def has_answer(schema: dict[str, Any], answer: int) -> bool:
         ({"type": "number", "multipleOf": 123.456}, "multipleOf 123.456; "),
         ({"properties": {str(n): {"multipleOf": 9000 + n} for n in range(20)}}, "20 multipleOf; "),
         ({"allOf": [{"multipleOf": 9.97}, {"multipleOf": 101}]}, "least common multiple"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0: beside a bound of 0.5"),
+        ({"exclusiveMinimum": 2.0, "exclusiveMaximum": 2.5}, "exclusiveMinimum 2.0: beside"),
+        ({"minimum": -2.5, "exclusiveMaximum": -2}, "exclusiveMaximum -2: beside a bound of -2.5"),
+        ({"minimum": -0.5, "allOf": [{"exclusiveMaximum": 0}]}, "exclusiveMaximum 0: beside"),
         ({"const": 2**53 + 1}, "9007199254740993 in const"),
         ({"enum": ["a", {"b": [1234567890123456789]}]}, "1234567890123456789 in enum"),
         ({"properties": {"a": {"const": 10**25 + 1}}}, "10000000000000000000000001 in const"),
+        ({"type": "integer", "const": 10**25}, "10000000000000000000000000 in const"),
+        ({"type": "integer", "const": 1e19}, "1e+19 in const"),
+        # These two killed the process.
+        ({"type": "integer", "const": -1e30}, "-1e+30 in const"),
+        ({"type": "integer", "allOf": [{"enum": [5, -(10**30)]}]}, "000000 in enum"),
+        ({"type": "integer", "const": -(2.0**63)}, "-9.223372036854776e+18 in const"),
     ],
 )
 def test_numbers_that_are_not_kept_to_exactly_are_refused(
@@ -69,7 +79,8 @@ def test_a_grammar_may_speak_of_schemas() -> None:
         ({"type": "integer", "minimum": 0, "maximum": LARGEST}, LARGEST, LARGEST + 1),
         ({"type": "integer", "minimum": 2**53}, 2**53, 2**53 - 1),
         ({"type": "integer", "minimum": 0, "maximum": 2**53 + 1}, 2**53, 2**53 + 2),
-        ({"const": 10**25}, 10**25, 10**25 + 1),
+        ({"type": "integer", "const": 1e18}, 10**18, 10**18 + 1),
+        ({"const": -(10**18)}, -(10**18), -(10**18) + 1),
         ({"enum": [2**53, "a"]}, 2**53, 2**53 + 1),
         ({"type": "integer", "multipleOf": 9973}, 19946, 19947),
         ({"allOf": [{"multipleOf": 0.25}, {"multipleOf": 60}], "type": "integer"}, 120, 90),
@@ -79,3 +90,19 @@ def test_a_grammar_may_speak_of_schemas() -> None:
 def test_large_numbers_are_kept_to(schema: dict[str, Any], valid: int, invalid: int) -> None:
     assert has_answer(schema, valid)
     assert not has_answer(schema, invalid)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.75}, "0.6", "0.5"),
+        ({"exclusiveMinimum": -2, "maximum": -1.5}, "-1.7", "-2"),
+        ({"minimum": 1.5, "exclusiveMaximum": 2}, "1.7", "2"),
+    ],
+)
+def test_other_bounds_are_kept_to(schema: dict[str, Any], valid: str, invalid: str) -> None:
+    matcher = small_grammar("json_schema", json.dumps({"type": "number", **schema})).matcher()
+    for text, is_valid in ((valid, True), (invalid, False)):
+        tokens = [PIECES.index(character) for character in text] + [EOS]
+        assert (matcher.num_allowed(tokens) == len(tokens)) == is_valid

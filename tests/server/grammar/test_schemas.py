@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,4 +101,23 @@ def test_an_answer_that_ends_is_valid(schema: dict[str, Any], rng: random.Random
     except InvalidFieldError:
         return  # such as an enum of nothing that is left
     if said is not None:
-        jsonschema.validate(json.loads(said.decode()), schema, jsonschema.Draft202012Validator)
+        validator = jsonschema.Draft202012Validator
+        checker = validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(said), schema, validator, format_checker=checker)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {"type": "null"}}}, {"patternProperties": {"^a": {"type": "null"}}}],
+)
+def test_a_name_that_is_known_is_no_other_in_another_spelling(schema: dict[str, Any]) -> None:
+    form = json.dumps({"type": "object", "additionalProperties": {"type": "integer"}, **schema})
+    matcher = make_grammars().compile_now(Form("json_schema", form)).matcher()
+    for said, is_allowed in (
+        ('{"a": null}', True),
+        (r'{"b\"": 1}', True),
+        ('{"a": 1}', False),
+        (r'{"\u0061": 1}', False),
+    ):
+        tokens = [byte + 1 for byte in said.encode()]
+        assert (matcher.num_allowed(tokens) == len(tokens)) == is_allowed, said
