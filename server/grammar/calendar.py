@@ -8,6 +8,8 @@ format says what it leaves out; the library keeps to both.
 
 from typing import Any
 
+from quill.server.grammar.nesting import subschemas
+
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # those that calendars have
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"([0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)"
@@ -17,16 +19,11 @@ _FEBRUARY = "02-(0[1-9]|1[0-9]|2[0-8])"
 DATE = f"({_YEAR}-({_LONG}|{_SHORT}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
-_CONSTANTS = ("const", "enum")
-_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-
 
 def add_calendar(schema: dict[str, Any]) -> bool:
     """Within the schema that is given. Whether there was a date."""
-    has_date, waiting = False, [schema]
-    while waiting:
-        each = waiting.pop()
-        waiting += _inside(each)
+    has_date = False
+    for each in list(subschemas(schema)):
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])
@@ -34,16 +31,3 @@ def add_calendar(schema: dict[str, Any]) -> bool:
             has_date = True
             each["allOf"] = [*others, {"pattern": pattern}]
     return has_date
-
-
-def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Schemas. A reference may go anywhere, so all may be one that is no constant."""
-    found: list[Any] = []
-    for name, value in schema.items():
-        if name in _CONSTANTS:
-            continue
-        if isinstance(value, dict):
-            found += value.values() if name in _BY_NAME else [value]
-        elif isinstance(value, list):
-            found += value
-    return [each for each in found if isinstance(each, dict)]

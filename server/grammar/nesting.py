@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 MAX_DEPTH = 64  # objects and lists of a schema within one another
 MAX_LEVELS = 800  # of a schema and of all that it refers to; of a grammar rules and brackets
+_CONSTANTS = ("const", "enum")
+_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
 def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
@@ -27,6 +29,21 @@ def inside(value: Any) -> Iterator[tuple[int, dict[str, Any] | list[Any]]]:
 
 def _parts(value: dict[str, Any] | list[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reference may go anywhere, so all may be a schema that is no constant."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        yield each
+        for name, value in each.items():
+            if name not in _CONSTANTS and isinstance(value, dict):
+                waiting += value.values() if name in _BY_NAME else [value]
+            elif name not in _CONSTANTS and isinstance(value, list):
+                waiting += value
 
 
 def too_deep() -> ValueError:
