@@ -23,7 +23,7 @@ import llguidance
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import add_calendar
 from quill.server.grammar.matcher import Grammar, panics_are_errors
-from quill.server.grammar.patterns import narrow_patterns
+from quill.server.grammar.patterns import escapes, narrow_patterns
 from quill.server.grammar.schema_check import check_grammar, check_schema
 from quill.server.machine.priority import be_nice
 
@@ -223,12 +223,10 @@ def schema_source(schema: str) -> str:
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
-            # All of a schema counts, and a name is written in one way: "\u0061" passed for another
-            # than "a", which a schema may know.
             overrides={
-                "lenient": False,
+                "lenient": False,  # all of a schema counts
                 "coerce_one_of": False,
-                "json_allowed_escapes": 'nrtf\\"',
+                "json_allowed_escapes": escapes(parsed),
             },
         )
     )
