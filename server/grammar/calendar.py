@@ -1,6 +1,6 @@
 """Lets dates in schemas keep to the calendar.
 
-Knows: schemas within schemas, how many days months have. Does not know: grammars, requests.
+Knows: JSON Schema's keywords, how many days months have. Does not know: grammars, requests.
 
 llguidance's own dates have a 30th of February, and a 29th in every year. A pattern beside the
 format says what it leaves out; the library keeps to both.
@@ -8,7 +8,7 @@ format says what it leaves out; the library keeps to both.
 
 from typing import Any
 
-from quill.server.grammar.schema_places import schemas_within, target_of
+from quill.server.grammar.schema_places import all_schemas
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # those that calendars have
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"
@@ -22,15 +22,8 @@ _PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}[Tt]"}
 
 def add_calendar(schema: dict[str, Any]) -> bool:
     """Within the schema that is given. Whether there was a date."""
-    has_date, seen, waiting = False, set[int](), [schema]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        waiting += [within for _, within in schemas_within(each)]
-        target = target_of(each.get("$ref"), schema)
-        waiting += [target] if isinstance(target, dict) else []
+    has_date = False
+    for each in all_schemas(schema):
         format_ = each.get("format")
         pattern = _PATTERNS.get(format_) if isinstance(format_, str) else None
         others = each.get("allOf", [])

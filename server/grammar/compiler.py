@@ -23,6 +23,7 @@ import llguidance
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.calendar import add_calendar
 from quill.server.grammar.matcher import Grammar, panics_are_errors
+from quill.server.grammar.patterns import escapes, narrow_patterns
 from quill.server.grammar.schema_check import check_grammar, check_schema
 from quill.server.grammar.schema_places import place_of
 from quill.server.machine.priority import be_nice
@@ -217,7 +218,9 @@ def _source(form: Form) -> str:
         check_grammar(form.text)
         return str(llguidance.grammar_from("grammar", form.text))  # llama.cpp's notation, too
     if form.kind == "choice":
-        return str(llguidance.grammar_from("choice", form.text))
+        # As one lexeme: of rules that begin alike, 1,000 are too many.
+        texts = " | ".join(json.dumps(text) for text in json.loads(form.text))
+        return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if form.kind == "tools":
         return form.text
     return schema_source(form.text if form.kind == "json_schema" else '{"type": "object"}')
@@ -226,7 +229,7 @@ def _source(form: Form) -> str:
 def schema_source(schema: str) -> str:
     """Raises ValueError if it isn't one, or too large."""
     parsed = check_schema(schema)
-    if add_calendar(parsed):
+    if add_calendar(parsed) | narrow_patterns(parsed):
         schema = json.dumps(parsed)
     return str(
         llguidance.LLMatcher.grammar_from_json_schema(
@@ -237,12 +240,10 @@ def schema_source(schema: str) -> str:
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
-            # All of a schema counts, and a name is written in one way: "\u0061" passed for another
-            # than "a", which a schema may know.
             overrides={
-                "lenient": False,
+                "lenient": False,  # all of a schema counts
                 "coerce_one_of": False,
-                "json_allowed_escapes": 'nrbtf\\"',
+                "json_allowed_escapes": escapes(parsed),
             },
         )
     )

@@ -39,6 +39,21 @@ def schemas_within(schema: Schema) -> Iterator[tuple[str, Schema]]:
             yield f"/{keyword}", each
 
 
+def all_schemas(schema: Schema) -> list[Schema]:
+    """It, those within it and those that they refer to, each once."""
+    found: dict[int, Schema] = {}
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in found:
+            continue
+        found[id(each)] = each
+        waiting += [within for _, within in schemas_within(each)]
+        target = target_of(each.get("$ref"), schema)
+        waiting += [target] if isinstance(target, dict) else []
+    return list(found.values())
+
+
 def target_of(reference: Any, schema: Schema) -> Any:
     """What a `$ref` finds, anywhere in the schema: OpenAPI has its own under `components`. None:
     nothing, or it is no reference."""

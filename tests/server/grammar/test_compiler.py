@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from quill.server.grammar import compiler
 from quill.server.grammar.compiler import MAX_BYTES, Compiler, Form, Kind
 from quill.server.grammar.nesting import MAX_DEPTH
 from tests.server.fake_session import VOCAB_SIZE
+from tests.server.running import make_grammars
 from tests.server.small_grammars import EOS, GRAMMARS, small_compiler, small_tokenizer
 
 ENDLESS = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'
@@ -130,3 +132,8 @@ def test_a_reload_makes_no_second_tokenizer_of_the_same() -> None:
 def test_a_tokenizer_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"."):
         Compiler('{"model": {}}', VOCAB_SIZE, [EOS])
+
+
+@pytest.mark.parametrize("texts", [[f"item {n:04}" for n in range(1024)], ["ab", "a"] * 512])
+def test_choices_may_begin_alike_or_be_alike(texts: list[str]) -> None:
+    make_grammars().compile_now(Form("choice", json.dumps(texts)))

@@ -121,3 +121,13 @@ def test_a_name_that_is_known_is_no_other_in_another_spelling(schema: dict[str, 
     ):
         tokens = [byte + 1 for byte in said.encode()]
         assert (matcher.num_allowed(tokens) == len(tokens)) == is_allowed, said
+
+
+@pytest.mark.parametrize("text", ["\b", "\0", "\x1f", "\x7f"])
+@pytest.mark.parametrize("as_name", [False, True])
+def test_constants_and_names_may_have_control_characters(text: str, as_name: bool) -> None:
+    value = {text: None} if as_name else text
+    named = _object({text: {"type": "null"}}, [text], False)
+    said = answer(named if as_name else {"const": text}, random.Random(0))
+    assert said is not None
+    assert json.loads(said) == value
