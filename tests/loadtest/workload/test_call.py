@@ -17,6 +17,10 @@ from quill.protos import generation_pb2 as pb
 REQUEST = pb.GenerateRequest(
     prompt_ids=pb.TokenIds(ids=[5, 6, 7]), max_new_tokens=20, temperature=0.7, ignore_eos=True
 )
+# So much that it never comes in one message, however late the first one is read.
+LONG = pb.GenerateRequest(
+    prompt_ids=pb.TokenIds(ids=[5, 6, 7]), max_new_tokens=120, temperature=0.7, ignore_eos=True
+)
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def test_answer_is_recorded_whole(door: GrpcDoor) -> None:
 
 
 def test_latency_counts_from_the_intended_start(door: GrpcDoor) -> None:
-    ask, ticks = Ask(REQUEST), itertools.count(100)
+    ask, ticks = Ask(LONG), itertools.count(100)
     measured = call(door, ask, 97.0, clock=lambda: float(next(ticks)))
     record = measured.record(ask, 0, "name", 0.0)
     assert record.late_ms == 3000.0
@@ -51,7 +55,7 @@ def test_latency_counts_from_the_intended_start(door: GrpcDoor) -> None:
 
 
 def test_client_that_cancels_keeps_what_it_got(door: GrpcDoor) -> None:
-    ask = Ask(REQUEST, cancel_after=3, expected=("CANCELLED",))
+    ask = Ask(LONG, cancel_after=3, expected=("CANCELLED",))
     record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
     assert (record.status, record.ok, record.finish_reason) == ("CANCELLED", True, "")
     assert record.num_tokens >= 3
