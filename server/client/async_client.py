@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from quill.protos import generation_pb2 as pb
+from quill.server.beginning_header import write_beginning
 from quill.server.client.access import Access
 from quill.server.client.async_fleet import AsyncFleet
 from quill.server.client.balancing.balancer import ServerState
@@ -75,9 +76,10 @@ class AsyncClient:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
+        key = beginning(request)
 
         async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers
+            headers = self._metadata + server.headers + write_beginning(key)
             answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await answers.initial_metadata())
@@ -88,7 +90,7 @@ class AsyncClient:
             server.hear(await answers.trailing_metadata())
             return answer
 
-        return await self._try(call, beginning(request), timeout_s, set())
+        return await self._try(call, key, timeout_s, set())
 
     def stream(
         self,
@@ -136,10 +138,10 @@ class AsyncClient:
         failed: set[str] | None = None,
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
-        failed = set() if failed is None else failed
+        failed, key = set() if failed is None else failed, beginning(request)
 
         async def begin(server: Lease, left_s: float | None) -> "_Begun":
-            headers = self._metadata + server.headers
+            headers = self._metadata + server.headers + write_beginning(key)
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await call.initial_metadata())
@@ -148,7 +150,7 @@ class AsyncClient:
                 call.cancel()
                 raise
 
-        server, call, chunk = await self._try(begin, beginning(request), timeout_s, failed)
+        server, call, chunk = await self._try(begin, key, timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk

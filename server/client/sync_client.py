@@ -16,6 +16,7 @@ import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.beginning_header import write_beginning
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
@@ -80,9 +81,10 @@ class Client:
     ) -> pb.GenerateResponse:
         """The whole answer, at once."""
         request = seeded(make_request(prompt, options))
+        key = beginning(request)
 
         def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers
+            headers = self._metadata + server.headers + write_beginning(key)
             answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(answers.initial_metadata())
@@ -93,7 +95,7 @@ class Client:
             server.hear(answers.trailing_metadata())
             return answer
 
-        return self._try(call, beginning(request), timeout_s, set())
+        return self._try(call, key, timeout_s, set())
 
     def stream(
         self,
@@ -139,10 +141,10 @@ class Client:
         failed: set[str] | None = None,
     ) -> Generator[pb.GenerateChunk, None, None]:
         """`failed`: servers that broke it before; this one joins them if it does."""
-        failed = set() if failed is None else failed
+        failed, key = set() if failed is None else failed, beginning(request)
 
         def begin(server: Lease, left_s: float | None) -> _Begun:
-            headers = self._metadata + server.headers
+            headers = self._metadata + server.headers + write_beginning(key)
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(call.initial_metadata())
@@ -151,7 +153,7 @@ class Client:
                 call.cancel()
                 raise
 
-        server, call, chunk = self._try(begin, beginning(request), timeout_s, failed)
+        server, call, chunk = self._try(begin, key, timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk

@@ -3,6 +3,8 @@
 Knows: KubeRay's names. Does not know: what the operator does with them: it was never run here.
 """
 
+import json
+
 from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan
 from quill.server.cluster.serve_config import write_serve_config
@@ -34,7 +36,8 @@ def _environment(plan: Plan) -> str:
     # The operator sets the token and its mode by itself.
     values = ray_environment(plan.longest_answer_s, plan.drain_s)
     kept = {name: value for name, value in values.items() if not name.startswith("RAY_AUTH")}
-    return "\n".join(f'- {{name: {name}, value: "{value}"}}' for name, value in kept.items())
+    some = ((name, json.dumps(value)) for name, value in kept.items())
+    return "\n".join(f"- {{name: {name}, value: {value}}}" for name, value in some)
 
 
 def _indented(text: str, num: int) -> str:

@@ -4,6 +4,7 @@ Knows: Ray Serve's names. Does not know: Ray itself, who deploys it.
 """
 
 import json
+import shlex
 from typing import Any
 
 from quill.server.cluster.environment import ray_environment
@@ -70,7 +71,12 @@ _HEAD = """\
 
 def _exports(plan: Plan) -> str:
     values = ray_environment(plan.longest_answer_s, plan.drain_s)
-    return "\n".join(f"#   export {name}={value}" for name, value in values.items())
+    return "\n".join(f"#   export {name}={_for_bash(value)}" for name, value in values.items())
+
+
+def _for_bash(value: str) -> str:
+    """In one line."""
+    return value if value == shlex.quote(value) else f"${value!r}"
 
 
 def _doors(plan: Plan) -> list[str]:

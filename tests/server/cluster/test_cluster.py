@@ -61,6 +61,19 @@ def test_streams_have_the_texts_of_a_single_server_through_both_replicas(
     assert min(counts.values()) > 0, "both replicas have answered, and say which they are"
 
 
+def test_calls_that_begin_alike_meet_one_replica(client: Client) -> None:
+    """Its cache has their beginning; of the other's each would be read once more."""
+
+    def num_cached(beginning: int) -> int:
+        prompt = f"Story {beginning}. " + 40 * "Once upon a time there was a lighthouse. "
+        answer = client.generate(prompt, max_new_tokens=1, timeout_s=TIMEOUT_S)
+        return answer.usage.cached_tokens
+
+    for beginning in range(8):
+        first, *others = [num_cached(beginning) for _ in range(3)]
+        assert first < min(others)
+
+
 def test_stream_comes_piece_by_piece(client: Client) -> None:
     arrived_s = []
     for _ in client.stream(PROMPT, seed=1, max_new_tokens=NUM_TOKENS, timeout_s=TIMEOUT_S):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from quill.__main__ import build_parser, main
+from quill.server.cluster.environment import ray_environment
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.ray_service import write_ray_service
 from quill.server.cluster.replica.detour import SERVICERS, detouring_methods
@@ -72,6 +74,21 @@ def test_replica_has_time_for_the_longest_answer() -> None:
     hard_stop = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S="
     (line,) = (each for each in write_serve_config(plan).splitlines() if hard_stop in each)
     assert int(line.partition("=")[2]) > 900, "nor does HAProxy cut it off"
+
+
+def test_environment_survives_the_shell_and_yaml() -> None:
+    """One of its values has several lines."""
+    plan = planned()
+    expected = ray_environment(plan.longest_answer_s, plan.drain_s)
+    assert any("\n" in value for value in expected.values())
+    lines = [line[4:] for line in write_serve_config(plan).splitlines() if "#   export" in line]
+    script = "\n".join([*lines, *(f'printf "%s\\0" "${name}"' for name in expected)])
+    said = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
+    assert said.stdout.split("\0")[:-1] == list(expected.values())
+    head = yaml.safe_load(write_ray_service(plan, "image"))["spec"]["rayClusterConfig"]
+    (container,) = head["headGroupSpec"]["template"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in container["env"]}
+    assert given == {name: value for name, value in expected.items() if "AUTH" not in name}
 
 
 def test_args_are_what_a_replica_reads() -> None:
