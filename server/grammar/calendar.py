@@ -1,9 +1,9 @@
 """Lets dates in schemas keep to the calendar.
 
-Knows: JSON Schema's keywords, how many days months have. Does not know: grammars, requests.
+Knows: how many days months have. Does not know: grammars, requests.
 
-llguidance's own dates have a 30th of February, and a 29th in every year. A pattern beside the
-format says what it leaves out; the library keeps to both.
+llguidance's own dates have a 29th of February in every year, and a year 0. A pattern beside the
+format says which days there are; the library keeps to both.
 """
 
 from typing import Any
