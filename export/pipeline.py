@@ -152,7 +152,7 @@ def _add_graphs(
                     runnable(directory, graphs, prepared) as here,
                 ):
                     graphs = proof.prove(
-                        directory, manifest.sizes, graphs, here, prepared.quantisation, tick
+                        directory, manifest.sizes, graphs, here, prepared.quantization, tick
                     )
                 if wishes.keep == "best":
                     check_good(graphs)
@@ -265,5 +265,5 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         graphs=(),
         files=(),
         pooling=checkpoint.pooling,
-        normalise=checkpoint.normalise,
+        normalize=checkpoint.normalize,
     )

@@ -38,10 +38,10 @@ class Facts:
     max_rise: float | None  # of perplexity over PyTorch's; None: it is reported
     max_tokens: int | None = None  # that perplexity is measured on; None: all there are
     device: Device = "cpu"  # a graph's blocks follow from it (export/bundle/graph_contract.py)
-    is_quantised: bool = False  # in blocks, which a model's shape must allow
+    is_quantized: bool = False  # in blocks, which a model's shape must allow
 
 
-# Quantised graphs are compared with PyTorch on the very same (dequantised) weights: what remains is
+# Quantized graphs are compared with PyTorch on the very same (dequantized) weights: what remains is
 # the rounding of activations. To 8 bits, beside 4-bit weights, that is about 0.15 on average and
 # now and then much more; to 16 bits a hundredth at worst.
 _ROUNDED = Tolerance(worst=math.inf, mean=0.5)
@@ -50,8 +50,8 @@ _FINELY_ROUNDED = Tolerance(worst=0.1, mean=0.02)
 PRECISIONS: Mapping[Precision, Facts] = {
     "fp32": Facts(tolerance=Tolerance(worst=1e-3, mean=1e-3), max_rise=1e-4),
     # 4 bits that were found here have no limit: the server looks at what was measured.
-    "quill4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantised=True),
-    "quill8": Facts(tolerance=_FINELY_ROUNDED, max_rise=5e-3, is_quantised=True),
+    "quill4": Facts(tolerance=_ROUNDED, max_rise=None, is_quantized=True),
+    "quill8": Facts(tolerance=_FINELY_ROUNDED, max_rise=5e-3, is_quantized=True),
     # Half precision has no fast kernel on a CPU: a few hundred tokens must do. Only cards have its
     # attention; without one it is proven with Quill's own in its place.
     "fp16": Facts(
@@ -82,7 +82,7 @@ def preferred(family: Family, *, fast_operators: bool) -> tuple[Precision, ...]:
     order = _FASTEST[family]
     if fast_operators:
         return order
-    return tuple(sorted(order, key=lambda name: PRECISIONS[name].is_quantised))
+    return tuple(sorted(order, key=lambda name: PRECISIONS[name].is_quantized))
 
 
 def family_problem(precision: Precision, family: Family) -> str | None:

@@ -17,7 +17,7 @@ from locust import events
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from quill.loadtest.environment.own_server import guess_grpc, own_server
+from quill.loadtest.environment.own_server import derive_grpc, own_server
 from quill.loadtest.locust_users.collector import Collector
 from quill.loadtest.locust_users.options import add_options
 from quill.loadtest.locust_users.quill_user import QuillUser, Shared
@@ -87,7 +87,7 @@ def grpc_address(environment: Environment) -> str:
     if Shared.grpc_address is not None:
         return Shared.grpc_address
     address, options = address_of(environment.host), environment.parsed_options
-    return guess_grpc(address) if options and options.protocol == "http" else address
+    return derive_grpc(address) if options and options.protocol == "http" else address
 
 
 def ask_facts(address: str, access: Access) -> Facts:

@@ -85,7 +85,7 @@ def _add_eval(subparsers: "Subparsers") -> None:
         "--answers",
         type=Path,
         metavar="FILE",
-        help="write each pair's translations there, for `quill bench fidelity`",
+        help="write each pair's translations there, for `quill bench reference`",
     )
     _add_data(parser.add_argument_group("data"))
     parser.set_defaults(run="quill.model.evaluation.evaluate:run", extra="train")
@@ -105,7 +105,9 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
     recipe.add_argument("--steps", type=int, metavar="N", help="in all, from the beginning")
     recipe.add_argument("--batch-tokens", type=int, metavar="N", help="in one step, overall")
-    recipe.add_argument("--pieces", type=int, metavar="N", help="parts that a batch is computed in")
+    recipe.add_argument(
+        "--micro-batches", type=int, metavar="N", help="parts that a batch is computed in"
+    )
     recipe.add_argument("--learning-rate", type=float, metavar="R", help="the peak")
     recipe.add_argument("--schedule", choices=("cosine", "inverse_sqrt"))
     recipe.add_argument("--warmup", type=int, metavar="N", help="steps up to the peak")
@@ -141,7 +143,7 @@ def _add_import(subparsers: "Subparsers") -> None:
 
 def _add_attend(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
-        "attend",
+        "attention",
         help="draw what a network looks at",
         description="Draws a network's attention for a text: one map for each layer and head. For "
         "a seq2seq model, what the target looks at in the source.",

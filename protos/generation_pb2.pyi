@@ -161,7 +161,7 @@ class ToolCall(_message.Message):
     arguments: str
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
-class ToolCallPiece(_message.Message):
+class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -278,8 +278,8 @@ class GenerateChunk(_message.Message):
     timings: Timings
     request_id: str
     score: float
-    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallPiece]
-    def __init__(self, sequence: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., score: _Optional[float] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPiece, _Mapping]]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
+    def __init__(self, sequence: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., score: _Optional[float] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "text", "top", "bytes")
@@ -308,18 +308,18 @@ class Alternative(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., text: _Optional[str] = ..., bytes: _Optional[bytes] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "generated_tokens", "guessed_tokens", "accepted_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "generated_tokens", "draft_tokens", "accepted_draft_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GUESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    guessed_tokens: int
-    accepted_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., guessed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "first_token_ms", "total_ms")
@@ -384,18 +384,18 @@ class ScoreResponse(_message.Message):
     def __init__(self, log_likelihood: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("inputs", "pooling", "normalise", "dimensions", "priority")
+    __slots__ = ("inputs", "pooling", "normalize", "dimensions", "priority")
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
-    NORMALISE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
     pooling: Pooling
-    normalise: bool
+    normalize: bool
     dimensions: int
     priority: int
-    def __init__(self, inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalise: _Optional[bool] = ..., dimensions: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids", "range")
@@ -486,7 +486,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_rows", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams", "embedding_size", "default_pooling", "default_normalise", "mask_token_id", "mask_token", "tool_form")
+    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_num_seqs", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams", "embedding_size", "default_pooling", "default_normalize", "mask_token_id", "mask_token", "tool_call_format")
     class DefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -510,17 +510,17 @@ class Model(_message.Message):
     DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POOLING_FIELD_NUMBER: _ClassVar[int]
-    DEFAULT_NORMALISE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    TOOL_FORM_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: Family
     precision: str
@@ -537,18 +537,18 @@ class Model(_message.Message):
     defaults: _containers.ScalarMap[str, float]
     context: int
     default_max_new_tokens: int
-    max_rows: int
+    max_num_seqs: int
     max_num_sequences: int
     max_waiting: int
     max_message_bytes: int
     max_num_beams: int
     embedding_size: int
     default_pooling: Pooling
-    default_normalise: bool
+    default_normalize: bool
     mask_token_id: int
     mask_token: str
-    tool_form: str
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., default_normalise: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., mask_token: _Optional[str] = ..., tool_form: _Optional[str] = ...) -> None: ...
+    tool_call_format: str
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., default_normalize: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., mask_token: _Optional[str] = ..., tool_call_format: _Optional[str] = ...) -> None: ...
 
 class ReloadRequest(_message.Message):
     __slots__ = ()

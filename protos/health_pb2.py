@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quill/protos/health.proto\x12\x08quill.v1\"!\n\x0eHealthQuestion\x12\x0f\n\x07service\x18\x01 \x01(\t\"\x83\x01\n\nHealthWord\x12+\n\x06status\x18\x01 \x01(\x0e\x32\x1b.quill.v1.HealthWord.Status\"H\n\x06Status\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quill/protos/health.proto\x12\x08quill.v1\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xa3\x01\n\x13HealthCheckResponse\x12;\n\x06status\x18\x01 \x01(\x0e\x32+.quill.v1.HealthCheckResponse.ServingStatus\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quill.protos.health_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEALTHQUESTION']._serialized_start=39
-  _globals['_HEALTHQUESTION']._serialized_end=72
-  _globals['_HEALTHWORD']._serialized_start=75
-  _globals['_HEALTHWORD']._serialized_end=206
-  _globals['_HEALTHWORD_STATUS']._serialized_start=134
-  _globals['_HEALTHWORD_STATUS']._serialized_end=206
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=39
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=76
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=79
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=242
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=163
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=242
 # @@protoc_insertion_point(module_scope)

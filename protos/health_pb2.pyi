@@ -5,24 +5,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class HealthQuestion(_message.Message):
+class HealthCheckRequest(_message.Message):
     __slots__ = ("service",)
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     service: str
     def __init__(self, service: _Optional[str] = ...) -> None: ...
 
-class HealthWord(_message.Message):
+class HealthCheckResponse(_message.Message):
     __slots__ = ("status",)
-    class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    class ServingStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        UNKNOWN: _ClassVar[HealthWord.Status]
-        SERVING: _ClassVar[HealthWord.Status]
-        NOT_SERVING: _ClassVar[HealthWord.Status]
-        SERVICE_UNKNOWN: _ClassVar[HealthWord.Status]
-    UNKNOWN: HealthWord.Status
-    SERVING: HealthWord.Status
-    NOT_SERVING: HealthWord.Status
-    SERVICE_UNKNOWN: HealthWord.Status
+        UNKNOWN: _ClassVar[HealthCheckResponse.ServingStatus]
+        SERVING: _ClassVar[HealthCheckResponse.ServingStatus]
+        NOT_SERVING: _ClassVar[HealthCheckResponse.ServingStatus]
+        SERVICE_UNKNOWN: _ClassVar[HealthCheckResponse.ServingStatus]
+    UNKNOWN: HealthCheckResponse.ServingStatus
+    SERVING: HealthCheckResponse.ServingStatus
+    NOT_SERVING: HealthCheckResponse.ServingStatus
+    SERVICE_UNKNOWN: HealthCheckResponse.ServingStatus
     STATUS_FIELD_NUMBER: _ClassVar[int]
-    status: HealthWord.Status
-    def __init__(self, status: _Optional[_Union[HealthWord.Status, str]] = ...) -> None: ...
+    status: HealthCheckResponse.ServingStatus
+    def __init__(self, status: _Optional[_Union[HealthCheckResponse.ServingStatus, str]] = ...) -> None: ...

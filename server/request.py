@@ -1,7 +1,7 @@
 """What a client asked, as the engine understands it.
 
 Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text, slots.
-What the engine answers is in server/events.py.
+What the engine answers is in server/outputs.py.
 
 The ranges are those of generation.proto, checked here once; an error names the proto's field.
 Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the
@@ -23,7 +23,7 @@ MAX_PRIORITY = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn. As it stands: from the model's own distribution, untouched."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -66,16 +66,16 @@ class Sampling:
         return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
 
 
-EarlyStopping = Literal["guess", "at_once", "never"]
+EarlyStopping = Literal["heuristic", "at_once", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beams:
+class BeamParams:
     """How wide to search, what a long answer is worth, when to be content."""
 
     num_beams: int
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = "guess"
+    early_stopping: EarlyStopping = "heuristic"
 
     def __post_init__(self) -> None:
         assert self.num_beams >= 2, "one beam is no search"
@@ -88,11 +88,11 @@ Pooling = Literal["mean", "first", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class PoolingParams:
     """Texts that are read and not continued: for a vector of each, or for what masks stand for."""
 
     texts: tuple[tuple[int, ...], ...]
-    pooling: Pooling = "mean"
+    method: Pooling = "mean"
     ranges: tuple[range, ...] = ()  # of each text: the tokens that become its vector; none: all
     masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no vector
 
@@ -109,10 +109,10 @@ class Request:
 
     request_id: str
     prompt_ids: tuple[int, ...] = ()  # what the answer continues; for seq2seq the token before it
-    reading: Reading | None = None  # instead of a prompt
+    pooling: PoolingParams | None = None  # instead of a prompt
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
-    sampling: Sampling = field(default_factory=Sampling)
-    beams: Beams | None = None  # None: answers are drawn, each by itself
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    beams: BeamParams | None = None  # None: answers are drawn, each by itself
     constraint: Constraint | None = None  # a form that answers keep to; not with beams
     seed: int = 0
     max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
@@ -128,8 +128,8 @@ class Request:
     cache_scope: str = ""  # beginnings of prompts are shared within it, and never across
 
     def __post_init__(self) -> None:
-        assert bool(self.prompt_ids) != (self.reading is not None), "PromptReader refuses these"
-        assert self.reading is None or not self.max_new_tokens
+        assert bool(self.prompt_ids) != (self.pooling is not None), "PromptReader refuses these"
+        assert self.pooling is None or not self.max_new_tokens
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
         assert self.constraint is None or self.beams is None, "RequestReader refuses these"
@@ -152,15 +152,15 @@ class Request:
     @property
     def num_prompt(self) -> int:
         """Tokens that the client gave."""
-        if self.reading is not None:
-            return sum(map(len, self.reading.texts))
+        if self.pooling is not None:
+            return sum(map(len, self.pooling.texts))
         return len(self.prompt_ids if self.source_ids is None else self.source_ids)
 
     @property
     def num_before(self) -> int:
         """Positions before the first token of an answer; of several texts, those of the longest."""
-        if self.reading is not None:
-            return max(map(len, self.reading.texts))
+        if self.pooling is not None:
+            return max(map(len, self.pooling.texts))
         return len(self.prompt_ids)
 
     @property

@@ -36,11 +36,11 @@ class Settings:
     any_http_port: bool = False
     device: str = "auto"
     precision: str | None = None
-    max_rows: int | None = None
+    max_num_seqs: int | None = None
     context: int | None = None
     cache_bytes: int | None = None
     prefix_cache: bool = True
-    guess: bool = True
+    speculative: bool = True
     share_cache: bool = False  # between callers of different keys
     threads: int | None = None
     spinning: bool = True
@@ -68,23 +68,23 @@ def read_settings(args: argparse.Namespace) -> Settings:
         any_http_port=args.http_port == "auto",
         device=args.device,
         precision=args.precision,
-        max_rows=args.max_rows,
+        max_num_seqs=args.max_num_seqs,
         context=args.context,
-        cache_bytes=None if args.cache is None else args.cache * 2**20,
+        cache_bytes=None if args.kv_cache_mb is None else args.kv_cache_mb * 2**20,
         prefix_cache=args.prefix_cache,
-        guess=args.guess,
+        speculative=args.speculative,
         share_cache=args.share_prefix_cache,
         threads=args.threads,
         spinning=args.spinning,
-        max_waiting=args.queue,
-        grace_s=args.grace,
+        max_waiting=args.max_queue,
+        grace_s=args.drain_timeout,
         max_step_s=args.watchdog,
         tracing=args.tracing,
         log_format=args.log_format,
         tls=_read_tls(args),
         api_keys=args.api_keys,
-        open_reflection="reflection" in args.open,
-        open_metrics="metrics" in args.open,
+        open_reflection="reflection" in args.allow_unauthenticated,
+        open_metrics="metrics" in args.allow_unauthenticated,
         insecure=args.insecure,
     )
 

@@ -57,7 +57,7 @@ def main() -> None:
 
 def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> Outcomes:
     log = directory / "server.log"
-    with server_process(directory / "bundle", log, "--max-rows", "8") as server:
+    with server_process(directory / "bundle", log, "--max-num-seqs", "8") as server:
         outcomes = asyncio.run(_besiege(server, seed, numbers, time.monotonic() + 60 * minutes))
         wait_until(server.is_idle, "the server has nothing to do")
         found = BUG.search(server.log)

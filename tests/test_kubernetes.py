@@ -162,9 +162,9 @@ def test_scaling_counts_with_the_rows_that_a_server_has() -> None:
     spec = documents("autoscaling")["ScaledObject/quill"]["spec"]
     assert f"Deployment/{spec['scaleTargetRef']['name']}" in documents("base")
     (trigger,) = spec["triggers"]
-    max_rows = settings().max_rows
-    assert max_rows is not None
-    assert trigger["metadata"]["threshold"] == str(round(0.7 * max_rows))
+    max_num_seqs = settings().max_num_seqs
+    assert max_num_seqs is not None
+    assert trigger["metadata"]["threshold"] == str(round(0.7 * max_num_seqs))
     assert spec["minReplicaCount"] == documents("base")["Deployment/quill"]["spec"]["replicas"]
 
 
@@ -252,8 +252,8 @@ def test_alerts_come_when_they_should_and_go(tmp_path: Path) -> None:
         'quill_serving{job="quill", pod="b"}': "1x55 0x35",
         'quill_requests_total{pod="a", outcome="OK"}': "0+90x90",
         'quill_requests_total{pod="a", outcome="RESOURCE_EXHAUSTED"}': "0+0x30 0+10x60",
-        'quill_queue_depth{pod="a"}': "40x90",
-        'quill_max_rows{pod="a"}': "32x90",
+        'quill_requests_waiting{pod="a"}': "40x90",
+        'quill_max_num_seqs{pod="a"}': "32x90",
         'quill_time_to_first_token_seconds_bucket{pod="a", le="5"}': "0+8x90",
         'quill_time_to_first_token_seconds_bucket{pod="a", le="10"}': "0+10x90",
         'quill_time_to_first_token_seconds_bucket{pod="a", le="+Inf"}': "0+10x90",

@@ -98,7 +98,7 @@ def inline_code(text: str) -> list[str]:
 
 
 @functools.cache
-def front_door() -> argparse.ArgumentParser:
+def quill_command() -> argparse.ArgumentParser:
     return build_parser()
 
 
@@ -133,7 +133,7 @@ def unknown_commands(text: str) -> list[str]:
 
 def command_problem(command: str, is_whole: bool) -> str | None:
     words = words_of(command)
-    parser, rest = front_door(), words
+    parser, rest = quill_command(), words
     while (choices := subcommands(parser)) is not None and (rest or is_whole):
         if not rest or rest[0] not in choices:
             return f"{rest[:1]} is none of {sorted(choices)}"
@@ -144,7 +144,7 @@ def command_problem(command: str, is_whole: bool) -> str | None:
         return f"there is no {', '.join(unknown)}"
     if is_whole and "…" not in words:
         try:
-            front_door().parse_args(words)
+            quill_command().parse_args(words)
         except SystemExit:
             return "the arguments aren't understood"
     return None

@@ -9,7 +9,7 @@ import pytest
 
 from quill.__main__ import main
 
-COMMANDS = ["train", "eval", "import", "attend", "train-speed", "serve", "generate", "chat"]
+COMMANDS = ["train", "eval", "import", "attention", "train-speed", "serve", "generate", "chat"]
 COMMANDS += ["loadtest", "bench"]
 
 FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"

@@ -63,11 +63,11 @@ WITHIN = {
     "export": {
         "bundle": "",
         "operators": "",
-        "quantise": "",
-        "graph": "quantise bundle",
-        "verify": "quantise bundle operators",
-        "pipeline": "quantise graph verify bundle",
-        "cli": "pipeline verify quantise bundle operators",
+        "quantize": "",
+        "graph": "quantize bundle",
+        "verify": "quantize bundle operators",
+        "pipeline": "quantize graph verify bundle",
+        "cli": "pipeline verify quantize bundle operators",
         "commands": "",
     },
     "model": {

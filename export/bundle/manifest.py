@@ -93,7 +93,7 @@ class Graphs:
     encoder: str | None  # None for causal
     weights: str  # external data, shared by both graphs
     cache_type: CacheType
-    quantisation: str | None  # how the weights became small; None if they didn't
+    quantization: str | None  # how the weights became small; None if they didn't
     verification: Verification | None  # None: exported with --no-verify
     invariance: Invariance | None
     hidden: bool = False  # whether a causal decoder gives hidden states, too
@@ -146,7 +146,7 @@ class Manifest:
     files: tuple[File, ...]  # all but manifest.json itself
     left_out: tuple[str, ...] = ()  # precisions that were tried here and weren't good enough
     pooling: Pooling | None = None  # how Embed makes one vector of a text's; None: by their mean
-    normalise: bool = False  # whether Embed's vectors have the length 1 unless told otherwise
+    normalize: bool = False  # whether Embed's vectors have the length 1 unless told otherwise
 
     def graphs_in(self, precision: str) -> Graphs:
         for graphs in self.graphs:

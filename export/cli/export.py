@@ -21,7 +21,7 @@ from quill.export.operators.library import (
 )
 from quill.export.pipeline import Wishes, check_standing, shape_problem, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
-from quill.export.quantise.quantisation import check_quantisable
+from quill.export.quantize.quantization import check_quantizable
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
 
@@ -86,13 +86,13 @@ def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
     """Why precisions can't be had here, for this model."""
     operators = operators_problem() if verify else None
     try:
-        check_quantisable(config)
+        check_quantizable(config)
         shape = None
     except UnsupportedModelError as error:
         shape = str(error)
     problems: dict[Precision, str] = {}
     for name, facts in PRECISIONS.items():
-        blocks = shape if facts.is_quantised else None
+        blocks = shape if facts.is_quantized else None
         if problem := shape_problem(name, config) or blocks or operators:
             problems[name] = problem
     return problems

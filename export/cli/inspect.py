@@ -114,7 +114,7 @@ def described(directory: Path, manifest: Manifest, graphs: Graphs) -> list[tuple
     if full:  # an encoder keeps nothing
         per_context = f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"
         rows.append(("memory of a full context", per_context))
-    rows.append(("quantisation", graphs.quantisation or "none"))
+    rows.append(("quantization", graphs.quantization or "none"))
     rows += list(_proof(graphs))
     for role, name in (("decoder", graphs.decoder), ("encoder", graphs.encoder)):
         if name is not None:

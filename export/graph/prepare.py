@@ -1,7 +1,7 @@
 """Makes the network ready to be traced in one precision.
 
 Knows: which modules hold weights, how to swap them for packed ones.
-Does not know: which integers stand for a weight (export/quantise/quantisation.py), files.
+Does not know: which integers stand for a weight (export/quantize/quantization.py), files.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ from quill.export.graph.quill_layers import FusedLayer, OwnEmbedding, OwnLinear,
 from quill.export.graph.recurrent import loop_products
 from quill.export.graph.stacked_layers import stack_operators
 from quill.export.precisions import Device, Precision, family_problem
-from quill.export.quantise.quantisation import Quantisation, in_halves, quantise
-from quill.export.quantise.quill_layout import COLUMNS
+from quill.export.quantize.quantization import Quantization, in_halves, quantize
+from quill.export.quantize.quill_layout import COLUMNS
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer, SoftCap
@@ -41,7 +41,7 @@ class Prepared:
     model: Network
     project: Project
     cache_type: torch.dtype
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     norm: nn.Module = field(default_factory=nn.Identity)  # of hidden states, if the projection's
 
     def decoder(self, device: Device) -> Graph | None:
@@ -114,9 +114,9 @@ class Networks:
             case "fp16":
                 return self._plain(torch.float16)
             case "quill4":
-                return self._own(in_halves(quantise(self._checkpoint, 4)))
+                return self._own(in_halves(quantize(self._checkpoint, 4)))
             case "quill8":
-                return self._own(quantise(self._checkpoint, 8))
+                return self._own(quantize(self._checkpoint, 8))
 
     def _plain(self, dtype: torch.dtype) -> Prepared:
         model = self._checkpoint.build().to(dtype)
@@ -126,7 +126,7 @@ class Networks:
             stack_operators(model)
         return Prepared(model, model.project, dtype)
 
-    def _own(self, quantisation: Quantisation) -> Prepared:
+    def _own(self, quantization: Quantization) -> Prepared:
         """With integers for weights, and Quill's own operators."""
         model, cache_type = self._checkpoint.build(), torch.float16
         norm: nn.Module = nn.Identity()
@@ -135,16 +135,16 @@ class Networks:
             cache_type = torch.float32  # what is rounded in a state would be rounded again
         elif isinstance(model, Transformer) and can_fuse(model.config):
             norm = model.decoder_norm
-        project = use_operators(model, quantisation)
+        project = use_operators(model, quantization)
         if model.config.logit_soft_cap:
             project = nn.Sequential(project, SoftCap(model.config.logit_soft_cap))
-        return Prepared(model, project, cache_type, quantisation, norm)
+        return Prepared(model, project, cache_type, quantization, norm)
 
 
-def use_operators(model: Network, quantisation: Quantisation) -> nn.Module:
+def use_operators(model: Network, quantization: Quantization) -> nn.Module:
     """Swaps every matrix for one of our own, in place, and fuses what surrounds them if it fits.
     Answers the vocabulary projection."""
-    weights, fuses = quantisation.weights, can_fuse(model.config)
+    weights, fuses = quantization.weights, can_fuse(model.config)
     name = "embedding.weight" if model.projection is None else "projection.weight"
     project = OwnLinear(weights[name], model.output_bias)
     embedding = OwnEmbedding(weights["embedding.weight"])

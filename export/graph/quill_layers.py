@@ -1,7 +1,7 @@
 """Layers that write Quill's own operators into the graph.
 
 Knows: quill::Linear and quill::Embedding. Does not know: how they compute (export/operators/), how
-their weights are laid out (export/quantise/quill_layout.py), files.
+their weights are laid out (export/quantize/quill_layout.py), files.
 
 ONNX Runtime starts its threads anew for every operator, and a small model's step is mostly such
 starts. So an operator does all that belongs to a matrix: the norm before it, the rounding of its
@@ -11,8 +11,8 @@ inputs, the product, the gate or the sum after it. A layer of SmolLM2 becomes fi
 import torch
 from torch import Tensor, nn
 
-from quill.export.quantise.quill_layout import lay_out
-from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.export.quantize.quill_layout import lay_out
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.network.attention import Attending
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
@@ -31,7 +31,7 @@ class OwnLinear(nn.Module):
     gains_I: Tensor | None
 
     def __init__(
-        self, weight: QuantisedWeight, bias_N: Tensor | None = None, *, gated: bool = False
+        self, weight: QuantizedWeight, bias_N: Tensor | None = None, *, gated: bool = False
     ) -> None:
         super().__init__()
         assert not (gated and bias_N is not None)
@@ -75,7 +75,7 @@ class OwnEmbedding(nn.Module):
 
     records_CGB: Tensor
 
-    def __init__(self, weight: QuantisedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
         assert weight.kind == "q8_0"
         self.num_tokens, self.num_columns = weight.shape

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from quill.export.graph.quill_layers import VERSION
-from quill.export.quantise.quill_layout import gated_rows, lay_out, lay_out_floats
-from quill.model.checkpoint.quantised_weight import QuantisedWeight, in_order
+from quill.export.quantize.quill_layout import gated_rows, lay_out, lay_out_floats
+from quill.model.checkpoint.quantized_weight import QuantizedWeight, in_order
 from quill.model.network.experts import ExpertFeedForward
 from quill.model.network.latent import LatentAttention
 from quill.model.network.layers import EncoderLayer
@@ -22,7 +22,7 @@ from quill.model.network.layers import EncoderLayer
 # N outputs of all experts or heads · I inputs of one · E experts · D model size
 
 FLOAT_BITS = 32
-Weights = Mapping[str, QuantisedWeight]
+Weights = Mapping[str, QuantizedWeight]
 
 
 class OwnExperts(nn.Module):
@@ -33,7 +33,7 @@ class OwnExperts(nn.Module):
     balance_E: Tensor | None
 
     def __init__(
-        self, of: ExpertFeedForward, up: QuantisedWeight | None, down: QuantisedWeight | None
+        self, of: ExpertFeedForward, up: QuantizedWeight | None, down: QuantizedWeight | None
     ) -> None:
         super().__init__()
         self.router, self.shared, self.experts = of.router, of.shared, of.experts
@@ -63,7 +63,7 @@ class OwnExperts(nn.Module):
                 "top_groups": experts.top_groups,
                 "group_best": experts.group_best,
                 "sigmoid": int(experts.scoring == "sigmoid"),
-                "normalise": int(experts.normalise),
+                "normalize": int(experts.normalize),
                 "scale": experts.scale,
                 "bits": self.bits,
                 "up_halves": int(self.halves[0]),

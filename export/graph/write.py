@@ -26,7 +26,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
     """Traces the network and writes what came of it. Nothing is proven yet."""
     device = PRECISIONS[precision].device
     decoder, encoder = prepared.decoder(device), prepared.encoder()
-    quantisation = prepared.quantisation
+    quantization = prepared.quantization
     graphs = Graphs(
         precision=precision,
         device=device,
@@ -34,7 +34,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
         encoder=None if encoder is None else f"encoder.{precision}.onnx",
         weights=f"weights.{precision}.bin",
         cache_type="float16" if prepared.cache_type == torch.float16 else "float32",
-        quantisation=None if quantisation is None else quantisation.description,
+        quantization=None if quantization is None else quantization.description,
         verification=None,
         invariance=None,
         hidden=decoder is not None and gives_hidden(prepared.model.config, device),

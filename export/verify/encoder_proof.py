@@ -19,7 +19,7 @@ import torch
 
 from quill.export.bundle.manifest import Graphs, Invariance, Sizes, Verification
 from quill.export.precisions import PRECISIONS, Precision
-from quill.export.quantise.quantisation import Quantisation, dequantised
+from quill.export.quantize.quantization import Quantization, dequantized
 from quill.export.verify.batch_invariance import NUM_SLOTS, ROWS
 from quill.export.verify.compare import Comparison, check_comparisons
 from quill.export.verify.encoder_runner import EncoderRunner, Read
@@ -97,7 +97,7 @@ class EncoderProof:
         sizes: Sizes,
         graphs: Graphs,
         runnable: Graphs,
-        quantisation: Quantisation | None,
+        quantization: Quantization | None,
         tick: Tick,
     ) -> Graphs:
         """The same graphs with what was measured. Refuses those that aren't good enough."""
@@ -105,13 +105,13 @@ class EncoderProof:
         runner = EncoderRunner(directory, runnable, sizes)
         probes = self._questions[:NUM_PROBES]
         answers = self._answers[:NUM_PROBES]
-        if quantisation is not None and not quantisation.is_source:
-            answers = _ask(dequantised(self._checkpoint, quantisation), probes)
+        if quantization is not None and not quantization.is_source:
+            answers = _ask(dequantized(self._checkpoint, quantization), probes)
         worst = check_comparisons(_compare(runner, probes, answers), graphs.precision)
         tick()
         found = self._surprise(_read_packed(runner, self._questions))
         expected = self._surprise(self._answers)
-        check_rise(graphs.precision, found, expected, quantisation)
+        check_rise(graphs.precision, found, expected, quantization)
         verification = Verification(
             worst_difference=worst,
             greedy_agreement=float(np.mean(found.favourites == expected.favourites)),

@@ -20,7 +20,7 @@ from quill.export.errors import ExportError
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.run_directory import source_of
 from quill.model.data.corpora import load_pairs_file
-from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenise_pairs
+from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenize_pairs
 from quill.model.data.source import DataSource
 from quill.model.data.splits import Pair
 from quill.model.data.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def _pairs(
     checkpoint: Checkpoint, tokenizer: Tokenizer, name: str, pairs: Sequence[Pair]
 ) -> HeldOut:
     context = checkpoint.config.context
-    tokens = [pair for pair in tokenise_pairs(pairs, tokenizer) if pair_fits(pair, context)]
+    tokens = [pair for pair in tokenize_pairs(pairs, tokenizer) if pair_fits(pair, context)]
     if not tokens:
         raise ExportError(f"{name} has no pair that fits a context of {context} tokens")
     marks = pair_tokens(checkpoint.special_tokens)

@@ -14,7 +14,7 @@ import numpy as np
 from quill.export.bundle.manifest import Graphs, Sizes, Verification
 from quill.export.errors import VerificationError
 from quill.export.precisions import MAX_RISE_FROM_SOURCE, PRECISIONS, Precision
-from quill.export.quantise.quantisation import Quantisation, dequantised
+from quill.export.quantize.quantization import Quantization, dequantized
 from quill.export.verify.batch_invariance import MAX_PROMPT, NUM_SLOTS, measure_invariance
 from quill.export.verify.compare import NUM_PROBES, check_graphs, probes
 from quill.export.verify.held_out import HeldOut, Passage
@@ -62,7 +62,7 @@ class Proof:
         sizes: Sizes,
         graphs: Graphs,
         runnable: Graphs,
-        quantisation: Quantisation | None,
+        quantization: Quantization | None,
         tick: Tick,
     ) -> Graphs:
         """The same graphs with what was measured. Refuses those that aren't good enough.
@@ -70,12 +70,12 @@ class Proof:
         `runnable`: the graphs as this machine can run them.
         """
         runner = Runner(directory, runnable, sizes, NUM_SLOTS, self._capacity())
-        worst = check_graphs(runner, self._answers_for(quantisation), graphs.precision)
+        worst = check_graphs(runner, self._answers_for(quantization), graphs.precision)
         tick()
         passages = self._passages(graphs.precision)
         found = replay(runner, passages, tick)
         expected = joined(self._surprises[: len(passages)])
-        check_rise(graphs.precision, found, expected, quantisation)
+        check_rise(graphs.precision, found, expected, quantization)
         verification = Verification(
             worst_difference=worst,
             greedy_agreement=float(np.mean(found.favourites == expected.favourites)),
@@ -92,11 +92,11 @@ class Proof:
     def _passages(self, precision: Precision) -> list[Passage]:
         return enough(self._held_out.passages, PRECISIONS[precision].max_tokens)
 
-    def _answers_for(self, quantisation: Quantisation | None) -> list[Answer]:
+    def _answers_for(self, quantization: Quantization | None) -> list[Answer]:
         """PyTorch's answers with the very weights of the graphs."""
-        if quantisation is None or quantisation.is_source:
+        if quantization is None or quantization.is_source:
             return self._answers
-        oracle = Oracle(dequantised(self._checkpoint, quantisation))
+        oracle = Oracle(dequantized(self._checkpoint, quantization))
         return [oracle.answer(answer.passage) for answer in self._answers]
 
     def _capacity(self) -> int:
@@ -107,10 +107,10 @@ class Proof:
 
 
 def check_rise(
-    precision: Precision, found: Surprise, expected: Surprise, quantisation: Quantisation | None
+    precision: Precision, found: Surprise, expected: Surprise, quantization: Quantization | None
 ) -> None:
     allowed = PRECISIONS[precision].max_rise
-    if quantisation is not None and quantisation.is_source:
+    if quantization is not None and quantization.is_source:
         allowed = MAX_RISE_FROM_SOURCE
     rise = found.perplexity / expected.perplexity - 1
     if allowed is not None and not rise <= allowed:

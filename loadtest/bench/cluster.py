@@ -40,8 +40,15 @@ def run(args: argparse.Namespace) -> None:
     ids = random_ids(NUM_PROMPTS + PROMPT_TOKENS, read_manifest(bundle).sizes.vocab_size)
     prompts = [ids[start : start + PROMPT_TOKENS] for start in range(NUM_PROMPTS)]
     # Neither cache nor guesses: every round has the same work.
-    options = ["--threads", str(args.threads or 1), "--max-rows", str(args.users), "--cache", "512"]
-    options += ["--no-prefix-cache", "--no-guess", "--no-spinning"]
+    options = [
+        "--threads",
+        str(args.threads or 1),
+        "--max-num-seqs",
+        str(args.users),
+        "--kv-cache-mb",
+        "512",
+    ]
+    options += ["--no-prefix-cache", "--no-speculative", "--no-spinning"]
     rates: dict[str, list[float]] = {PLAIN: [], RAY: []}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         _say(f"starting {args.replicas} servers and a cluster of {args.replicas} replicas")

@@ -1,4 +1,4 @@
-"""`quill bench fidelity`: a served translator against what PyTorch said alone, line by line.
+"""`quill bench reference`: a served translator against what PyTorch said alone, line by line.
 
 Knows: the answers that `quill eval --answers` wrote, a server of our own, BLEU.
 Does not know: models. Everything is asked by many users at once; PyTorch was asked alone.
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     questions = read_questions(args.answers)[: args.limit]
     if read_manifest(args.bundle).family != "seq2seq":
         raise OptionError(f"{args.bundle} isn't a translation model")
-    options = ["--precision", args.precision, "--max-rows", str(max(args.users, 8))]
+    options = ["--precision", args.precision, "--max-num-seqs", str(max(args.users, 8))]
     with (
         tempfile.TemporaryDirectory() as logs,
         own_server(Path(logs) / "server.log", args.bundle, *options) as server,

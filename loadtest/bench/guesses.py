@@ -1,4 +1,4 @@
-"""`quill bench guesses`: what guessing from the text so far gains one row; no token may change.
+"""`quill bench speculative`: what guessing from the text so far gains one row; no token may change.
 
 Knows: texts that repeat themselves and one that doesn't, the bare engine as a contender.
 Does not know: how guesses are made.
@@ -71,7 +71,7 @@ class Found(NamedTuple):
     without_s: float
     with_s: float
     num_tokens: int
-    num_guessed: int
+    num_draft_tokens: int
     num_accepted: int
 
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory() as logs,
         running(command, Path(logs) / "without.log") as without,
-        running([*command, "guess"], Path(logs) / "with.log") as guessing,
+        running([*command, "speculative"], Path(logs) / "with.log") as guessing,
     ):
         found = {}
         for case in cases:
@@ -118,7 +118,7 @@ def _told(case: Case) -> dict[str, Any]:
 
 def _measure(case: Case, without: Running, guessing: Running, num_rounds: int) -> Found:
     """In turns; of each seed the best time counts."""
-    without_s, with_s, num_tokens, num_guessed, num_accepted = 0.0, 0.0, 0, 0, 0
+    without_s, with_s, num_tokens, num_draft_tokens, num_accepted = 0.0, 0.0, 0, 0, 0
     for seed in SEEDS if case.temperature else SEEDS[:1]:
         wishes = {"temperature": case.temperature, "seed": seed, "num_tokens": NUM_TOKENS}
         order: dict[str, Any] = {"do": "write", "ids": case.prompt} | wishes
@@ -131,9 +131,9 @@ def _measure(case: Case, without: Running, guessing: Running, num_rounds: int) -
         without_s += min(each["seconds"] for each in plain)
         with_s += min(each["seconds"] for each in guessed)
         num_tokens += len(guessed[0]["token_ids"])
-        num_guessed += guessed[-1]["num_guessed"]
+        num_draft_tokens += guessed[-1]["num_draft_tokens"]
         num_accepted += guessed[-1]["num_accepted"]
-    return Found(without_s, with_s, num_tokens, num_guessed, num_accepted)
+    return Found(without_s, with_s, num_tokens, num_draft_tokens, num_accepted)
 
 
 def _add(shown: Table, case: Case, found: Found) -> None:
@@ -142,7 +142,7 @@ def _add(shown: Table, case: Case, found: Found) -> None:
         f"{case.temperature:g}",
         f"{found.without_s / found.with_s:.2f}",
         ORDINARY_BAR if case.name.startswith("ordinary") else BAR,
-        str(found.num_guessed),
+        str(found.num_draft_tokens),
         str(found.num_accepted),
         str(found.num_tokens),
     )

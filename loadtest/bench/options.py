@@ -42,7 +42,9 @@ def _add_engine(kinds: "Subparsers") -> None:
 
 
 def _add_guesses(kinds: "Subparsers") -> None:
-    parser = kinds.add_parser("guesses", help="what guessing from the text so far gains one row")
+    parser = kinds.add_parser(
+        "speculative", help="what guessing from the text so far gains one row"
+    )
     _add_common(parser)
     _add_rounds(parser, 3)
     parser.set_defaults(run="quill.loadtest.bench.guesses:run", extra="loadtest")
@@ -50,7 +52,7 @@ def _add_guesses(kinds: "Subparsers") -> None:
 
 def _add_forms(kinds: "Subparsers") -> None:
     parser = kinds.add_parser(
-        "forms",
+        "structured",
         help="answers that keep to JSON schemas: valid, the same alone, as fast as free ones",
         description="Asks a server for answers to fifty JSON schemas in a crowd, validates them, "
         "asks some again alone, measures what forms cost, and sends hostile ones.",
@@ -143,7 +145,7 @@ def _add_embed(kinds: "Subparsers") -> None:
 
 def _add_fidelity(kinds: "Subparsers") -> None:
     parser = kinds.add_parser(
-        "fidelity",
+        "reference",
         help="a served translation model against PyTorch, line by line, with BLEU",
         description="Serves a bundle, asks it what `quill eval RUN --answers FILE` asked PyTorch, "
         "by many users at once, and compares every token. With fp32 a difference is an error.",
@@ -196,7 +198,9 @@ def _add_server(kinds: "Subparsers") -> None:
         help="default 0, which is greedy; above it tokens are drawn, and none is cut off",
     )
     parser.add_argument(
-        "--doors", action="store_true", help="also over HTTP and KServe v2, in turns, and compare"
+        "--protocols",
+        action="store_true",
+        help="also over HTTP and KServe v2, in turns, and compare",
     )
     parser.add_argument(
         "--peers",
@@ -243,7 +247,7 @@ def _add_affinity(kinds: "Subparsers") -> None:
         "--threads", type=_positive, default=1, metavar="N", help="of each server; default 1"
     )
     parser.add_argument(
-        "--cache",
+        "--kv-cache-mb",
         type=_positive,
         default=64,
         metavar="MB",

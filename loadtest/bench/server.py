@@ -28,10 +28,10 @@ from quill.loadtest.bench.contenders.serving import Load, Serving
 from quill.loadtest.bench.contest import PAUSE_S
 from quill.loadtest.bench.models import LLAMA_SERVER, default_bundle, prepare_peers
 from quill.loadtest.bench.tasks import random_ids
-from quill.loadtest.doors.names import DOORS, TITLES
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.environment.process_stats import peak_bytes_of
 from quill.loadtest.errors import ContenderError, OptionError
+from quill.loadtest.protocols.names import DOORS, TITLES
 from quill.loadtest.workload.closed_loop import LoopResult, closed_loop
 
 PROMPT_LENGTHS = (16, 128)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         logs = Path(directory)
         gguf = prepare_llama() if args.peers else None
-        doors = DOORS if args.doors else ("grpc",)
+        doors = DOORS if args.protocols else ("grpc",)
         quill = quill_server(bundle, args.precision, load, logs / "quill.log", doors)
         servers = stack.enter_context(quill)
         if gguf is not None:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     assert peak_bytes is not None, "we started it"
     console = Console(highlight=False)
     console.print(_table(measured))
-    if args.doors:
+    if args.protocols:
         console.print(_shares(measured[: len(DOORS)]))
     console.print(
         f"Quill's peak memory: {peak_bytes / 1e6:.0f} MB, "

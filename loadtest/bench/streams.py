@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> None:
     options = [
         "--precision",
         precision,
-        "--max-rows",
+        "--max-num-seqs",
         str(args.streams),
         "--context",
         str(context),
     ]
-    options += ["--threads", threads, "--no-prefix-cache", "--no-guess"]
+    options += ["--threads", threads, "--no-prefix-cache", "--no-speculative"]
     command = [
         sys.executable,
         "-m",

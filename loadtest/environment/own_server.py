@@ -80,12 +80,12 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def guess_http(address: str) -> str:
+def derive_http(address: str) -> str:
     """A server's HTTP is at the port after the next, if nobody chose otherwise."""
     return _beside(address, HTTP_DISTANCE)
 
 
-def guess_grpc(http_address: str) -> str:
+def derive_grpc(http_address: str) -> str:
     """The other way round."""
     return _beside(http_address, -HTTP_DISTANCE)
 

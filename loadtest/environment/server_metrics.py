@@ -30,11 +30,11 @@ def read_sample(text: str, at_s: float) -> MetricsSample | None:
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
-        if name in ("quill_queue_depth", "quill_running_rows"):
+        if name in ("quill_requests_waiting", "quill_sequences_running"):
             found[name] = float(value)
     if len(found) < 2:
         return None
-    return MetricsSample(at_s, found["quill_queue_depth"], found["quill_running_rows"])
+    return MetricsSample(at_s, found["quill_requests_waiting"], found["quill_sequences_running"])
 
 
 def read_tokens(url: str | None) -> dict[str, float]:
@@ -46,7 +46,7 @@ def read_tokens(url: str | None) -> dict[str, float]:
     return counted | {kind: float(value) for kind, value in _TOKENS.findall(page)}
 
 
-def guess_url(address: str, scheme: str = "http") -> str:
+def derive_url(address: str, scheme: str = "http") -> str:
     """A server's metrics are at the port after its own, if nobody chose otherwise."""
     host, _, port = address.rpartition(":")
     return f"{scheme}://{host}:{int(port) + 1}/metrics" if port.isdecimal() else ""

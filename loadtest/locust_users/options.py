@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from locust.argument_parser import LocustArgumentParser
 
-from quill.loadtest.doors.names import DOORS
+from quill.loadtest.protocols.names import DOORS
 from quill.loadtest.workload.scenarios import SCENARIOS
 from quill.loadtest.workload.schedule import Plan
 

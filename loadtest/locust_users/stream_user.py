@@ -22,10 +22,10 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User, events
 from locust.env import Environment
 
-from quill.loadtest.doors.door import Door
-from quill.loadtest.doors.names import DoorName
-from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.locust_users.token_stats import TokenStats
+from quill.loadtest.protocols.door import Door
+from quill.loadtest.protocols.names import DoorName
+from quill.loadtest.protocols.open_door import open_door
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import TimedCall, call
 from quill.loadtest.workload.records import RequestRecord

@@ -21,7 +21,7 @@ from quill.loadtest.results.summary import (
     by_scenario,
     measures,
     scenario_table,
-    summarise,
+    summarize,
     table,
 )
 from quill.loadtest.workload.records import RequestRecord, write_records
@@ -56,7 +56,7 @@ def write_report(directory: Path, run: Run) -> Summary:
     """The page, the pictures, requests.csv, server.csv and summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, run.records)
-    summary, scenarios = summarise(run.records, run.slo), by_scenario(run.records, run.slo)
+    summary, scenarios = summarize(run.records, run.slo), by_scenario(run.records, run.slo)
     numbers = asdict(summary) | {"facts": dict(run.facts), "verified": run.verified}
     numbers["scenarios"] = {name: asdict(each) for name, each in scenarios.items()}
     numbers["trials"] = [trial._asdict() for trial in run.trials]

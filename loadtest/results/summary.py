@@ -45,7 +45,7 @@ class Summary:
         return self.num_requests / self.wall_s if self.wall_s else 0.0
 
 
-def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
+def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     wall_s = span_s(records)
     offered_per_s, served_per_s = _offered_and_served(records)
     prompt_tokens = sum(record.prompt_tokens for record in records)
@@ -88,7 +88,7 @@ def _offered_and_served(records: Sequence[RequestRecord]) -> tuple[float, float]
 def by_scenario(records: Sequence[RequestRecord], slo: Slo | None = None) -> dict[str, Summary]:
     names = sorted({record.scenario for record in records})
     return {
-        name: summarise([record for record in records if record.scenario == name], slo)
+        name: summarize([record for record in records if record.scenario == name], slo)
         for name in names
     }
 

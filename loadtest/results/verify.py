@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.errors import DifferentAnswerError
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import (
     StreamResult,

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import grpc
 
-from quill.loadtest.doors.names import TITLES
 from quill.loadtest.environment.machine import machine_facts
-from quill.loadtest.environment.own_server import guess_http, own_server, wait_until_healthy
+from quill.loadtest.environment.own_server import derive_http, own_server, wait_until_healthy
 from quill.loadtest.environment.process_stats import ProcessSample, watch_process
-from quill.loadtest.environment.server_metrics import MetricsSample, guess_url, watch_server
+from quill.loadtest.environment.server_metrics import MetricsSample, derive_url, watch_server
 from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
+from quill.loadtest.protocols.names import TITLES
 from quill.loadtest.results.progress import Line, describe
 from quill.loadtest.results.report import PAGE, Run, search_result, write_report
 from quill.loadtest.results.slo import RateTrial, Slo, next_rate
@@ -161,10 +161,10 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     if address:
         wait_until_healthy(address, access=access)
         scheme = "https" if access.uses_tls else "http"
-        url = options.metrics_url or guess_url(address, scheme)
+        url = options.metrics_url or derive_url(address, scheme)
         door_address = address
         if options.protocol == "http":
-            door_address = options.http_address or guess_http(address)
+            door_address = options.http_address or derive_http(address)
         yield Target(address, door_address, url, _get_model(address, access), access)
         return
     log = options.out / "server.log"
@@ -301,5 +301,5 @@ def _model_facts(model: pb.Model) -> dict[str, str]:
         "model": f"{model.name}, {model.num_parameters:,} parameters",
         "precision": f"{model.precision} on {model.device}, {exact}",
         "server": f"Quill {model.server_version}, ONNX Runtime {model.runtime_version}, "
-        f"{model.max_rows} rows, context {model.context:,}, queue {model.max_waiting}",
+        f"{model.max_num_seqs} rows, context {model.context:,}, queue {model.max_waiting}",
     }

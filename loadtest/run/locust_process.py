@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quill.loadtest.doors.names import DoorName
 from quill.loadtest.environment.processes import free_port, wait_or_kill
 from quill.loadtest.errors import LoadtestError
+from quill.loadtest.protocols.names import DoorName
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.schedule import Plan
 

@@ -8,9 +8,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from quill.loadtest.doors.names import DOORS, DoorName
 from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
+from quill.loadtest.protocols.names import DOORS, DoorName
 from quill.server.cli.access_options import add_proof
 from quill.server.cli.argument_types import address, addresses
 from quill.server.client.balancing.target import is_several
@@ -71,7 +71,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="for its own server: fp32, quill8, … (default: the fastest)",
     )
     add("--serve", default="", metavar="OPTIONS",
-        help="more options for its own server, in quotes: '--max-rows 32'")  # fmt: skip
+        help="more options for its own server, in quotes: '--max-num-seqs 32'")  # fmt: skip
     add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
     add("--protocol", choices=DOORS, default="grpc",
         help="the door that the load comes through (default grpc)")  # fmt: skip

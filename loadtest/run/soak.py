@@ -20,10 +20,10 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer, own_server, read_log
 from quill.loadtest.environment.process_stats import ProcessSample, look_at, watch_process
 from quill.loadtest.errors import LoadtestError
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.results.verify import verify
 from quill.loadtest.run.soak_verdict import REFUSED, Judgement, SoakResult, judge, times_ms
 from quill.loadtest.workload.arrivals import arrivals
@@ -34,7 +34,7 @@ from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.scenarios import make_ask
 
 SLOTS, QUEUE = 8, 16
-SERVE = ("--max-rows", str(SLOTS), "--queue", str(QUEUE), "--cache", "512")
+SERVE = ("--max-num-seqs", str(SLOTS), "--max-queue", str(QUEUE), "--kv-cache-mb", "512")
 MAX_CALLS = 200  # at once, at this end: far more than the server takes
 OVERLOAD = 2.0
 SHOW_S = 10.0
@@ -116,7 +116,9 @@ def settle(server: OwnServer, start: ProcessSample) -> tuple[ProcessSample, bool
     end_s = time.monotonic() + SETTLE_S
     while True:
         look = look_at(server.pid)
-        is_idle = not metric(server, "quill_running_rows") + metric(server, "quill_queue_depth")
+        is_idle = not metric(server, "quill_sequences_running") + metric(
+            server, "quill_requests_waiting"
+        )
         if (is_idle and look.num_fds <= start.num_fds) or time.monotonic() > end_s:
             return look, is_idle
         time.sleep(0.2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 
-from quill.loadtest.doors.door import CallError, Door
+from quill.loadtest.protocols.door import CallError, Door
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.records import RequestRecord
 from quill.protos import generation_pb2 as pb

@@ -162,7 +162,7 @@ def embed(draw: RequestDraw, facts: Facts) -> Ask:
     if draw.random.random() < 0.5:
         request.pooling = draw.random.choice((pb.POOLING_MEAN, pb.POOLING_FIRST, pb.POOLING_LAST))
     if draw.random.random() < 0.5:
-        request.normalise = draw.random.random() < 0.5
+        request.normalize = draw.random.random() < 0.5
     return Ask(pb.GenerateRequest(), embed=request)
 
 

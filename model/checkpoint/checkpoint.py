@@ -2,7 +2,7 @@
 
     config.json             shape, special tokens, chat template, generation defaults, provenance
     model.safetensors       the weights, float32
-    quantised.safetensors   the source's own quantised values, if it had any
+    quantized.safetensors   the source's own quantized values, if it had any
     tokenizer.json          the tokenizer, if there is one
 
 Knows: these files. Does not know: training state (model/checkpoint/run_directory.py adds its own
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quill.model.checkpoint.atomic import atomic_directory
-from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
+from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.data.tokenizer import SpecialTokens, Tokenizer
 from quill.model.errors import CheckpointError, ConfigError, first_few
@@ -32,7 +32,7 @@ from quill.model.network.networks import make_network
 FORMAT = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-QUANTISED_FILE = "quantised.safetensors"
+QUANTIZED_FILE = "quantized.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 
 Pooling = Literal["mean", "first", "last"]
@@ -52,9 +52,9 @@ class Checkpoint:
     chat_template: str | None = None
     generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
     provenance: dict[str, Any] = field(default_factory=dict)
-    quantised: dict[str, QuantisedWeight] = field(default_factory=dict)
+    quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     pooling: Pooling | None = None  # how its author makes one vector of a text's; None: unsaid
-    normalise: bool = False  # whether such a vector gets the length 1
+    normalize: bool = False  # whether such a vector gets the length 1
     path: Path | None = field(default=None, compare=False)  # where it was read from
 
     def build(self) -> Network:
@@ -97,8 +97,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
     save_file(checkpoint.weights, directory / WEIGHTS_FILE)
-    if checkpoint.quantised:
-        _save_quantised(directory / QUANTISED_FILE, checkpoint.quantised)
+    if checkpoint.quantized:
+        _save_quantized(directory / QUANTIZED_FILE, checkpoint.quantized)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
     description = {
@@ -112,7 +112,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "generation": checkpoint.generation,
         "provenance": checkpoint.provenance,
         "pooling": checkpoint.pooling,
-        "normalise": checkpoint.normalise,
+        "normalize": checkpoint.normalize,
     }
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -122,7 +122,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     description = read_description(path)
     try:
         weights = load_file(path / WEIGHTS_FILE)
-        quantised = _load_quantised(path / QUANTISED_FILE)
+        quantized = _load_quantized(path / QUANTIZED_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
@@ -144,9 +144,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         chat_template=values.text("chat_template", "") or None,
         generation=values.numbers("generation"),
         provenance=values.mapping("provenance"),
-        quantised=quantised,
+        quantized=quantized,
         pooling=_pooling(values),
-        normalise=values.flag("normalise", False),
+        normalize=values.flag("normalize", False),
         path=path,
     )
 
@@ -198,7 +198,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _save_quantised(path: Path, weights: dict[str, QuantisedWeight]) -> None:
+def _save_quantized(path: Path, weights: dict[str, QuantizedWeight]) -> None:
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         tensors[f"{name}.q"] = weight.q
@@ -208,7 +208,7 @@ def _save_quantised(path: Path, weights: dict[str, QuantisedWeight]) -> None:
     save_file(tensors, path, metadata={name: weight.kind for name, weight in weights.items()})
 
 
-def _load_quantised(path: Path) -> dict[str, QuantisedWeight]:
+def _load_quantized(path: Path) -> dict[str, QuantizedWeight]:
     if not path.exists():
         return {}
     with safe_open(path, framework="pt") as file:
@@ -218,7 +218,7 @@ def _load_quantised(path: Path) -> dict[str, QuantisedWeight]:
     for name, kind in kinds.items():
         if kind not in get_args(Kind):
             raise CheckpointError(f"{path} has weights of the unknown kind {kind!r}")
-        weights[name] = QuantisedWeight(
+        weights[name] = QuantizedWeight(
             kind=kind,
             q=tensors[f"{name}.q"],
             scale_NG=tensors[f"{name}.scale"],

@@ -1,7 +1,7 @@
 """What a run leaves on disk so that it can go on exactly where it was.
 
     RUN/run.json                what was asked for: shape, recipe, data
-    RUN/step-00000500/          a checkpoint, plus the optimiser's state
+    RUN/step-00000500/          a checkpoint, plus the optimizer's state
     RUN/log.jsonl               a line for each measurement
     RUN/loss.png, samples.txt   to look at
 
@@ -28,17 +28,17 @@ from quill.model.errors import CheckpointError, CorpusError
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
-STATE_FILE = "optimiser.safetensors"
+STATE_FILE = "optimizer.safetensors"
 PROGRESS_FILE = "training.json"
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The optimiser's memory after so many steps."""
+    """The optimizer's memory after so many steps."""
 
     step: int
-    optimiser: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
 
 
 def step_directories(run: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def save_step(run: Path, checkpoint: Checkpoint, state: TrainingState, keep: int
     try:
         with atomic_directory(path) as directory:
             write_files(directory, checkpoint)
-            save_file(state.optimiser, directory / STATE_FILE)
+            save_file(state.optimizer, directory / STATE_FILE)
             progress = json.dumps({"step": state.step}) + "\n"
             (directory / PROGRESS_FILE).write_text(progress, encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -162,9 +162,9 @@ def _is_before(line: bytes, last_step: int) -> bool:
         return False  # the line that was being written when the process was killed
 
 
-def pack_optimiser(optimiser: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+def pack_optimizer(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
     """AdamW's two averages for each parameter, by the parameter's name."""
-    state = optimiser.state_dict()["state"]
+    state = optimizer.state_dict()["state"]
     packed: dict[str, Tensor] = {}
     for index, name in enumerate(names):
         for key, value in state.get(index, {}).items():
@@ -172,11 +172,11 @@ def pack_optimiser(optimiser: torch.optim.Optimizer, names: list[str]) -> dict[s
     return packed
 
 
-def unpack_optimiser(
-    optimiser: torch.optim.Optimizer, names: list[str], packed: dict[str, Tensor]
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, names: list[str], packed: dict[str, Tensor]
 ) -> None:
     """The reverse; refuses the state of another network by name."""
-    description = optimiser.state_dict()
+    description = optimizer.state_dict()
     description["state"] = {}
     for index, name in enumerate(names):
         entries = {
@@ -185,6 +185,6 @@ def unpack_optimiser(
             if key.rpartition("/")[0] == name
         }
         if not entries:
-            raise CheckpointError(f"the optimiser's state lacks {name}")
+            raise CheckpointError(f"the optimizer's state lacks {name}")
         description["state"][index] = entries
-    optimiser.load_state_dict(description)
+    optimizer.load_state_dict(description)

@@ -82,15 +82,15 @@ def _encode_all(texts: Sequence[str], tokenizer: Tokenizer, track: Track) -> lis
 def encode_pairs(
     corpus: PairCorpus, tokenizer: Tokenizer, context: int, track: Track = iter
 ) -> PairData:
-    train = tokenise_pairs(corpus.train, tokenizer, track)
+    train = tokenize_pairs(corpus.train, tokenizer, track)
     fitting = [pair for pair in train if pair_fits(pair, context)]
     held_out = [
-        pair for pair in tokenise_pairs(corpus.held_out, tokenizer) if pair_fits(pair, context)
+        pair for pair in tokenize_pairs(corpus.held_out, tokenizer) if pair_fits(pair, context)
     ]
     return PairData(fitting, held_out, pair_tokens(tokenizer.special), len(train) - len(fitting))
 
 
-def tokenise_pairs(
+def tokenize_pairs(
     pairs: Sequence[Pair], tokenizer: Tokenizer, track: Track = iter
 ) -> list[TokenPair]:
     ids = _encode_all([text for pair in pairs for text in pair], tokenizer, track)

@@ -3,7 +3,7 @@
 Knows: byte-level BPE as the `tokenizers` library does it, which ids have a special meaning.
 Does not know: torch, corpora, chat templates.
 
-The round trip is exact for any Unicode text: no normaliser, no prefix space, no clean-up. The
+The round trip is exact for any Unicode text: no normalizer, no prefix space, no clean-up. The
 whole tokenizer is one `tokenizer.json`; which special token plays which part is kept beside it by
 whoever saves it.
 

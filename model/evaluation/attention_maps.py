@@ -1,4 +1,4 @@
-"""Shows what a trained network looks at: `quill attend`.
+"""Shows what a trained network looks at: `quill attention`.
 
 Knows: how to record attention weights, which layers and heads were asked for.
 Does not know: how a picture is drawn (see model/evaluation/attention_picture.py).

@@ -122,7 +122,7 @@ def evaluate_translation(
 def write_answers(
     file: TextIO, model: Network, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
 ) -> None:
-    """One line of JSON for each pair: `quill bench fidelity` asks a server the same."""
+    """One line of JSON for each pair: `quill bench reference` asks a server the same."""
     translator = Translator(model, tokenizer, 1)
     for number, pair in enumerate(pairs):
         line = {

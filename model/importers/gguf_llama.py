@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.importers.gguf_config import NAMES, ROTARY_FACTORS, read_config
 from quill.model.importers.gguf_file import GgufFile
@@ -19,7 +19,7 @@ from quill.model.importers.tensor_layout import Part, Track, check_source, llama
 
 
 def read_gguf(file: GgufFile, track: Track = untracked) -> Checkpoint:
-    """The whole checkpoint. Source-quantised matrices are carried beside their float32 values."""
+    """The whole checkpoint. Source-quantized matrices are carried beside their float32 values."""
     config = read_config(file)
     layout = llama_layout(config, NAMES, interleaved=True)
     used = {name: info.shape for name, info in file.tensors.items() if name != ROTARY_FACTORS}
@@ -28,12 +28,12 @@ def read_gguf(file: GgufFile, track: Track = untracked) -> Checkpoint:
     check_source(layout, used, str(file.path))
     vocabulary = read_vocabulary(file.metadata, config.vocab_size)
     weights: dict[str, Tensor] = {}
-    quantised: dict[str, QuantisedWeight] = {}
+    quantized: dict[str, QuantizedWeight] = {}
     for name in track(list(layout)):
         weight = _read_weight(file, layout[name])
         weights[name] = weight.values
-        if weight.quantised is not None:
-            quantised[name] = weight.quantised
+        if weight.quantized is not None:
+            quantized[name] = weight.quantized
     return Checkpoint(
         config=config,
         weights=weights,
@@ -43,7 +43,7 @@ def read_gguf(file: GgufFile, track: Track = untracked) -> Checkpoint:
         stop_ids=vocabulary.stop_ids,
         chat_template=vocabulary.chat_template,
         provenance=_provenance(file.metadata),
-        quantised=quantised,
+        quantized=quantized,
     )
 
 

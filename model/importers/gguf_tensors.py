@@ -1,6 +1,6 @@
 """Turns the raw rows of a GGUF tensor into numbers.
 
-Knows: the block formats that Quill keeps quantised; for the others, the `gguf` package.
+Knows: the block formats that Quill keeps quantized; for the others, the `gguf` package.
 Does not know: which tensor is which.
 """
 
@@ -13,7 +13,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, Kind, QuantisedWeight
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, Kind, QuantizedWeight
 from quill.model.errors import UnsupportedError
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B the 32 values of a block
@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     """A tensor in float32, and as its source had it if that is one of the forms we keep."""
 
     values: Tensor
-    quantised: QuantisedWeight | None = None
+    quantized: QuantizedWeight | None = None
 
 
 def decode_rows(raw_N: Raw, kind: Any, name: str) -> Weight:
@@ -45,7 +45,7 @@ def decode_rows(raw_N: Raw, kind: Any, name: str) -> Weight:
     except NotImplementedError as error:
         raise UnsupportedError(
             f"tensor {name} is stored as {kind.name}, which the gguf package can't turn into "
-            "numbers; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another quantisation"
+            "numbers; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another quantization"
         ) from error
     return Weight(torch.from_numpy(np.require(values_NI, np.float32, ["C", "W"])))
 
@@ -59,13 +59,13 @@ def _unpack(raw_N: Raw, kind: Kind) -> Weight:
     numbers_NG = numbers_NGb.copy().view(np.float16).astype(np.float32)
     scale_NG1, minimum_NG1 = numbers_NG[:, :, :1], numbers_NG[:, :, 1:]
     q_NGB: Integers = q_NGb.view(np.int8) if kind == "q8_0" else _nibbles(q_NGb)
-    quantised = QuantisedWeight(
+    quantized = QuantizedWeight(
         kind=kind,
         q=_flat(q_NGB if kind == "q8_0" else _paired(q_NGB)),
         scale_NG=_flat(scale_NG1),
         minimum_NG=_flat(minimum_NG1) if kind == "q4_1" else None,
     )
-    # The same as quantised.dequantise(), but numpy isn't slowed down by a busy machine: torch's
+    # The same as quantized.dequantize(), but numpy isn't slowed down by a busy machine: torch's
     # threads wait for one another after each step, and took 15 s where this takes 2 s.
     values_NGB = q_NGB.astype(np.float32)
     if kind == "q4_0":
@@ -73,7 +73,7 @@ def _unpack(raw_N: Raw, kind: Kind) -> Weight:
     values_NGB *= scale_NG1
     if kind == "q4_1":
         values_NGB += minimum_NG1
-    return Weight(_flat(values_NGB), quantised)
+    return Weight(_flat(values_NGB), quantized)
 
 
 def _nibbles(q_NGb: Raw) -> Integers:
@@ -82,7 +82,7 @@ def _nibbles(q_NGb: Raw) -> Integers:
 
 
 def _paired(q_NGB: Integers) -> Integers:
-    """Two values a byte, neighbours together, as QuantisedWeight has them."""
+    """Two values a byte, neighbours together, as QuantizedWeight has them."""
     return q_NGB[:, :, 0::2] | q_NGB[:, :, 1::2] << 4
 
 

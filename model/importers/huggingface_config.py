@@ -29,7 +29,7 @@ def read_config(settings: TypedValues) -> ModelConfig:
     architecture = read_architecture(settings)
     if settings.get("quantization_config") is not None:
         raise UnsupportedError(
-            "the model's weights are quantised (its config.json has a quantization_config); Quill "
+            "the model's weights are quantized (its config.json has a quantization_config); Quill "
             "reads plain ones, in float32, float16 or bfloat16. Use the model that it was made from"
         )
     return ARCHITECTURES[architecture](settings)

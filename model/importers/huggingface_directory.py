@@ -127,7 +127,7 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
         generation=text.generation,
         provenance=provenance,
         pooling=sentence.pooling,
-        normalise=sentence.normalise,
+        normalize=sentence.normalize,
     )
 
 

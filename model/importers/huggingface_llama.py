@@ -59,7 +59,7 @@ def _qwen3_moe(settings: TypedValues) -> ModelConfig:
         number=settings.integer("num_experts", settings.integer("num_local_experts", 128)),
         per_token=settings.integer("num_experts_per_tok", 8),
         d_expert=settings.integer("moe_intermediate_size", 768),
-        normalise=settings.flag("norm_topk_prob", False),
+        normalize=settings.flag("norm_topk_prob", False),
         dense_layers=len(plain),
     )
     head_size = settings.integer("hidden_size") // settings.integer("num_attention_heads")
@@ -183,7 +183,7 @@ def _deepseek_v2(settings: TypedValues) -> ModelConfig:
         scale=settings.number("routed_scaling_factor", 1.0),
         groups=settings.integer("n_group") if in_groups else 1,
         top_groups=settings.integer("topk_group") if in_groups else 1,
-        normalise=False,
+        normalize=False,
     )
 
 
@@ -199,7 +199,7 @@ def _deepseek_v3(settings: TypedValues) -> ModelConfig:
         groups=groups,
         top_groups=settings.integer("topk_group", 4),
         group_best=2,
-        normalise=settings.flag("norm_topk_prob", True),
+        normalize=settings.flag("norm_topk_prob", True),
         scoring="sigmoid",
         balanced=True,
     )

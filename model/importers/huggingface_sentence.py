@@ -29,7 +29,7 @@ class Sentence:
     """How texts become vectors. Without a directory's word nothing is said."""
 
     pooling: Pooling | None = None
-    normalise: bool = False
+    normalize: bool = False
     model: Path | None = None  # where the model's own files are; None: the directory isn't such
 
 
@@ -92,8 +92,8 @@ def _refuse_changed_texts(directory: Path, model: Path) -> None:
             "config_sentence_transformers.json); Quill takes texts as they are"
         )
     lowers = read_json(model / "sentence_bert_config.json").get("do_lower_case", False)
-    normaliser: Any = read_json(model / "tokenizer.json").get("normalizer")
-    if lowers and '"lowercase": true' not in json.dumps(normaliser):
+    normalizer: Any = read_json(model / "tokenizer.json").get("normalizer")
+    if lowers and '"lowercase": true' not in json.dumps(normalizer):
         raise UnsupportedError(
             "the model's texts are put into lower case before its tokenizer reads them "
             "(do_lower_case in sentence_bert_config.json); Quill takes texts as they are"

@@ -15,7 +15,7 @@ from typing import Any
 from quill.cache import cache_directory
 from quill.model.checkpoint.checkpoint import (
     CONFIG_FILE,
-    QUANTISED_FILE,
+    QUANTIZED_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Checkpoint,
@@ -39,7 +39,7 @@ from quill.model.progress import Display, track
 NAMED: dict[str, Member] = {"smollm2-135m": SMOLLM2_GGUF}
 CHUNK_BYTES = 1 << 24
 KNOWN_AS = {"smollm2-135m": "SmolLM2-135M-Instruct"}  # the name that its authors gave it
-_OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTISED_FILE, TOKENIZER_FILE}
+_OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTIZED_FILE, TOKENIZER_FILE}
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,6 @@ def _report(name: str, out: Path, checkpoint: Checkpoint) -> None:
     )
     if checkpoint.tokenizer is None:
         print("There is no tokenizer.json beside the weights: the model takes token ids only")
-    if checkpoint.quantised:
-        print(f"{len(checkpoint.quantised)} matrices are kept quantised as well, as they came")
+    if checkpoint.quantized:
+        print(f"{len(checkpoint.quantized)} matrices are kept quantized as well, as they came")
     print(f"The checkpoint is in {out}")

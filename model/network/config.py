@@ -88,7 +88,7 @@ class Experts:
     d_expert: int  # the feed-forward size of one
     num_shared: int = 0  # that every token has besides, as one of so many times the size
     scoring: Scoring = "softmax"
-    normalise: bool = True  # a token's weights are divided by their sum
+    normalize: bool = True  # a token's weights are divided by their sum
     scale: float = 1.0  # and multiplied by this
     groups: int = 1  # a token's experts come from `top_groups` of so many groups
     top_groups: int = 1

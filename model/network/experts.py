@@ -3,7 +3,7 @@
 Knows: routers, how experts are chosen and balanced. Does not know: layers, training's steps.
 
 The experts' matrices are stacked along their outputs, as if they were one layer's: so they are
-stored, quantised and imported as any other matrix is.
+stored, quantized and imported as any other matrix is.
 """
 
 import torch
@@ -92,7 +92,7 @@ def router_scores(logits_RE: Tensor, experts: Experts) -> Tensor:
 def expert_weights(scores_RE: Tensor, chosen_RK: Tensor, experts: Experts) -> Tensor:
     """What each of a token's experts counts for."""
     weights_RK = scores_RE.gather(-1, chosen_RK)
-    if experts.normalise:
+    if experts.normalize:
         weights_RK = weights_RK / weights_RK.sum(dim=-1, keepdim=True)
     return weights_RK * experts.scale
 

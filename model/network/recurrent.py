@@ -65,7 +65,7 @@ class Cell(nn.Module):
         self.input = nn.Linear(num_inputs, NUM_GATES[kind] * size)
         self.state = nn.Linear(size, NUM_GATES[kind] * size)
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """A state that only turns keeps its length, and so do the gradients through it."""
         for gate_HH in self.state.weight.chunk(NUM_GATES[self.kind]):
             nn.init.orthogonal_(gate_HH)
@@ -227,9 +227,9 @@ class Recurrent(Network):
         self.output_bias: nn.Parameter | None = None
         if config.output_bias:
             self.output_bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -237,7 +237,7 @@ class Recurrent(Network):
                     nn.init.zeros_(module.bias)
         for module in self.modules():
             if isinstance(module, Cell):
-                module.initialise()
+                module.initialize()
         nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
         if self.attention is not None:
             nn.init.normal_(self.attention.score, std=self.config.d_model**-0.5)

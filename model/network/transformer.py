@@ -1,6 +1,6 @@
 """The Transformer: one stack of layers, three families.
 
-Knows: embeddings, positions, the order of the layers, initialisation.
+Knows: embeddings, positions, the order of the layers, initialization.
 Does not know: what a layer is made of (model/network/layers.py), how attention finds its keys
 (model/network/attention.py), training, files.
 """
@@ -55,7 +55,7 @@ class Transformer(Network):
         self.compute_tables()
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.decoder = nn.ModuleList(_decoder_layer(config, i) for i in range(config.num_layers))
-        # With the norm after each sum the last layer's output is normalised already.
+        # With the norm after each sum the last layer's output is normalized already.
         ends_normed = config.norm_placement == "post"
         self.encoder_norm = nn.Identity() if ends_normed or not self.encoder else make_norm(config)
         self.decoder_norm = nn.Identity() if ends_normed or not self.decoder else make_norm(config)
@@ -66,7 +66,7 @@ class Transformer(Network):
         self.output_bias: nn.Parameter | None = None
         if config.output_bias:
             self.output_bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self._initialise()
+        self._initialize()
 
     def compute_tables(self) -> None:
         """Fills in the position tables; again after a model was built without memory for them."""
@@ -92,8 +92,8 @@ class Transformer(Network):
         cos_PF, sin_PF = self.get_buffer("rotary_cos_PF"), self.get_buffer("rotary_sin_PF")
         return RotaryTables(cos_PF, sin_PF, local)
 
-    def _initialise(self) -> None:
-        """GPT-2's initialisation; the paper's embedding size where embeddings are scaled up."""
+    def _initialize(self) -> None:
+        """GPT-2's initialization; the paper's embedding size where embeddings are scaled up."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -102,7 +102,7 @@ class Transformer(Network):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         if self.config.norm_placement == "post":
-            self._initialise_post_norm()
+            self._initialize_post_norm()
         if self.config.scale_embeddings:
             nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
         std = 0.02 / math.sqrt(2 * max(self.config.num_layers, self.config.num_encoder_layers))
@@ -111,7 +111,7 @@ class Transformer(Network):
                 if name.endswith(("out.weight", "down.weight")):
                     nn.init.normal_(parameter, std=std)
 
-    def _initialise_post_norm(self) -> None:
+    def _initialize_post_norm(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

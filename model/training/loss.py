@@ -1,7 +1,7 @@
 """What training makes smaller: the cross-entropy of the next token, or of the hidden ones, summed
 over a piece.
 
-Knows: the network's outputs and targets. Does not know: optimisers, data, devices.
+Knows: the network's outputs and targets. Does not know: optimizers, data, devices.
 """
 
 from typing import NamedTuple

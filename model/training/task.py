@@ -1,7 +1,7 @@
 """A family's task in training: its batches, its score on held-out data, a sample to show.
 
 Knows: how each family's data is prepared and judged.
-Does not know: steps, optimisers, where data comes from (model/data/source.py).
+Does not know: steps, optimizers, where data comes from (model/data/source.py).
 """
 
 from typing import Protocol

@@ -241,7 +241,7 @@ def read_order(args: argparse.Namespace, num_processes: int) -> Order:
     name = args.preset or "tiny"
     config = dataclasses.replace(preset(name), **_given(args, CONFIG_ARGUMENTS))
     recipe = dataclasses.replace(RECIPES[name], **_given(args, RECIPE_ARGUMENTS))
-    if args.pieces is None:
+    if args.micro_batches is None:
         recipe = dataclasses.replace(recipe, num_pieces=num_processes)
     source = choose_source(config.family, args.corpus, args.text, args.pairs)
     return Order(config, recipe, source)

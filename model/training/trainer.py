@@ -1,10 +1,10 @@
-"""One training step after another: gradients, the optimiser, what several processes share.
+"""One training step after another: gradients, the optimizer, what several processes share.
 
 Knows: batches, losses, the learning rate of a step.
 Does not know: when to measure, save or stop (model/training/run.py), corpora, arguments.
 
 Everything random is a function of (seed, step, piece). So nothing but weights, experts' balance
-among them, and the optimiser's averages need be kept, a resumed run continues to exactly the same
+among them, and the optimizer's averages need be kept, a resumed run continues to exactly the same
 weights, and several processes compute what one would.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quill.model.checkpoint.run_directory import TrainingState, pack_optimiser, unpack_optimiser
+from quill.model.checkpoint.run_directory import TrainingState, pack_optimizer, unpack_optimizer
 from quill.model.data.batches import Batch, Batches, mix
 from quill.model.errors import ConfigError, ModelError
 from quill.model.network.network import Network
@@ -43,14 +43,14 @@ class Trainer:
         if recipe.num_pieces % peers.num_processes:
             raise ConfigError(
                 f"{recipe.num_pieces} pieces of a batch can't be shared among "
-                f"{peers.num_processes} processes; --pieces must be a multiple of that"
+                f"{peers.num_processes} processes; --micro-batches must be a multiple of that"
             )
         self.model = model.to(peers.device)
         self.step = 0
         self._batches = batches
         self._recipe = recipe
         self._peers = peers
-        self._names, self._optimiser = make_optimiser(self.model, recipe)
+        self._names, self._optimizer = make_optimizer(self.model, recipe)
         objective = Objective(self.model, recipe.label_smoothing)
         self._objective: nn.Module = (
             DistributedDataParallel(objective) if peers.together else objective
@@ -59,7 +59,7 @@ class Trainer:
     def run_step(self) -> StepResult:
         batch = self._batches.batch(self.step)
         learning_rate = self._recipe.learning_rate_at(self.step)
-        for group in self._optimiser.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self.model.train()
         loss = self._accumulate_gradients(batch)
@@ -69,8 +69,8 @@ class Trainer:
                 f"the gradients of step {self.step + 1} aren't finite (loss {loss:.3f}); lower "
                 "--learning-rate and resume from the last checkpoint"
             )
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self._rebalance_experts()
         self.step += 1
         # An encoder's targets are few; what it reads is all of its tokens.
@@ -112,14 +112,14 @@ class Trainer:
         return self._objective.no_sync()
 
     def state(self) -> TrainingState:
-        return TrainingState(self.step, pack_optimiser(self._optimiser, self._names))
+        return TrainingState(self.step, pack_optimizer(self._optimizer, self._names))
 
     def resume(self, state: TrainingState) -> None:
-        unpack_optimiser(self._optimiser, self._names, state.optimiser)
+        unpack_optimizer(self._optimizer, self._names, state.optimizer)
         self.step = state.step
 
 
-def make_optimiser(model: nn.Module, recipe: Recipe) -> tuple[list[str], torch.optim.AdamW]:
+def make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[list[str], torch.optim.AdamW]:
     """AdamW with weight decay on matrices only; and the parameters' names in its order."""
     named = list(model.named_parameters())
     matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
@@ -128,11 +128,11 @@ def make_optimiser(model: nn.Module, recipe: Recipe) -> tuple[list[str], torch.o
         {"params": [p for _, p in matrices], "weight_decay": recipe.weight_decay},
         {"params": [p for _, p in vectors], "weight_decay": 0.0},
     ]
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=recipe.learning_rate,
         betas=(recipe.beta1, recipe.beta2),
         eps=recipe.adam_eps,
         fused=True,
     )
-    return [name for name, _ in (*matrices, *vectors)], optimiser
+    return [name for name, _ in (*matrices, *vectors)], optimizer

@@ -18,22 +18,24 @@ from quill.server.auth.caller import ANYBODY, CALLER, Caller, certified_caller
 from quill.server.errors import RequestError, SlowReaderError
 from quill.server.load_header import wants_load, write_load
 from quill.server.service.calls import raising_context
-from quill.server.service.origin import Door, Origin
+from quill.server.service.origin import Frontend, Origin
 from quill.server.telemetry.tracing import HEADERS
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def door_of(method: str) -> Door:
+def frontend_of(method: str) -> Frontend:
     """By a method's whole name: two doors share a port."""
     return "kserve" if method.startswith(f"/{KSERVE}/") else "grpc"
 
 
 @raising_context
-async def answering(method: str, context: Context, door: Door = "grpc") -> AsyncIterator[Origin]:
+async def answering(
+    method: str, context: Context, frontend: Frontend = "grpc"
+) -> AsyncIterator[Origin]:
     """Whatever its body refuses ends the call with a status."""
-    origin = origin_of(method, context, door)
+    origin = origin_of(method, context, frontend)
     try:
         yield origin
     except RequestError as error:
@@ -76,12 +78,12 @@ async def _sent(sending: Awaitable[None], timeout_s: float) -> None:
         raise asyncio.CancelledError from error
 
 
-def origin_of(method: str, context: Context, door: Door = "grpc") -> Origin:
+def origin_of(method: str, context: Context, frontend: Frontend = "grpc") -> Origin:
     left_s = cast("float | None", context.time_remaining())  # the stub forgets None
     metadata = context.invocation_metadata() or ()
     return Origin(
         method=method,
-        door=door,
+        frontend=frontend,
         caller=caller_of(context),
         deadline_s=None if left_s is None else time.monotonic() + left_s,
         trace_headers={name: str(value) for name, value in metadata if name in HEADERS},

@@ -10,7 +10,7 @@ import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
-from quill.server.api.answering import door_of
+from quill.server.api.answering import frontend_of
 from quill.server.api.status import grpc_status
 from quill.server.auth.caller import CALLER
 from quill.server.auth.keyring import Keyring
@@ -64,7 +64,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _refuse(self, method: str, error: RequestError) -> Any:
         """As a stream, whatever the method is: so no message is waited for."""
         # A name that the caller made up must not become a label of the metrics.
-        origin = Origin(method=_METHODS.get(method, "other"), door=door_of(method))
+        origin = Origin(method=_METHODS.get(method, "other"), frontend=frontend_of(method))
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             self._calls.refuse(origin, error)

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from quill.server.api.answering import answering, door_of
+from quill.server.api.answering import answering, frontend_of
 from quill.server.errors import InvalidFieldError
 from quill.server.service.calls import Calls
-from quill.server.service.origin import Door, Origin
+from quill.server.service.origin import Frontend, Origin
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -44,27 +44,27 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
         _, service, method = str(handler_call_details.method).split("/", 2)
         if handler is None or service not in self._services:
             return handler
-        door = door_of(str(handler_call_details.method))
+        frontend = frontend_of(str(handler_call_details.method))
         if handler.request_streaming:
             make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-            behaviour = self._refusing_parts(Origin(method=method, door=door), behaviour)
+            behaviour = self._refusing_parts(Origin(method=method, frontend=frontend), behaviour)
         elif handler.response_streaming:
             make = grpc.unary_stream_rpc_method_handler
-            behaviour = self._refusing(method, door, handler.unary_stream)
+            behaviour = self._refusing(method, frontend, handler.unary_stream)
         else:
             make = grpc.unary_unary_rpc_method_handler
-            behaviour = self._refusing(method, door, handler.unary_unary)
+            behaviour = self._refusing(method, frontend, handler.unary_unary)
         return make(
             behaviour,
             request_deserializer=_forgiving(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
-    def _refusing(self, method: str, door: Door, behaviour: _Behaviour) -> _Behaviour:
+    def _refusing(self, method: str, frontend: Frontend, behaviour: _Behaviour) -> _Behaviour:
         async def answer(request: Any, context: Any) -> Any:
             if not isinstance(request, _Unreadable):
                 return await behaviour(request, context)
-            async with answering(method, context, door) as origin, self._calls.call(origin):
+            async with answering(method, context, frontend) as origin, self._calls.call(origin):
                 raise request.error()
 
         return answer

@@ -60,8 +60,8 @@ def make_server(
     ]
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        doorman = AuthInterceptor(keyring, settings.open_reflection, calls, also_open)
-        guards = [doorman, *guards]
+        auth_interceptor = AuthInterceptor(keyring, settings.open_reflection, calls, also_open)
+        guards = [auth_interceptor, *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),

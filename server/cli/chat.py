@@ -43,7 +43,9 @@ def chat(args: argparse.Namespace) -> None:
         if tools:
             options["tools"] = [tool.json for tool in tools.values()]
             print(_about(tools, model))
-        talk = _Talk(client, args.timeout, options, tools, "auto" if model.tool_form else "none")
+        talk = _Talk(
+            client, args.timeout, options, tools, "auto" if model.tool_call_format else "none"
+        )
         while (words := _listen()) is not None:
             if words:
                 history += talk.turn(history, words)
@@ -61,7 +63,7 @@ def with_chat_defaults(options: Options, chat_sampling: Options, model: pb.Model
 
 def _about(tools: Iterable[str], model: pb.Model) -> str:
     said = f"It may ask for {', '.join(tools)}; you are asked before anything runs."
-    if model.tool_form:
+    if model.tool_call_format:
         return f"{said} {CALL} WORDS makes it ask."
     return f"{said} Its template knows no tools, so it asks only when you say {CALL} WORDS."
 

@@ -98,10 +98,10 @@ def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
         type=positive,
         metavar="N",
         help="running and waiting in each replica; when there are more, another one is wanted "
-        "(default: 0.7 times --max-rows)",
+        "(default: 0.7 times --max-num-seqs)",
     )
     parser.add_argument(
-        "--longest-answer",
+        "--drain-timeout",
         type=seconds,
         default=600.0,
         metavar="SECONDS",

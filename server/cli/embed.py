@@ -1,4 +1,4 @@
-"""`quill embed` and `quill fill`: an encoder in the terminal.
+"""`quill embed` and `quill fill-mask`: an encoder in the terminal.
 
 Knows: terminals, files of vectors, the client. Does not know: gRPC, pictures.
 """
@@ -72,8 +72,8 @@ def _options(args: argparse.Namespace) -> EmbedOptions:
     options = EmbedOptions()
     if args.pooling is not None:
         options["pooling"] = args.pooling
-    if args.normalise is not None:
-        options["normalise"] = args.normalise
+    if args.normalize is not None:
+        options["normalize"] = args.normalize
     if args.dimensions is not None:
         options["dimensions"] = args.dimensions
     return options

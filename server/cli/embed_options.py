@@ -1,4 +1,4 @@
-"""The options of `quill embed` and `quill fill`.
+"""The options of `quill embed` and `quill fill-mask`.
 
 Knows: argparse. Does not know: requests; it imports no grpc.
 """
@@ -24,7 +24,7 @@ def add_embed(subparsers: Subparsers) -> None:
         help="how a text's tokens become one vector (default: the model's own)",
     )
     parser.add_argument(
-        "--normalise",
+        "--normalize",
         action=argparse.BooleanOptionalAction,
         help="scale vectors to the length 1 (default: the model's own)",
     )
@@ -50,7 +50,7 @@ def add_embed(subparsers: Subparsers) -> None:
 
 def add_fill(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
-        "fill",
+        "fill-mask",
         help="guess masked words on a running server",
         description="Shows the likeliest tokens for each mask of a text.",
     )

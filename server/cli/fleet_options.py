@@ -98,7 +98,7 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
         help="another number gives other seeds to lines that have none (default 0)",
     )
     parser.add_argument(
-        "--patience",
+        "--unavailable-timeout",
         type=seconds,
         default=300.0,
         metavar="SECONDS",

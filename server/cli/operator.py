@@ -30,7 +30,7 @@ def reload(args: argparse.Namespace) -> None:
         except grpc.RpcError as error:
             raise read_error(error, access) from error
     model = reply.model
-    print(f"{model.name} is on duty: {model.precision}, up to {model.max_rows} rows")
+    print(f"{model.name} is on duty: {model.precision}, up to {model.max_num_seqs} rows")
 
 
 def health(args: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def add_keys_of_callers(parser: argparse.ArgumentParser) -> None:
         help="only callers with one of these keys may call; made by `quill keys add`",
     )
     parser.add_argument(
-        "--open",
+        "--allow-unauthenticated",
         action="append",
         default=[],
         choices=("reflection", "metrics"),
@@ -55,8 +55,8 @@ def add_keys_of_callers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-prefix-cache",
         action="store_true",
-        help="callers of all keys share what prompts' beginnings came to. Faster where they begin "
-        "alike; but by timing one can find out what others asked",
+        help="callers of all keys share cached prefixes. Faster where prompts have one in common; "
+        "but a caller can find out by timing what others sent",
     )
 
 
@@ -100,7 +100,7 @@ def add_serve(subparsers: Subparsers) -> None:
     add_sizes(parser)
     add_protection(parser)
     parser.add_argument(
-        "--grace",
+        "--drain-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
@@ -134,10 +134,10 @@ def add_telling(parser: argparse.ArgumentParser, log_format: str, whose: str = "
 
 def add_sizes(parser: argparse.ArgumentParser, threads: str = "default: one a core") -> None:
     parser.add_argument(
-        "--max-rows",
+        "--max-num-seqs",
         type=positive,
         metavar="N",
-        help="sequences that run at the same time, if their keys and values fit (default 256)",
+        help="sequences that run at the same time, if the KV cache holds them (default 256)",
     )
     parser.add_argument(
         "--context", type=positive, metavar="TOKENS", help="prompt and answer together"
@@ -151,29 +151,29 @@ def add_sizes(parser: argparse.ArgumentParser, threads: str = "default: one a co
         "other programs keep busy too (default: spinning)",
     )
     parser.add_argument(
-        "--queue",
+        "--max-queue",
         type=positive,
         default=256,
         metavar="N",
         help="requests that may wait; one more is refused (default 256)",
     )
     parser.add_argument(
-        "--cache",
+        "--kv-cache-mb",
         type=positive,
         metavar="MB",
-        help="memory for keys and values: of running sequences, and of those before them that "
-        "begin alike (default: 2,048 where there is as much)",
+        help="memory of the KV cache, for running sequences and cached prefixes (default: 2,048 "
+        "where there is as much)",
     )
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="sequences that begin alike share what the beginning came to (default: they do)",
+        help="prefix caching: sequences with a shared prefix share its KV blocks (default: on)",
     )
     parser.add_argument(
-        "--guess",
+        "--speculative",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="guess the next tokens from the text so far where that is faster; it changes no token "
-        "(default: guess)",
+        help="speculative decoding by prompt lookup (n-gram), where it is faster; it changes no "
+        "token (default: on)",
     )

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from quill.protos import generation_pb2 as pb
-from quill.server.beginning_header import write_beginning
 from quill.server.client.access import Access
 from quill.server.client.async_fleet import AsyncFleet
 from quill.server.client.balancing.balancer import ServerState
@@ -33,6 +32,7 @@ from quill.server.client.requests import (
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
 from quill.server.client.trace_context import trace_metadata
+from quill.server.prefix_header import write_prefix_hash
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -79,7 +79,7 @@ class AsyncClient:
         key = beginning(request)
 
         async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers + write_beginning(key)
+            headers = self._metadata + server.headers + write_prefix_hash(key)
             answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await answers.initial_metadata())
@@ -141,7 +141,7 @@ class AsyncClient:
         failed, key = set() if failed is None else failed, beginning(request)
 
         async def begin(server: Lease, left_s: float | None) -> "_Begun":
-            headers = self._metadata + server.headers + write_beginning(key)
+            headers = self._metadata + server.headers + write_prefix_hash(key)
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(await call.initial_metadata())

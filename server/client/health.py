@@ -11,7 +11,7 @@ import grpc
 from quill.protos import health_pb2 as pb
 
 _METHOD = "/grpc.health.v1.Health/Watch"
-QUESTION = pb.HealthQuestion()
+QUESTION = pb.HealthCheckRequest()
 # A server is listened to for so long at a time: one that is gone without a word, machine and all,
 # isn't heard the next time.
 WATCH_S = 10.0
@@ -29,13 +29,13 @@ def watching(channel: Any) -> Any:
     """The method, of a channel of either kind."""
     return channel.unary_stream(
         _METHOD,
-        request_serializer=pb.HealthQuestion.SerializeToString,
-        response_deserializer=pb.HealthWord.FromString,
+        request_serializer=pb.HealthCheckRequest.SerializeToString,
+        response_deserializer=pb.HealthCheckResponse.FromString,
     )
 
 
-def is_serving(word: pb.HealthWord) -> bool:
-    return word.status == pb.HealthWord.SERVING
+def is_serving(word: pb.HealthCheckResponse) -> bool:
+    return word.status == pb.HealthCheckResponse.SERVING
 
 
 @dataclass(frozen=True)

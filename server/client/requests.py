@@ -106,7 +106,7 @@ class EmbedOptions(TypedDict, total=False):
     """As in EmbedRequest, but for the pooling's name: "mean", "first" or "last"."""
 
     pooling: str
-    normalise: bool
+    normalize: bool
     dimensions: int
     priority: int
 

@@ -50,7 +50,7 @@ class ResumeFilter:
             self._ended.add(number)
         return None if has_ended else self._rest(chunk, old, old_text, calls)
 
-    def _new(self, number: int, piece: pb.ToolCallPiece) -> pb.ToolCallPiece | None:
+    def _new(self, number: int, piece: pb.ToolCallDelta) -> pb.ToolCallDelta | None:
         """What a piece adds to its call."""
         call = number, piece.index
         given = self._arguments.get(call)
@@ -60,14 +60,14 @@ class ResumeFilter:
         if given is None:
             return piece
         rest = piece.arguments[old:]
-        return pb.ToolCallPiece(index=piece.index, arguments=rest) if rest else None
+        return pb.ToolCallDelta(index=piece.index, arguments=rest) if rest else None
 
     def _rest(
         self,
         chunk: pb.GenerateChunk,
         old: int,
         old_text: int,
-        calls: list[pb.ToolCallPiece],
+        calls: list[pb.ToolCallDelta],
     ) -> pb.GenerateChunk | None:
         rest = pb.GenerateChunk()
         rest.CopyFrom(chunk)

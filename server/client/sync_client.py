@@ -16,7 +16,6 @@ import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.beginning_header import write_beginning
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState
 from quill.server.client.balancing.beginning import beginning
@@ -38,6 +37,7 @@ from quill.server.client.requests import (
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
 from quill.server.client.trace_context import trace_metadata
+from quill.server.prefix_header import write_prefix_hash
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -84,7 +84,7 @@ class Client:
         key = beginning(request)
 
         def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers + write_beginning(key)
+            headers = self._metadata + server.headers + write_prefix_hash(key)
             answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(answers.initial_metadata())
@@ -144,7 +144,7 @@ class Client:
         failed, key = set() if failed is None else failed, beginning(request)
 
         def begin(server: Lease, left_s: float | None) -> _Begun:
-            headers = self._metadata + server.headers + write_beginning(key)
+            headers = self._metadata + server.headers + write_prefix_hash(key)
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
                 server.hear(call.initial_metadata())

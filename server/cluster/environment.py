@@ -6,7 +6,7 @@ Knows: Ray's names. Does not know: deployments, how Ray is started.
 import socket
 from pathlib import Path
 
-from quill.server.beginning_header import BEGINNING_HEADER
+from quill.server.prefix_header import BEGINNING_HEADER
 
 # Beyond Ray's own worker ports, 10002 to 19999, and below those that Linux hands out by itself.
 REPLICA_PORTS = (31001, 32000)

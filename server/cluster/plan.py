@@ -52,7 +52,7 @@ class Plan:
     @property
     def max_requests(self) -> int:
         """Of a replica: what runs and what may wait."""
-        return (self.options.max_rows or ROWS) + self.options.queue
+        return (self.options.max_num_seqs or ROWS) + self.options.queue
 
     @property
     def shutdown_s(self) -> float:
@@ -69,17 +69,17 @@ def read_plan(
         bundle=_bundle(args.bundle),
         manifest_sha256=args.sha256,
         precision=args.precision,
-        max_rows=args.max_rows,
+        max_num_seqs=args.max_num_seqs,
         context=args.context,
-        cache_mb=args.cache or cache_mb,
+        cache_mb=args.kv_cache_mb or cache_mb,
         threads=args.threads or threads,
         spinning=args.spinning,
-        queue=args.queue,
+        queue=args.max_queue,
         prefix_cache=args.prefix_cache,
-        guess=args.guess,
+        speculative=args.speculative,
         api_keys=None if args.api_keys is None else str(args.api_keys.absolute()),
-        open_reflection="reflection" in args.open,
-        open_metrics="metrics" in args.open,
+        open_reflection="reflection" in args.allow_unauthenticated,
+        open_metrics="metrics" in args.allow_unauthenticated,
         share_prefix_cache=args.share_prefix_cache,
         metrics_host="127.0.0.1" if one_machine else "0.0.0.0",
         metrics_port=_metrics_port(args.metrics_port),
@@ -94,8 +94,8 @@ def read_plan(
         host=args.host,
         port=args.port,
         cpus=options.threads or 1,
-        target_requests=args.target_requests or round(BUSY * (args.max_rows or ROWS)),
-        longest_answer_s=args.longest_answer,
+        target_requests=args.target_requests or round(BUSY * (args.max_num_seqs or ROWS)),
+        longest_answer_s=args.drain_timeout,
     )
 
 

@@ -21,7 +21,7 @@ from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.cluster.reload import DONE, reload_all
 from quill.server.cluster.replica.bundle_source import local_bundle
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.ready_message import front_door, line_to_type, proof
+from quill.server.serve.ready_message import line_to_type, proof, quill_command
 from quill.server.settings import Settings
 
 POLL_S = 0.5
@@ -81,7 +81,9 @@ def _lines_to_type(plan: Plan) -> list[str]:
         host, ports = options.metrics_host, itertools.count(options.metrics_port)
         free = itertools.islice((port for port in ports if is_free(host, port)), plan.most)
         needed = [] if options.open_metrics else proof(settings)
-        lines.append(" ".join([front_door(), "top", *(f"{host}:{port}" for port in free), *needed]))
+        lines.append(
+            " ".join([quill_command(), "top", *(f"{host}:{port}" for port in free), *needed])
+        )
     return lines
 
 

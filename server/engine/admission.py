@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from quill.server.errors import DeadlineError, OverloadedError
-from quill.server.events import Batch, FailEvent, StartEvent
+from quill.server.outputs import EngineOutputs, FailEvent, StartEvent
 from quill.server.request import Request
 
 
@@ -53,7 +53,7 @@ class Admission:
             self._found_nobody[request.request_id] = self._clock()
         self._waiting[request.request_id] = owner
 
-    def observe(self, batch: Batch) -> None:
+    def observe(self, batch: EngineOutputs) -> None:
         """Takes note of who has left the queue."""
         for event in batch.events:
             if isinstance(event, StartEvent | FailEvent):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from quill.server.engine.admission import Admission
 from quill.server.errors import SlowReaderError, UnavailableError
-from quill.server.events import Batch, Event, FailEvent, FinishEvent, FinishReason
+from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent, FinishReason
 from quill.server.request import Request
 
 MAX_HELD_EVENTS = 16_384  # tokens, mostly: far more than a reader that still reads falls behind
@@ -79,7 +79,7 @@ class Dispatcher:
         self,
         loop: asyncio.AbstractEventLoop,
         admission: Admission,
-        observe: Callable[[Batch], None],
+        observe: Callable[[EngineOutputs], None],
         max_held: int = MAX_HELD_EVENTS,
     ) -> None:
         self._loop = loop
@@ -121,11 +121,11 @@ class Dispatcher:
                 inbox.cancel()
             self._forget(request.request_id)
 
-    def publish(self, batch: Batch) -> None:
+    def publish(self, batch: EngineOutputs) -> None:
         """Called from the engine's thread."""
         self._loop.call_soon_threadsafe(self._deliver, batch)
 
-    def _deliver(self, batch: Batch) -> None:
+    def _deliver(self, batch: EngineOutputs) -> None:
         self.admission.observe(batch)
         self._observe(batch)
         for event in batch.events:

@@ -18,16 +18,16 @@ from quill.server.errors import (
     RequestError,
     StepError,
 )
-from quill.server.events import (
-    Batch,
-    Crowd,
+from quill.server.limits import Limits
+from quill.server.outputs import (
+    EmbeddingEvent,
+    EngineOutputs,
     Event,
     FinishReason,
     PromptEvent,
-    StepReport,
-    VectorEvent,
+    QueueStats,
+    StepStats,
 )
-from quill.server.limits import Limits
 from quill.server.request import Request
 from quill.server.sampling.beam_search import Search
 from quill.server.scheduler.plan import Outcome, Plan, StepResult
@@ -103,22 +103,22 @@ class Engine:
         else:
             self._fail(request_id, CancelledError(f"cancelled before {moment}"))
 
-    def abandon(self, error: RequestError) -> Batch:
+    def abandon(self, error: RequestError) -> EngineOutputs:
         """Ends everything. There are no steps afterwards."""
         for request_id in self._states.request_ids():
             self._fail(request_id, error)
         return self._batch(None)
 
-    def step(self) -> Batch:
+    def step(self) -> EngineOutputs:
         """A step for whoever is next, and all events since the step before."""
         for request_id in self._states.expired(self._clock()):
             self.end(request_id, None, "deadline")
-        num_set_back = self._scheduler.num_set_back
+        num_preempted = self._scheduler.num_preempted
         plan = self._scheduler.plan()
-        num_set_back = self._scheduler.num_set_back - num_set_back
-        return self._batch(None if plan is None else self._run(plan, num_set_back))
+        num_preempted = self._scheduler.num_preempted - num_preempted
+        return self._batch(None if plan is None else self._run(plan, num_preempted))
 
-    def _run(self, plan: Plan, num_set_back: int) -> StepReport:
+    def _run(self, plan: Plan, num_preempted: int) -> StepStats:
         started_s = self._clock()
         for request, cached in plan.starts:
             self._events.append(self._states.start(request, cached, started_s))
@@ -128,15 +128,15 @@ class Engine:
         duration_s = self._clock() - started_s
         self._scheduler.note(plan, duration_s)
         result, outcome = ran or (None, Outcome())
-        return StepReport(
+        return StepStats(
             plan.kind,
             duration_s,
             plan.num_tokens,
             num_prompt_tokens=plan.num_read,
-            num_guessed=plan.num_guesses,
+            num_draft_tokens=plan.num_draft_tokens,
             num_accepted=outcome.num_accepted,
-            num_set_back=num_set_back,
-            num_forced=outcome.num_forced,
+            num_preempted=num_preempted,
+            num_jump_forward=outcome.num_jump_forward,
             masks_s=None if result is None else result.masks_s,
         )
 
@@ -178,13 +178,13 @@ class Engine:
             if row.request.request_id in self._states:
                 self._events.append(self._states.token(row, token, report, now_s))
         self._events += [
-            VectorEvent(row.request.request_id, row.sequence, vector_D)
+            EmbeddingEvent(row.request.request_id, row.sequence, vector_D)
             for row, vector_D in outcome.vectors
             if row.request.request_id in self._states
         ]
         for row, reason in outcome.finished:
             if row.request.request_id in self._states:
-                sequence = row.sequence if row.request.reading is None else 0
+                sequence = row.sequence if row.request.pooling is None else 0
                 self._finish(row.request.request_id, sequence, reason)
         for search in outcome.found:
             if search.request.request_id in self._states:
@@ -210,8 +210,13 @@ class Engine:
             reason = f"a step failed on the server; its log has more under request {request_id}"
             self._fail(request_id, StepError(reason))
 
-    def _batch(self, report: StepReport | None) -> Batch:
+    def _batch(self, report: StepStats | None) -> EngineOutputs:
         events, self._events = tuple(self._events), []
         scheduler = self._scheduler
-        crowd = Crowd(scheduler.num_rows, scheduler.num_waiting, scheduler.num_blocks_held)
-        return Batch(events, report, crowd)
+        queue = QueueStats(
+            scheduler.num_rows,
+            scheduler.num_waiting,
+            scheduler.num_blocks_held,
+            scheduler.num_groups,
+        )
+        return EngineOutputs(events, report, queue)

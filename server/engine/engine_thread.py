@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quill.server.engine.engine import Engine
 from quill.server.errors import StepError, UnavailableError
-from quill.server.events import Batch, FailEvent, FinishReason
+from quill.server.outputs import EngineOutputs, FailEvent, FinishReason
 from quill.server.request import Request
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        publish: Callable[[Batch], None],
+        publish: Callable[[EngineOutputs], None],
         on_health: Callable[[bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,4 +129,4 @@ class EngineThread:
         while not self._stopped:
             message = self._mailbox.get()
             if isinstance(message, _Submit):
-                self._publish(Batch((FailEvent(message.request.request_id, error),), None))
+                self._publish(EngineOutputs((FailEvent(message.request.request_id, error),), None))

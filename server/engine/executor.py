@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quill.server.constraint import Masks
 from quill.server.engine.mask_maker import MaskMaker
-from quill.server.events import PositionLogprobs
+from quill.server.outputs import PositionLogprobs
 from quill.server.sampling.arrays import Hidden, Logits
 from quill.server.sampling.beam_ranking import rank
 from quill.server.sampling.beam_search import Search
@@ -144,7 +144,7 @@ def _prompt_logprobs(logits_LV: Logits, part: Part) -> list[PositionLogprobs]:
     """Of the tokens that follow those with logits; of the prompt's first too, with the second.
     Where a text has masks, of these themselves."""
     request, piece = part.row.request, part.piece
-    if request.reading is not None:
+    if request.pooling is not None:
         masks = [piece.ids[place] for place in piece.wanted]
         return position_logprobs(logits_LV, masks, [request.prompt_logprobs or 0] * len(masks))
     start = piece.start + piece.wanted[0]

@@ -6,7 +6,7 @@ Knows: requests, rows, times that it is told. Does not know: blocks, steps, cloc
 from dataclasses import dataclass, field
 
 from quill.server.errors import RequestError
-from quill.server.events import (
+from quill.server.outputs import (
     FailEvent,
     FinishEvent,
     FinishReason,
@@ -63,7 +63,7 @@ class RequestStates:
     def first_moment(self, request_id: str) -> str:
         """When it has something to send, in words: of some requests all comes in the end."""
         request = self._states[request_id].request
-        if request.reading is not None:
+        if request.pooling is not None:
             return "all texts were read"
         return "the first token" if request.beams is None else "the search was over"
 
@@ -79,7 +79,7 @@ class RequestStates:
     def start(self, request: Request, cached: int, now_s: float) -> StartEvent:
         state = self._states[request.request_id]
         state.started_s, state.cached = now_s, cached
-        is_looked_up = request.source_ids is None and request.reading is None
+        is_looked_up = request.source_ids is None and request.pooling is None
         return StartEvent(request.request_id, cached, is_looked_up)
 
     def token(
@@ -87,7 +87,7 @@ class RequestStates:
     ) -> TokenEvent:
         state = self._states[row.request.request_id]
         state.generated[row.sequence] += 1
-        state.guesses[row.sequence] = row.num_guessed, row.num_accepted
+        state.guesses[row.sequence] = row.num_draft_tokens, row.num_accepted
         if state.first_token_s is None:
             state.first_token_s = now_s
         return TokenEvent(row.request.request_id, row.sequence, token, logprobs)

@@ -159,7 +159,7 @@ def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | 
     traced = ((name, exchange.header(name)) for name in HEADERS)
     return Origin(
         method=route.path,
-        door="http",
+        frontend="http",
         caller=caller,
         deadline_s=deadline,
         trace_headers={name: value for name, value in traced if value is not None},

@@ -129,5 +129,5 @@ def _check(bundle: Bundle, limits: Limits) -> None:
     most = bundle.manifest.sizes.context
     if not 2 <= limits.context <= most:
         raise StartError(f"the context is {limits.context}; it must be from 2 to {most}")
-    if limits.max_rows < 1:
-        raise StartError(f"--max-rows is {limits.max_rows}; it must be at least 1")
+    if limits.max_num_seqs < 1:
+        raise StartError(f"--max-num-seqs is {limits.max_num_seqs}; it must be at least 1")

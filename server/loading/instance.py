@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from quill.server.engine.engine import Engine
 from quill.server.engine.engine_thread import EngineThread
-from quill.server.events import Batch
+from quill.server.outputs import EngineOutputs
 from quill.server.protocol.served_model import ServedModel
 
 STOP_S = 30.0  # how long a step under way may take to end
@@ -32,7 +32,9 @@ class ModelInstance:
         self._idle.set()
 
     def start(
-        self, publish: Callable[[Batch], None], on_health: Callable[["ModelInstance", bool], None]
+        self,
+        publish: Callable[[EngineOutputs], None],
+        on_health: Callable[["ModelInstance", bool], None],
     ) -> None:
         """Puts it on duty."""
         instance = weakref.ref(self)  # no ring: what nobody uses any more is freed at once

@@ -14,7 +14,6 @@ from quill.export.bundle.manifest import read_manifest
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
-from quill.server.events import FailEvent
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
@@ -24,8 +23,9 @@ from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from quill.server.machine.heap import drop_startup_pages
 from quill.server.machine.resources import available_bytes
+from quill.server.outputs import FailEvent
 from quill.server.protocol.served_model import ServedModel
-from quill.server.request import Reading, Request
+from quill.server.request import PoolingParams, Request
 from quill.server.runtime.onnx_session import cuda_free_bytes
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
@@ -47,7 +47,7 @@ def prepare(directory: Path, settings: Settings) -> Load:
         manifest,
         choice.graphs,
         cuda_free_bytes() if on_cuda else available_bytes(),
-        max_rows=settings.max_rows,
+        max_num_seqs=settings.max_num_seqs,
         context=settings.context,
         cache_bytes=settings.cache_bytes,
     )
@@ -60,14 +60,14 @@ def prepare(directory: Path, settings: Settings) -> Load:
 
 def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
     if choice.graphs.decoder is None:
-        return encoder_limits(max_rows=sizing.max_rows, context=sizing.context)
+        return encoder_limits(max_num_seqs=sizing.max_num_seqs, context=sizing.context)
     return Limits(
-        max_rows=sizing.max_rows,
+        max_num_seqs=sizing.max_num_seqs,
         context=sizing.context,
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
         share=settings.prefix_cache,
-        guess=settings.guess and not choice.graphs.one_token_steps,
+        speculative=settings.speculative and not choice.graphs.one_token_steps,
         one_token_steps=choice.graphs.one_token_steps,
     )
 
@@ -77,7 +77,7 @@ def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
     logger.info(
         "up to %d rows, context %d, %s for keys and values, model %s, %d threads",
-        sizing.max_rows,
+        sizing.max_num_seqs,
         sizing.context,
         gigabytes(sizing.cache_bytes),
         gigabytes(sizing.weight_bytes),
@@ -96,7 +96,7 @@ def _load(
     except MemoryError as error:
         raise StartError(
             f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
-            "the process more, or try a smaller --cache or --context"
+            "the process more, or try a smaller --kv-cache-mb or --context"
         ) from error
     drop_startup_pages()
     return instance
@@ -113,7 +113,7 @@ def warm_up(engine: Engine, family: Family) -> None:
 
 def _warm_up_request(family: Family) -> Request:
     if family == "encoder":
-        return Request(request_id="warm-up", reading=Reading(texts=((0,),)), max_new_tokens=0)
+        return Request(request_id="warm-up", pooling=PoolingParams(texts=((0,),)), max_new_tokens=0)
     source_ids = None if family == "causal" else (0,)
     return Request(request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2)
 

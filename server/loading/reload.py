@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 
 from quill.server.errors import ReloadError
-from quill.server.events import Batch
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import Load
 from quill.server.loading.watchdog import Watchdog
 from quill.server.machine.heap import trim_heap
+from quill.server.outputs import EngineOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Reloader:
     """Belongs to the event loop. `on_health(problem, is_there)` may be called from any thread."""
 
     def __init__(
-        self, publish: Callable[[Batch], None], on_health: OnHealth, max_step_s: float
+        self, publish: Callable[[EngineOutputs], None], on_health: OnHealth, max_step_s: float
     ) -> None:
         self._publish = publish
         self._on_health = on_health

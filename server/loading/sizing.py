@@ -20,7 +20,7 @@ MIN_CONTEXT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    max_rows: int
+    max_num_seqs: int
     context: int
     num_blocks: int
     block_bytes: int
@@ -36,7 +36,7 @@ def choose_sizes(
     graphs: Graphs,
     available: int,
     *,
-    max_rows: int | None,
+    max_num_seqs: int | None,
     context: int | None,
     cache_bytes: int | None,
 ) -> Sizing:
@@ -44,7 +44,7 @@ def choose_sizes(
     weight_bytes = sum(file.size for file in manifest.files if file.name == graphs.weights)
     context = _check_context(manifest, context)
     if graphs.decoder is None:
-        return _for_encoder(context, max_rows, cache_bytes, weight_bytes)
+        return _for_encoder(context, max_num_seqs, cache_bytes, weight_bytes)
     block_bytes = BlockShape.of(manifest.sizes, graphs).num_bytes
     least = blocks_of_one(graphs, context)
     free = available - weight_bytes
@@ -58,10 +58,10 @@ def choose_sizes(
             f"{asked} for keys and values beside the model's {gigabytes(weight_bytes)} is more "
             f"than the {gigabytes(available)} of memory that are free, or too little for a context "
             f"of {context} tokens ({gigabytes(least * block_bytes)}). Lower --context, or choose "
-            "another --cache"
+            "another --kv-cache-mb"
         )
     return Sizing(
-        max_rows=MAX_ROWS if max_rows is None else max_rows,
+        max_num_seqs=MAX_ROWS if max_num_seqs is None else max_num_seqs,
         context=context,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
@@ -70,13 +70,13 @@ def choose_sizes(
 
 
 def _for_encoder(
-    context: int, max_rows: int | None, cache_bytes: int | None, weight_bytes: int
+    context: int, max_num_seqs: int | None, cache_bytes: int | None, weight_bytes: int
 ) -> Sizing:
     if cache_bytes is not None:
-        raise StartError("an encoder keeps no keys and values. Leave --cache out")
-    rows = MAX_ROWS if max_rows is None else max_rows
+        raise StartError("an encoder keeps no keys and values. Leave --kv-cache-mb out")
+    rows = MAX_ROWS if max_num_seqs is None else max_num_seqs
     return Sizing(
-        max_rows=rows, context=context, num_blocks=0, block_bytes=0, weight_bytes=weight_bytes
+        max_num_seqs=rows, context=context, num_blocks=0, block_bytes=0, weight_bytes=weight_bytes
     )
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quill.server.errors import InvalidFieldError, RequestError
-from quill.server.events import (
+from quill.server.outputs import (
+    EmbeddingEvent,
     Event,
     FailEvent,
     FinishEvent,
@@ -20,7 +21,6 @@ from quill.server.events import (
     PromptEvent,
     StartEvent,
     TokenEvent,
-    VectorEvent,
 )
 from quill.server.protocol.call_ids import CallIds
 from quill.server.protocol.requests import ParsedRequest
@@ -80,7 +80,7 @@ class Answer:
                 self._prompt_logprobs += event.logprobs
             elif isinstance(event, StartEvent):
                 self.num_cached = event.cached
-            elif isinstance(event, VectorEvent):
+            elif isinstance(event, EmbeddingEvent):
                 chunks.setdefault(0, Chunk(0)).vectors[event.text] = event.vector_D
             else:
                 self._begin(chunks)

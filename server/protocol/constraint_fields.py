@@ -37,7 +37,7 @@ def check_can_constrain(field: str, message: pb.GenerateRequest, served: ServedM
 
 
 def _form(constraint: pb.Constraint) -> Form:
-    kind = constraint.WhichOneof("form")
+    kind = constraint.WhichOneof("kind")
     if kind is None:
         raise InvalidFieldError("constraint", f"is empty: give {FORMS}")
     if kind == "choice":

@@ -11,7 +11,7 @@ from quill.server.errors import InvalidFieldError, UnimplementedError, Unsupport
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.requests import Arrival, ParsedRequest
 from quill.server.protocol.served_model import ServedModel
-from quill.server.request import Pooling, Reading, Request
+from quill.server.request import Pooling, PoolingParams, Request
 
 MAX_INPUTS = 2048
 MAX_MASKS = 64  # logits are wanted for each
@@ -45,11 +45,11 @@ class ReadingReader:
             self._read_input(each, f"inputs[{number}].", arrival)
             for number, each in enumerate(message.inputs)
         )
-        reading = Reading(texts=texts, pooling=pooling, ranges=_ranges(message.inputs, texts))
-        is_given = message.HasField("normalise")
+        reading = PoolingParams(texts=texts, method=pooling, ranges=_ranges(message.inputs, texts))
+        is_given = message.HasField("normalize")
         return ParsedRequest(
             request=_request(reading, message.priority, arrival),
-            normalise=message.normalise if is_given else served.manifest.normalise,
+            normalize=message.normalize if is_given else served.manifest.normalize,
             dimensions=dimensions,
         )
 
@@ -65,7 +65,7 @@ class ReadingReader:
             name = f"the token {mask}" if text is None else f"{text.piece(mask)} (token {mask})"
             rule = f"{name} must be in it from 1 to {MAX_MASKS} times"
             raise InvalidFieldError(field, f"has {len(masks)} masks; {rule}")
-        reading = Reading(texts=(ids,), masks=masks)
+        reading = PoolingParams(texts=(ids,), masks=masks)
         request = _request(reading, message.priority, arrival, top_k)
         return ParsedRequest(request=request, prompt_logprobs=top_k)
 
@@ -151,11 +151,11 @@ def _ranges(inputs: Sequence[pb.EmbedInput], texts: Sequence[tuple[int, ...]]) -
 
 
 def _request(
-    reading: Reading, priority: int, arrival: Arrival, num_fillings: int | None = None
+    pooling: PoolingParams, priority: int, arrival: Arrival, num_fillings: int | None = None
 ) -> Request:
     return Request(
         request_id=arrival.request_id,
-        reading=reading,
+        pooling=pooling,
         max_new_tokens=0,
         prompt_logprobs=num_fillings,
         priority=priority,

@@ -44,7 +44,7 @@ class ParsedRequest:
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # of masks, too
-    normalise: bool = False  # vectors
+    normalize: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
     form: Form | None = None  # that answers keep to, once it is compiled
     tools: ToolUse | None = None  # that they may call

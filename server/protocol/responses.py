@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quill.protos import generation_pb2 as pb
-from quill.server.events import FinishReason, PositionLogprobs, Timings, Usage
+from quill.server.outputs import FinishReason, PositionLogprobs, Timings, Usage
 from quill.server.protocol.answer import Chunk
 from quill.server.protocol.requests import ParsedRequest
 from quill.server.protocol.served_model import ServedModel
@@ -49,7 +49,7 @@ def chunk_message(chunk: Chunk, text: Text | None) -> pb.GenerateChunk:
         token_ids=chunk.token_ids,
         logprobs=logprobs_messages(chunk.logprobs, text),
         prompt_logprobs=logprobs_messages(chunk.prompt_logprobs, text),
-        tool_calls=[pb.ToolCallPiece(**vars(each)) for each in chunk.calls],
+        tool_calls=[pb.ToolCallDelta(**vars(each)) for each in chunk.calls],
     )
     if chunk.finish is not None:
         message.finish_reason = _REASONS[chunk.finish.reason]
@@ -75,7 +75,7 @@ def response_message(sequences: Sequence[Chunk], text: Text | None) -> pb.Genera
             replace(
                 first.usage,
                 generated=sum(each.generated for each in usages),
-                guessed=sum(each.guessed for each in usages),
+                draft=sum(each.draft for each in usages),
                 accepted=sum(each.accepted for each in usages),
             )
         ),
@@ -130,8 +130,8 @@ def _usage(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt,
         cached_tokens=usage.cached,
         generated_tokens=usage.generated,
-        guessed_tokens=usage.guessed,
-        accepted_tokens=usage.accepted,
+        draft_tokens=usage.draft,
+        accepted_draft_tokens=usage.accepted,
     )
 
 
@@ -146,13 +146,13 @@ def timings_message(timings: Timings) -> pb.Timings:
 def embed_response(whole: Chunk, parsed: ParsedRequest, served: ServedModel) -> pb.EmbedResponse:
     """Takes long for many texts: not for the event loop."""
     assert whole.finish is not None
-    assert parsed.request.reading is not None
+    assert parsed.request.pooling is not None
     vectors_ND = np.stack([whole.vectors[text] for text in range(len(whole.vectors))])
-    vectors_ND = shaped(vectors_ND, parsed.dimensions, parsed.normalise)
+    vectors_ND = shaped(vectors_ND, parsed.dimensions, parsed.normalize)
     return pb.EmbedResponse(
         embeddings=[
             pb.Embedding(values=vector_D.tolist(), num_tokens=len(text))
-            for vector_D, text in zip(vectors_ND, parsed.request.reading.texts, strict=True)
+            for vector_D, text in zip(vectors_ND, parsed.request.pooling.texts, strict=True)
         ],
         usage=_usage(whole.finish.usage),
         timings=timings_message(whole.finish.timings),
@@ -161,10 +161,10 @@ def embed_response(whole: Chunk, parsed: ParsedRequest, served: ServedModel) -> 
     )
 
 
-def shaped(vectors_ND: Vectors, dimensions: int | None, normalise: bool) -> Vectors:
+def shaped(vectors_ND: Vectors, dimensions: int | None, normalize: bool) -> Vectors:
     """Cut, then scaled to the length 1. Each as if it were alone, in one order of sums."""
     vectors_ND = vectors_ND[:, :dimensions]
-    if not normalise:
+    if not normalize:
         return vectors_ND
     wide_ND = vectors_ND.astype(np.float64)
     lengths_N1 = np.sqrt(np.add.accumulate(wide_ND**2, axis=1)[:, -1:])
@@ -173,8 +173,8 @@ def shaped(vectors_ND: Vectors, dimensions: int | None, normalise: bool) -> Vect
 
 def fill_response(whole: Chunk, parsed: ParsedRequest, served: ServedModel) -> pb.FillMaskResponse:
     assert whole.finish is not None
-    assert parsed.request.reading is not None
-    masks = parsed.request.reading.masks
+    assert parsed.request.pooling is not None
+    masks = parsed.request.pooling.masks
     return pb.FillMaskResponse(
         masks=[
             pb.Mask(position=place, fillings=_fillings(each, served.text))
@@ -217,17 +217,17 @@ def model_message(served: ServedModel) -> pb.Model:
         defaults=served.sampling_defaults,
         context=served.context,
         default_max_new_tokens=served.default_max_new_tokens,
-        max_rows=served.max_rows,
+        max_num_seqs=served.max_num_seqs,
         max_num_sequences=served.max_num_sequences,
         max_num_beams=served.max_num_beams,
         max_waiting=served.max_waiting,
         max_message_bytes=served.max_message_bytes,
         embedding_size=manifest.sizes.d_model if served.gives_vectors else 0,
         default_pooling=_POOLINGS[served.default_pooling] if served.gives_vectors else None,
-        default_normalise=manifest.normalise,
+        default_normalize=manifest.normalize,
         mask_token_id=served.mask,
         mask_token=_mask_text(served),
-        tool_form=_tool_form(served),
+        tool_call_format=_tool_form(served),
     )
 
 

@@ -6,10 +6,10 @@ Knows: protobuf, the model's defaults, which fields go together. Does not know: 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
 from quill.server.protocol.served_model import SAMPLING_DEFAULTS, ServedModel
-from quill.server.request import Beams, EarlyStopping, Sampling
+from quill.server.request import BeamParams, EarlyStopping, SamplingParams
 
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
-    pb.EARLY_STOPPING_UNSPECIFIED: "guess",
+    pb.EARLY_STOPPING_UNSPECIFIED: "heuristic",
     pb.EARLY_STOPPING_AT_ONCE: "at_once",
     pb.EARLY_STOPPING_NEVER: "never",
 }
@@ -21,14 +21,14 @@ class SamplingReader:
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    def read_sampling(self, message: pb.GenerateRequest) -> Sampling:
+    def read_sampling(self, message: pb.GenerateRequest) -> SamplingParams:
         if _searches(message):
-            return Sampling()  # a search looks at the model's own distribution
+            return SamplingParams()  # a search looks at the model's own distribution
         given, default = message, self._served.default_sampling
         has = message.HasField
         top_k = given.top_k if has("top_k") else default.top_k
         penalty = default.repetition_penalty
-        return Sampling(
+        return SamplingParams(
             temperature=given.temperature if has("temperature") else default.temperature,
             # More than the vocabulary is the same as off.
             top_k=0 if top_k >= self._served.vocab_size else top_k,
@@ -40,7 +40,7 @@ class SamplingReader:
             logit_bias=dict(given.logit_bias),
         )
 
-    def read_beams(self, message: pb.GenerateRequest) -> Beams | None:
+    def read_beams(self, message: pb.GenerateRequest) -> BeamParams | None:
         if not _searches(message):
             _refuse_without_beams(message)
             return None
@@ -54,7 +54,7 @@ class SamplingReader:
         if message.early_stopping not in _EARLY_STOPPING:
             given = f"is {message.early_stopping}"
             raise InvalidFieldError("early_stopping", f"{given}; there is no such")
-        return Beams(
+        return BeamParams(
             num_beams=message.num_beams,
             length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
             early_stopping=_EARLY_STOPPING[message.early_stopping],

@@ -12,7 +12,7 @@ from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
-from quill.server.request import Pooling, Sampling
+from quill.server.request import Pooling, SamplingParams
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 
@@ -49,8 +49,8 @@ class ServedModel:
         return self.limits.context
 
     @property
-    def max_rows(self) -> int:
-        return self.limits.max_rows
+    def max_num_seqs(self) -> int:
+        return self.limits.max_num_seqs
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def max_num_sequences(self) -> int:
-        return min(self.max_rows, MAX_SEQUENCES)
+        return min(self.max_num_seqs, MAX_SEQUENCES)
 
     @property
     def max_num_beams(self) -> int:
@@ -93,8 +93,8 @@ class ServedModel:
         return max(1, min(int(wanted), self.context))
 
     @property
-    def default_sampling(self) -> Sampling:
-        return Sampling(**self.sampling_defaults)
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

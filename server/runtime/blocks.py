@@ -162,4 +162,4 @@ def _address(value: Any) -> int:
 
 def _too_many(num_blocks: int, shape: BlockShape) -> str:
     needed = num_blocks * shape.num_bytes / 2**30
-    return f"{needed:.1f} GB of memory for keys and values can't be had. Lower --cache"
+    return f"{needed:.1f} GB of memory for keys and values can't be had. Lower --kv-cache-mb"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quill.server.events import PositionLogprobs
+from quill.server.outputs import PositionLogprobs
 from quill.server.sampling import native
 from quill.server.sampling.arrays import Ids, Logits, Scores
 from quill.server.sampling.beam_search import Continuation, Search

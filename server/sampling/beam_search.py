@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quill.server.events import FinishReason, PositionLogprobs
-from quill.server.request import Beams, Request
+from quill.server.outputs import FinishReason, PositionLogprobs
+from quill.server.request import BeamParams, Request
 
 
 class Beam(NamedTuple):
@@ -47,7 +47,7 @@ class Search:
     def __init__(self, request: Request, max_tokens: int) -> None:
         assert request.beams is not None
         self.request = request
-        self._beams: Beams = request.beams
+        self._beams: BeamParams = request.beams
         self._max_tokens = max_tokens
         self.running = [Beam()]  # best first
         self.answers: list[Hypothesis] = []  # best first

@@ -5,7 +5,7 @@ Knows: logits as the graph gave them. Does not know: penalties, temperature, how
 
 from collections.abc import Sequence
 
-from quill.server.events import Alternative, PositionLogprobs
+from quill.server.outputs import Alternative, PositionLogprobs
 from quill.server.sampling import native
 from quill.server.sampling.arrays import Logits
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from quill.server.request import Sampling
+from quill.server.request import SamplingParams
 from quill.server.sampling.arrays import Ids, Logits, Scores
 
 # A adjusted tokens · V vocabulary
@@ -20,7 +20,7 @@ class Adjustments:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         prompt_ids: tuple[int, ...],
         max_new_tokens: int,
         banned: Collection[int] = (),

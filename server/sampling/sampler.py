@@ -11,7 +11,7 @@ server/sampling/exact_draw.py.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quill.server.request import Sampling
+from quill.server.request import SamplingParams
 from quill.server.sampling import native
 from quill.server.sampling.arrays import Logits, Mask
 from quill.server.sampling.exact_draw import RowSettings, draw_exactly
@@ -24,7 +24,7 @@ from quill.server.sampling.randomness import uniforms
 class Draw(NamedTuple):
     """All that a row's next token depends on, beside its logits."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     position: int  # in the answer, from 0
     adjustments: Adjustments | None  # None: the sampling adjusts nothing

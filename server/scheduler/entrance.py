@@ -27,7 +27,7 @@ class Entrance:
         self._shares = shares
         self._groups = groups
         self._queue = RequestQueue()
-        self._set_back: dict[str, Group] = {}
+        self._preempted: dict[str, Group] = {}
         self._overtaken: dict[str, int] = {}  # of those who wait: by how many tokens
 
     def __len__(self) -> int:
@@ -38,15 +38,15 @@ class Entrance:
 
     def put_back(self, group: Group) -> None:
         """At the head of the queue. It has given its blocks away."""
-        self._set_back[group.request.request_id] = group
+        self._preempted[group.request.request_id] = group
         self._queue.put_back(group.request)
 
     def waiting(self, request_id: str) -> Group | None:
         """One that was set back."""
-        return self._set_back.get(request_id)
+        return self._preempted.get(request_id)
 
     def remove(self, request_id: str) -> None:
-        self._set_back.pop(request_id, None)
+        self._preempted.pop(request_id, None)
         self._overtaken.pop(request_id, None)
         self._queue.remove(request_id)
 
@@ -90,13 +90,13 @@ class Entrance:
         """Blocks that it will need soon: for the rest of its prompt, and one more for each row."""
         size = self._limits.block_size
         missing = (-(-row.num_text // size) - len(row.blocks) for row in group.own_rows())
-        num_answers = 0 if group.request.reading is not None else len(group.rows)
+        num_answers = 0 if group.request.pooling is not None else len(group.rows)
         return num_answers + sum(max(0, each) for each in missing)
 
     def _has_room(self, request: Request, num_spare: int) -> bool:
-        group = self._set_back.get(request.request_id)
+        group = self._preempted.get(request.request_id)
         num_rows = request.num_rows if group is None else group.num_rows
-        if sum(each.num_rows for each in self._groups) + num_rows > self._limits.max_rows:
+        if sum(each.num_rows for each in self._groups) + num_rows > self._limits.max_num_seqs:
             return False
         if not self._groups:
             return True
@@ -108,9 +108,9 @@ class Entrance:
 
     def _begin(self, request: Request) -> Group:
         self._queue.serve(request)
-        group = self._set_back.pop(request.request_id, None)
+        group = self._preempted.pop(request.request_id, None)
         group = group_of(request, self._limits.context) if group is None else group
-        group.is_set_back = False
+        group.is_preempted = False
         num_blocks = self._limits.num_source_blocks(request)
         group.source_blocks = [self._pool.take() for _ in range(num_blocks)]
         self._shares.enter(group)

@@ -61,10 +61,10 @@ class Guesses:
             following.append(following[i - (len(self._text) - place)])
         return following
 
-    def learn(self, num_guessed: int, num_right: int) -> None:
+    def learn(self, num_draft_tokens: int, num_right: int) -> None:
         """How the last guess was: those after the first wrong one say nothing."""
         rate = self._rates[self._is_long]
-        for right in [1.0] * num_right + [0.0] * (num_right < num_guessed):
+        for right in [1.0] * num_right + [0.0] * (num_right < num_draft_tokens):
             rate += LEARNING * (right - rate)
         self._rates[self._is_long] = rate
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quill.server.events import FinishReason, PositionLogprobs, StepKind
+from quill.server.outputs import FinishReason, PositionLogprobs, StepKind
 from quill.server.request import Request
 from quill.server.sampling.arrays import Hidden
 from quill.server.sampling.beam_search import Continuation, Search
@@ -85,7 +85,7 @@ class Plan:
         return "mixed" if self.running else "prefill"
 
     @property
-    def num_guesses(self) -> int:
+    def num_draft_tokens(self) -> int:
         return sum(len(part.guesses) for part in self.running)
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.running) + self.num_guesses + self.num_read
+        return len(self.running) + self.num_draft_tokens + self.num_read
 
 
 class Choice(NamedTuple):
@@ -148,4 +148,4 @@ class Outcome:
     broken: set[str] = field(default_factory=set)  # requests
     lost: set[str] = field(default_factory=set)  # requests whose form can't be followed any more
     num_accepted: int = 0  # guesses that were right
-    num_forced: int = 0  # of these: their form left no choice
+    num_jump_forward: int = 0  # of these: their form left no choice

@@ -28,7 +28,7 @@ _Turn = tuple[int, int]  # and when it was given: who came first goes first
 
 def cost(request: Request) -> int:
     """In tokens."""
-    has_answers = request.reading is None
+    has_answers = request.pooling is None
     return request.num_prompt + ANSWER_COST * request.num_rows * has_answers
 
 
@@ -48,7 +48,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._tickets: dict[str, _Ticket] = {}  # by request id
-        self._set_back: dict[str, Request] = {}  # the last that was set back is first of all
+        self._preempted: dict[str, Request] = {}  # the last that was set back is first of all
         self._turns: dict[str, list[_Turn]] = {}  # of each owner, one for each of its tickets
         self._places: dict[str, int] = {}  # the next one of each owner that waits
         self._order: list[tuple[_Turn, Request]] | None = []  # None: it has to be made anew
@@ -57,7 +57,7 @@ class RequestQueue:
         self._served: OrderedDict[str, int] = OrderedDict()  # when each owner last was
 
     def __len__(self) -> int:
-        return len(self._tickets) + len(self._set_back)
+        return len(self._tickets) + len(self._preempted)
 
     def add(self, request: Request) -> None:
         owner = request.owner
@@ -71,12 +71,12 @@ class RequestQueue:
 
     def put_back(self, request: Request) -> None:
         """It had started. The youngest are set back first, so the last one is the oldest."""
-        self._set_back = {request.request_id: request, **self._set_back}
+        self._preempted = {request.request_id: request, **self._preempted}
 
     def in_order(self, most: int) -> list[Request]:
         """The first few."""
         waiting = [request for _, request in self._placed()[:most]]
-        return [*self._set_back.values(), *waiting][:most]
+        return [*self._preempted.values(), *waiting][:most]
 
     def first(self) -> Request | None:
         return next(iter(self.in_order(1)), None)
@@ -122,8 +122,8 @@ class RequestQueue:
 
     def remove(self, request_id: str) -> Request | None:
         """Takes a request out of the line, and its turn; None if it isn't in it."""
-        if request_id in self._set_back:
-            return self._set_back.pop(request_id)
+        if request_id in self._preempted:
+            return self._preempted.pop(request_id)
         if request_id not in self._tickets:
             return None
         (turn,) = (turn for turn, request in self._placed() if request.request_id == request_id)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quill.server.constraint import Masks, Matcher
-from quill.server.events import FinishReason
+from quill.server.outputs import FinishReason
 from quill.server.request import Request
 from quill.server.sampling.arrays import Mask
 from quill.server.sampling.beam_search import Search
@@ -37,12 +37,12 @@ class Row:
     num_held: int = 0  # positions of its text that are in its blocks
     num_known: int = 0  # of its blocks: those that others may find
     guesses: Guesses | None = None
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
     prompt_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        reading = self.request.reading
+        reading = self.request.pooling
         self.prompt_ids = (
             self.request.prompt_ids if reading is None else reading.texts[self.sequence]
         )
@@ -118,7 +118,7 @@ class Row:
 class Group:
     """A request that has left the queue, with its rows.
 
-    Its first row reads the prompt; then all go on from there. After a set-back the prompt is read
+    Its first row reads the prompt; then all go on from there. After a preemption the prompt is read
     again, and then each row's tokens but the last, which is read with the next step.
     Of texts that are only read it has a row for each that is under way, and never none.
     """
@@ -130,7 +130,7 @@ class Group:
     is_encoded: bool = False
     is_forked: bool = False  # the prompt is read, and all rows have it
     is_told: bool = False  # that it has started
-    is_set_back: bool = False
+    is_preempted: bool = False
     num_cached: int = 0  # of the prompt, when it started
     num_scored: int = 0  # of the prompt: positions whose logprobs were reported
     num_begun: int = 0  # texts that have had a row
@@ -143,12 +143,12 @@ class Group:
 
     @property
     def scores(self) -> bool:
-        return self.request.prompt_logprobs is not None and self.request.reading is None
+        return self.request.prompt_logprobs is not None and self.request.pooling is None
 
     @property
     def needs_all(self) -> bool:
         """Something comes of every token: nothing may be taken from others' blocks instead."""
-        return self.scores or self.request.reading is not None
+        return self.scores or self.request.pooling is not None
 
     def num_noted(self, row: Row) -> int:
         """Of what `needs_all`: positions that something has come of already."""
@@ -157,7 +157,7 @@ class Group:
     @property
     def num_rows(self) -> int:
         """How many of the server's rows it takes. Texts that are only read leave soon."""
-        return len(self.rows) if self.request.reading is None else 1
+        return len(self.rows) if self.request.pooling is None else 1
 
     def goal(self, row: Row) -> int:
         """Up to where a row is read before it runs."""
@@ -165,25 +165,25 @@ class Group:
 
     def own_rows(self) -> list[Row]:
         """Those with a text of their own; before the prompt is read there is one for all."""
-        return self.rows if self.is_forked or self.request.reading is not None else self.rows[:1]
+        return self.rows if self.is_forked or self.request.pooling is not None else self.rows[:1]
 
     def readers(self) -> list[Row]:
         return [row for row in self.own_rows() if row.num_held < self.goal(row)]
 
     def next_text(self) -> tuple[int, ...] | None:
         """The next one that has no row yet. None: all have had one."""
-        reading = self.request.reading
+        reading = self.request.pooling
         if reading is None or self.num_begun == len(reading.texts):
             return None
         return reading.texts[self.num_begun]
 
     def begin_text(self) -> None:
         """Gives the next text a row."""
-        reading, text = self.request.reading, self.next_text()
+        reading, text = self.request.pooling, self.next_text()
         assert reading is not None
         assert text is not None
         of = reading.ranges[self.num_begun] if reading.ranges else range(len(text))
-        pooled = None if reading.masks else Pooled(reading.pooling, of)
+        pooled = None if reading.masks else Pooled(reading.method, of)
         self.rows.append(Row(self.request, self.num_begun, 0, 0, None, pooled=pooled))
         self.num_begun += 1
 
@@ -206,7 +206,7 @@ class Group:
 
 def group_of(request: Request, context: int) -> Group:
     """A row for each answer, or for each beam. Prompt and answer together fit into the context."""
-    if request.reading is not None:
+    if request.pooling is not None:
         group = Group(request, [], None)
         group.begin_text()
         return group

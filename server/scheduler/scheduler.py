@@ -50,8 +50,8 @@ class Scheduler:
         self._shares = PromptShares(self._pool, self._budget, limits)
         self._groups: list[Group] = []  # who started first is first
         self._entrance = Entrance(limits, self._pool, self._shares, self._groups)
-        self._num_forced = 0  # tokens without a choice that the step may still have
-        self.num_set_back = 0  # so far
+        self._num_jump_forward = 0  # tokens without a choice that the step may still have
+        self.num_preempted = 0  # so far
 
     @property
     def num_waiting(self) -> int:
@@ -60,6 +60,10 @@ class Scheduler:
     @property
     def num_rows(self) -> int:
         return sum(group.num_rows for group in self._groups)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
 
     @property
     def num_blocks_held(self) -> int:
@@ -75,20 +79,20 @@ class Scheduler:
         """How long a step took."""
         chunks = [Chunk(len(part.piece.ids), part.piece.start) for part in plan.reading]
         chunks += [Chunk(group.request.num_prompt, 0) for group in plan.encoding]
-        self._budget.note(duration_s, len(plan.running), plan.num_guesses, chunks)
+        self._budget.note(duration_s, len(plan.running), plan.num_draft_tokens, chunks)
 
     def plan(self) -> Plan | None:
         """The next step. None: there is nothing to do."""
         self._entrance.open()
         num_running = sum(len(group.running()) for group in self._groups)
         shares = self._shares.share(self._groups, num_running)
-        plan, self._num_forced = Plan(), 0
+        plan, self._num_jump_forward = Plan(), 0
         if not shares:  # whoever runs waits for prompts or for forms, and not for both
-            self._num_forced = self._budget.num_forced(num_running)
+            self._num_jump_forward = self._budget.num_jump_forward(num_running)
         for group in self._groups.copy():
-            if not group.is_set_back:
+            if not group.is_preempted:
                 self._run(group, plan, num_running)
-            for row in () if group.is_set_back else group.readers():
+            for row in () if group.is_preempted else group.readers():
                 if row in shares:
                     self._read(group, row, shares[row], plan)
         if plan.parts or plan.copies:
@@ -111,13 +115,13 @@ class Scheduler:
 
     def _guess(self, row: Row, num_running: int) -> tuple[list[int], bool]:
         """How a row goes on, perhaps; and whether its form leaves no choice."""
-        if not self._limits.guess or not row.may_guess:
+        if not self._limits.speculative or not row.may_guess:
             return [], False
         num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
         most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
-        forced = self._fitting(row, row.forced(min(most, MAX_GUESSES, self._num_forced)))
+        forced = self._fitting(row, row.forced(min(most, MAX_GUESSES, self._num_jump_forward)))
         if forced:
-            self._num_forced -= len(forced)
+            self._num_jump_forward -= len(forced)
             return forced, True
         if row.guesses is None:
             row.guesses = Guesses(row.ids(0, row.num_text))
@@ -150,7 +154,7 @@ class Scheduler:
         if group.scores and not group.is_forked:
             first = min(first, max(0, group.num_scored - row.num_held))
         ids, wanted = row.ids(row.num_held, stop), range(first, num_tokens)
-        reading = group.request.reading
+        reading = group.request.pooling
         piece = self._piece(group, row, ids, wanted if reading is None else reading.masks)
         if row.pooled is not None:
             hidden = row.pooled.wanted(row.num_held, stop)
@@ -184,22 +188,22 @@ class Scheduler:
             last = self._groups[-1]
             if last is group:
                 return False
-            self._set_back_group(last)
+            self._preempt_group(last)
         return True
 
-    def _set_back_group(self, group: Group) -> None:
+    def _preempt_group(self, group: Group) -> None:
         self._groups.remove(group)
         for blocks in group.drop_blocks():
             self._pool.release(blocks)
-        group.is_set_back = True
+        group.is_preempted = True
         self._entrance.put_back(group)
-        self.num_set_back += 1
+        self.num_preempted += 1
 
     def commit(self, plan: Plan, result: StepResult) -> Outcome:
         """The plan was carried out."""
         outcome = Outcome(broken=set(result.broken))
         for part, choices, hidden_MD in zip(plan.parts, result.choices, result.hidden, strict=True):
-            if part.group.request.reading is not None:
+            if part.group.request.pooling is not None:
                 self._commit_text(part, hidden_MD, outcome)
             elif part.reads:
                 self._commit_read(part, choices, outcome)
@@ -260,10 +264,10 @@ class Scheduler:
         if guesses:
             if row.guesses is not None and not part.is_forced:
                 row.guesses.learn(len(guesses), num_right)
-            row.num_guessed += len(guesses)
+            row.num_draft_tokens += len(guesses)
             row.num_accepted += num_right
             outcome.num_accepted += num_right
-            outcome.num_forced += num_right if part.is_forced else 0
+            outcome.num_jump_forward += num_right if part.is_forced else 0
         self._hold(row, row.num_text - 1)
 
     def _say(

@@ -119,7 +119,7 @@ class StepBudget:
         rate = num_running * self._rows.slope / self._rows.at(num_running)
         return rate if num_running < 2 else GAIN * rate
 
-    def num_forced(self, num_running: int) -> int:
+    def num_jump_forward(self, num_running: int) -> int:
         """How many tokens may be in a step that forms leave no choice of: a row that has several
         makes the others wait, who gain nothing by it. None where even these don't pay; alone,
         there are no others."""
@@ -131,10 +131,10 @@ class StepBudget:
         return max(1, min(MAX_FORCED, int(stall_s / max(self._rows.slope, 1e-9))))
 
     def note(
-        self, duration_s: float, num_running: int, num_guesses: int, chunks: Sequence[Chunk]
+        self, duration_s: float, num_running: int, num_draft_tokens: int, chunks: Sequence[Chunk]
     ) -> None:
         """A step is over."""
-        num_tokens = num_running + num_guesses
+        num_tokens = num_running + num_draft_tokens
         if not chunks and num_running:
             self._since_plain = 0
             # Until steps of several sizes were seen, a row costs what a prompt's token does.

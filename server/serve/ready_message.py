@@ -28,7 +28,7 @@ def line_to_type(settings: Settings, port: int, family: Family) -> str:
     # Some shells take brackets for a pattern.
     address = shlex.quote(write_address(reachable(settings.host), port))
     command, text = _WORDS[family]
-    return " ".join([front_door(), command, "--address", address, *proof(settings), f'"{text}"'])
+    return " ".join([quill_command(), command, "--address", address, *proof(settings), f'"{text}"'])
 
 
 def proof(settings: Settings) -> list[str]:
@@ -43,7 +43,7 @@ def proof(settings: Settings) -> list[str]:
     return needed
 
 
-def front_door() -> str:
+def quill_command() -> str:
     """How this very program was called, so that the line can be typed as it is."""
     called = Path(sys.argv[0])
     return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"

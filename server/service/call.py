@@ -90,7 +90,7 @@ class Call:
 
     async def _compile(self, grammars: Compiler, form: Form) -> Grammar:
         """Requests of one call have one form: the first of them pays for it."""
-        self._record.has_form = True
+        self._record.has_constraint = True
         found = grammars.known(form)
         if found is not None:
             return found
@@ -128,8 +128,8 @@ class Call:
 
     async def embed(self, message: pb.EmbedRequest) -> pb.EmbedResponse:
         parsed = await read_message(ReadingReader(self.served).read_embed, message, self._arrival())
-        assert parsed.request.reading is not None
-        num_texts = self._record.num_texts = len(parsed.request.reading.texts)
+        assert parsed.request.pooling is not None
+        num_texts = self._record.num_texts = len(parsed.request.pooling.texts)
         (whole,) = await self._collect(parsed)
         if num_texts <= MAX_INLINE_VECTORS:
             return embed_response(whole, parsed, self.served)

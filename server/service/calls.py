@@ -100,7 +100,7 @@ def _record(origin: Origin) -> Record:
         origin.method,
         origin.caller.name,
         origin.request_id,
-        door=origin.door,
+        frontend=origin.frontend,
         trace_headers=origin.trace_headers,
     )
 

@@ -10,7 +10,7 @@ from typing import Literal
 from quill.server.auth.caller import ANYBODY, Caller
 from quill.server.telemetry.call_record import new_request_id
 
-Door = Literal["grpc", "http", "kserve"]
+Frontend = Literal["grpc", "http", "kserve"]
 
 
 async def _nobody_cares() -> None:
@@ -20,7 +20,7 @@ async def _nobody_cares() -> None:
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     method: str  # as the log and the metrics name it
-    door: Door
+    frontend: Frontend
     caller: Caller = ANYBODY
     deadline_s: float | None = None  # the client's own, on the engine's clock, time.monotonic
     trace_headers: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from quill.server.events import FinishEvent
+from quill.server.outputs import FinishEvent
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +31,21 @@ class Record:
     num_cached: int = 0
     num_generated: int = 0
     num_texts: int | None = None  # that were embedded; None: another kind of call
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
-    has_form: bool | None = None  # None: its answers may be anything
+    has_constraint: bool | None = None  # None: its answers may be anything
     compile_ms: float | None = None  # of its form; None: it was known, or there is none
     queue_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float = 0.0
     submitted_s: float | None = None  # when it was handed to the engine
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    door: str = "grpc"  # through which it came
+    frontend: str = "grpc"  # through which it came
 
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""
         self.finish_reasons.append(finish.reason)
-        self.num_guessed += finish.usage.guessed
+        self.num_draft_tokens += finish.usage.draft
         self.num_accepted += finish.usage.accepted
         self.queue_ms = finish.timings.queue_ms
         if finish.timings.first_token_ms:

@@ -100,7 +100,7 @@ def _attributes(record: Record) -> Mapping[str, str | int]:
     over_http = {"http.route": record.method}
     over_grpc = {"rpc.system": "grpc", "rpc.method": record.method}
     attributes: dict[str, str | int] = {
-        **(over_http if record.door == "http" else over_grpc),
+        **(over_http if record.frontend == "http" else over_grpc),
         "quill.outcome": record.outcome,
         "quill.request_id": record.request_id,
         "quill.tokens.prompt": record.num_prompt,

@@ -16,7 +16,7 @@ from tests.export.tiny import (
     Exported,
     export,
     make_checkpoint,
-    quantised_at_source,
+    quantized_at_source,
 )
 from tests.operators import OWN
 
@@ -40,9 +40,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Exported:
-    """The Llama shape, quantised at its source, in all precisions that such a model has."""
+    """The Llama shape, quantized at its source, in all precisions that such a model has."""
     out = tmp_path_factory.mktemp("bundles") / "llama"
-    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    checkpoint = quantized_at_source(make_checkpoint(LLAMA))
     return export(out, checkpoint, "fp32", *OWN, "fp16", text=text)
 
 

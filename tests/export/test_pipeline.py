@@ -25,7 +25,7 @@ from quill.export.verify.proof import Tick
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.config import Experts
 from quill.model.network.presets import preset
-from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantised_at_source
+from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantized_at_source
 from tests.operators import OWN
 
 FP32 = Wishes(precisions=("fp32",))
@@ -101,8 +101,8 @@ def test_the_measurements_are_in_the_manifest(exported: Exported) -> None:
 
 
 def test_the_sources_integers_are_named_as_such(llama: Exported) -> None:
-    assert llama.manifest.graphs_in("quill4").quantisation == "the source's own values (q4_1, q8_0)"
-    assert llama.manifest.graphs_in("fp32").quantisation is None
+    assert llama.manifest.graphs_in("quill4").quantization == "the source's own values (q4_1, q8_0)"
+    assert llama.manifest.graphs_in("fp32").quantization is None
 
 
 def test_exporting_twice_gives_the_same_bytes(llama: Exported, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_was_asked_for_by_name_must_be_proven(tmp_path: Path) -> None:
 def test_the_best_is_the_first_that_is_proven(
     doubted: list[str], kept: str, tmp_path: Path
 ) -> None:
-    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    checkpoint = quantized_at_source(make_checkpoint(LLAMA))
     wishes = Wishes(precisions=("quill4", "fp32"), keep="best")
     said: list[str] = []
     manifest = write_bundle(

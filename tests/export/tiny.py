@@ -10,7 +10,7 @@ from quill.export.bundle.manifest import Manifest
 from quill.export.pipeline import Wishes, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
 from quill.model.network.networks import make_network
@@ -102,14 +102,14 @@ def make_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
     return Checkpoint(config=config, weights=weights)
 
 
-def quantised_at_source(checkpoint: Checkpoint) -> Checkpoint:
+def quantized_at_source(checkpoint: Checkpoint) -> Checkpoint:
     """As if it came from a GGUF file: Q4_1 matrices, a Q8_0 embedding, scales in halves."""
-    quantised = {
+    quantized = {
         name: _in_gguf(tensor, name == "embedding.weight")
         for name, tensor in checkpoint.weights.items()
         if tensor.ndim == 2
     }
-    values = {name: weight.dequantise() for name, weight in quantised.items()}
+    values = {name: weight.dequantize() for name, weight in quantized.items()}
     return Checkpoint(
         config=checkpoint.config,
         weights=checkpoint.weights | values,
@@ -119,21 +119,21 @@ def quantised_at_source(checkpoint: Checkpoint) -> Checkpoint:
         chat_template="{{ messages[0].content }}",
         generation={"temperature": 0.7, "top_k": 40},
         provenance={"name": "tiny-llama", "licence": "MIT"},
-        quantised=quantised,
+        quantized=quantized,
     )
 
 
-def _in_gguf(weight_NI: torch.Tensor, eight_bits: bool) -> QuantisedWeight:
+def _in_gguf(weight_NI: torch.Tensor, eight_bits: bool) -> QuantizedWeight:
     blocks_NGB = weight_NI.reshape(weight_NI.shape[0], -1, 32)
     if eight_bits:
         scale_NG = (blocks_NGB.abs().amax(-1) / 127).half().float()
         q = (blocks_NGB / scale_NG.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        return QuantisedWeight("q8_0", q.flatten(1), scale_NG)
+        return QuantizedWeight("q8_0", q.flatten(1), scale_NG)
     minimum_NG = blocks_NGB.amin(-1).half().float()
     scale_NG = ((blocks_NGB.amax(-1) - minimum_NG) / 15).half().float()
     steps_NGB = (blocks_NGB - minimum_NG.unsqueeze(-1)) / scale_NG.unsqueeze(-1)
     q_NI = steps_NGB.round().clamp(0, 15).to(torch.uint8).flatten(1)
-    return QuantisedWeight("q4_1", q_NI[:, 0::2] | (q_NI[:, 1::2] << 4), scale_NG, minimum_NG)
+    return QuantizedWeight("q4_1", q_NI[:, 0::2] | (q_NI[:, 1::2] << 4), scale_NG, minimum_NG)
 
 
 class Exported(NamedTuple):

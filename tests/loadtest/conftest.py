@@ -27,13 +27,13 @@ def talking_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def talker(talking_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     log = tmp_path_factory.mktemp("server") / "talker.log"
-    with own_server(log, talking_bundle, "--threads", "1", "--max-rows", "4") as running:
+    with own_server(log, talking_bundle, "--threads", "1", "--max-num-seqs", "4") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    options = ("--precision", "fp32", "--threads", "1", "--max-rows", "4")
+    options = ("--precision", "fp32", "--threads", "1", "--max-num-seqs", "4")
     with own_server(log, bundle, *options) as running:
         yield running

@@ -7,8 +7,10 @@ from typing import Any
 
 from quill.server.engine.engine import Engine
 from quill.server.errors import RequestError
-from quill.server.events import (
-    Batch,
+from quill.server.limits import Limits
+from quill.server.outputs import (
+    EmbeddingEvent,
+    EngineOutputs,
     FailEvent,
     FinishEvent,
     HypothesisEvent,
@@ -16,10 +18,8 @@ from quill.server.events import (
     PromptEvent,
     StartEvent,
     TokenEvent,
-    VectorEvent,
 )
-from quill.server.limits import Limits
-from quill.server.request import Pooling, Reading, Request
+from quill.server.request import Pooling, PoolingParams, Request
 from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession
 
 CONTEXT = 96
@@ -29,9 +29,14 @@ class House:
     """An engine on a fake session with a clock that only tests turn, and all that came out."""
 
     def __init__(
-        self, max_rows: int = 4, num_blocks: int = 64, step_s: float = 0.0, **limits: Any
+        self, max_num_seqs: int = 4, num_blocks: int = 64, step_s: float = 0.0, **limits: Any
     ) -> None:
-        fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
+        fields = {
+            "max_num_seqs": max_num_seqs,
+            "context": CONTEXT,
+            "num_blocks": num_blocks,
+            **limits,
+        }
         self.limits = Limits(**fields)
         kind = FakeEncoder if self.limits.reads_whole else FakeSession
         self.session = kind(num_blocks, self.limits.block_size)
@@ -53,7 +58,7 @@ class House:
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.now_s)
 
-    def step(self) -> Batch:
+    def step(self) -> EngineOutputs:
         batch = self.engine.step()
         self.note(batch)
         return batch
@@ -65,7 +70,7 @@ class House:
             self.step()
         raise AssertionError("the engine never comes to rest")
 
-    def note(self, batch: Batch) -> None:
+    def note(self, batch: EngineOutputs) -> None:
         for event in batch.events:
             assert event.request_id not in self.failed, "nothing follows the end"
             if isinstance(event, StartEvent):
@@ -75,7 +80,7 @@ class House:
                 self.prompts[event.request_id] += event.logprobs
             elif isinstance(event, FailEvent):
                 self.failed[event.request_id] = event.error
-            elif isinstance(event, VectorEvent):
+            elif isinstance(event, EmbeddingEvent):
                 assert event.request_id in self.started
                 assert event.text not in self.vectors[event.request_id]
                 self.vectors[event.request_id][event.text] = event.vector_D.tolist()
@@ -110,8 +115,8 @@ def make_reading(
         tuple((len(name) * 5 + text * 11 + i * i) % VOCAB_SIZE for i in range(length))
         for text, length in enumerate(lengths)
     )
-    reading = Reading(texts=texts, pooling=pooling)
-    return Request(request_id=name, reading=reading, max_new_tokens=0, **fields)
+    reading = PoolingParams(texts=texts, method=pooling)
+    return Request(request_id=name, pooling=reading, max_new_tokens=0, **fields)
 
 
 def as_translation(request: Request) -> Request:

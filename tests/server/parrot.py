@@ -86,5 +86,5 @@ def _next(text: bytes) -> int:
 
 
 def make_parrot(template: str = HERMES, **changes: Any) -> ServedModel:
-    served = make_served(max_rows=8, template=ChatTemplate(template, {}), **changes)
+    served = make_served(max_num_seqs=8, template=ChatTemplate(template, {}), **changes)
     return replace(served, limits=replace(served.limits, context=CONTEXT, num_blocks=2000))

@@ -24,7 +24,7 @@ FRONT_DOOR = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from quill.__main__ import main; sys.exit(main())"
 )
-OPTIONS = ("--threads", "1", "--max-rows", "4", "--precision", "fp32", "--cache", "64")
+OPTIONS = ("--threads", "1", "--max-num-seqs", "4", "--precision", "fp32", "--kv-cache-mb", "64")
 NEVER = Retries(max_retries=0)
 PROMPT = [5, 6, 7]
 PATIENCE_S = 120.0  # while a test does harm, answers may take long
@@ -85,7 +85,9 @@ class ServerProcess:
 
     def is_idle(self) -> bool:
         """No slot is taken and nobody waits."""
-        return not self.metric("quill_running_rows") and not self.metric("quill_queue_depth")
+        return not self.metric("quill_sequences_running") and not self.metric(
+            "quill_requests_waiting"
+        )
 
     @property
     def num_fds(self) -> int:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from quill.server.engine.engine import Engine
-from quill.server.events import FailEvent, PositionLogprobs, TokenEvent
+from quill.server.outputs import FailEvent, PositionLogprobs, TokenEvent
 from quill.server.request import Request
 
 Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequence

@@ -44,7 +44,7 @@ def make_manifest(**changes: Any) -> Manifest:
         encoder=None,
         weights="weights",
         cache_type="float32",
-        quantisation=None,
+        quantization=None,
         verification=None,
         invariance=None,
     )
@@ -97,7 +97,7 @@ def make_grammars() -> Compiler:
     return Compiler(byte_tokenizer()._json, VOCAB_SIZE, [END])
 
 
-def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> ServedModel:
+def make_served(max_num_seqs: int = 4, max_waiting: int = 4, **changes: Any) -> ServedModel:
     manifest = make_manifest()
     return dataclasses.replace(
         ServedModel(
@@ -107,7 +107,9 @@ def make_served(max_rows: int = 4, max_waiting: int = 4, **changes: Any) -> Serv
             runtime_version="1.31.1",
             deterministic=True,
             # Tests let so many steps go, and count on a token for each.
-            limits=Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS, guess=False),
+            limits=Limits(
+                max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=NUM_BLOCKS, speculative=False
+            ),
             max_waiting=max_waiting,
             max_message_bytes=2**20,
             text=make_text(),
@@ -217,7 +219,7 @@ class Running:
 
 @contextmanager
 def running_server(
-    max_rows: int = 4,
+    max_num_seqs: int = 4,
     max_waiting: int = 4,
     wait: bool = True,
     served: ServedModel | None = None,
@@ -226,7 +228,7 @@ def running_server(
 ) -> Iterator[Running]:
     """`changes`: of the settings."""
     settings = Settings(port=0, max_waiting=max_waiting, max_message_bytes=2**20, **changes)
-    served = served or make_served(max_rows, max_waiting)
+    served = served or make_served(max_num_seqs, max_waiting)
     running = Running(session or Reciter(), settings, served)
     if not wait:
         running.loading.clear()

@@ -54,4 +54,4 @@ def test_addresses_that_a_server_on_ipv6_prints_can_be_used(
         url = re.search(r"metrics at (\S+)", caplog.text)
         assert url is not None
         with urllib.request.urlopen(url[1], timeout=TIMEOUT_S) as reply:
-            assert b"quill_max_rows" in reply.read()
+            assert b"quill_max_num_seqs" in reply.read()

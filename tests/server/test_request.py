@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quill.server.errors import InvalidFieldError
-from quill.server.request import Request, Sampling
+from quill.server.request import Request, SamplingParams
 
 BAD_SAMPLING: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
@@ -33,7 +33,7 @@ BAD_REQUEST: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), BAD_SAMPLING)
 def test_sampling_outside_its_range_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidFieldError, match=name) as caught:
-        Sampling(**{name: value})
+        SamplingParams(**{name: value})
     assert caught.value.field == name
 
 
@@ -47,13 +47,13 @@ def test_request_outside_its_range_is_refused_by_name(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("sampling", "adjusts"),
     [
-        (Sampling(), False),
-        (Sampling(temperature=0, top_k=5, top_p=0.5, min_p=0.1), False),
-        (Sampling(repetition_penalty=1.1), True),
-        (Sampling(frequency_penalty=-1), True),
-        (Sampling(presence_penalty=1), True),
-        (Sampling(logit_bias={3: 1.0}), True),
+        (SamplingParams(), False),
+        (SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1), False),
+        (SamplingParams(repetition_penalty=1.1), True),
+        (SamplingParams(frequency_penalty=-1), True),
+        (SamplingParams(presence_penalty=1), True),
+        (SamplingParams(logit_bias={3: 1.0}), True),
     ],
 )
-def test_sampling_knows_whether_it_changes_logits(sampling: Sampling, adjusts: bool) -> None:
+def test_sampling_knows_whether_it_changes_logits(sampling: SamplingParams, adjusts: bool) -> None:
     assert sampling.adjusts == adjusts

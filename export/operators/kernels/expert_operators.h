@@ -169,17 +169,17 @@ class Experts {
   static int input_kind(size_t index) { return index < 4 ? runtime::kRequired : runtime::kOptional; }
 
   Status* read_attributes(const Info* info) {
-    int64_t width, inner, up_halves, down_halves, sigmoid, normalise;
+    int64_t width, inner, up_halves, down_halves, sigmoid, normalize;
     const struct { const char* name; int64_t* to; } attributes[] = {
         {"inputs", &width}, {"d_expert", &inner}, {"number", &routing_.number},
         {"per_token", &routing_.per_token}, {"groups", &routing_.groups},
         {"top_groups", &routing_.top_groups}, {"group_best", &routing_.group_best},
-        {"sigmoid", &sigmoid}, {"normalise", &normalise}, {"bits", &up_.bits},
+        {"sigmoid", &sigmoid}, {"normalize", &normalize}, {"bits", &up_.bits},
         {"up_halves", &up_halves}, {"down_halves", &down_halves},
     };
     for (const auto& each : attributes) TRY(ort->int_attribute(info, each.name, each.to));
     TRY(ort->float_attribute(info, "scale", &routing_.scale));
-    routing_.sigmoid = sigmoid != 0, routing_.normalise = normalise != 0;
+    routing_.sigmoid = sigmoid != 0, routing_.normalize = normalize != 0;
     if (!is_routing() || !has_width(width) || !has_width(inner)) return failed("no such experts");
     up_ = {nullptr, width, 2 * inner, up_.bits, up_halves != 0, true};
     down_ = {nullptr, inner, width, up_.bits, down_halves != 0, false};

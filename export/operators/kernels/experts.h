@@ -134,7 +134,7 @@ void choose(const Routing& routing, const float* logits, const float* balance, i
     sum += scores[best];
   }
   for (int64_t k = 0; k < routing.per_token; k++) {
-    weights[k] = (routing.normalise ? weights[k] / sum : weights[k]) * routing.scale;
+    weights[k] = (routing.normalize ? weights[k] / sum : weights[k]) * routing.scale;
   }
 }
 

@@ -1,6 +1,6 @@
 // A matrix of small integers, and all that is computed with it and with heads.
 //
-// Knows: how export/quantise/quill_layout.py lays weights out. Does not know: ONNX Runtime, processors.
+// Knows: how export/quantize/quill_layout.py lays weights out. Does not know: ONNX Runtime, processors.
 #pragma once
 #include <cstdint>
 
@@ -57,7 +57,7 @@ struct Routing {
   int64_t groups, top_groups;  // experts come from the best groups
   int64_t group_best;          // a group is as good as so many of its best experts together
   bool sigmoid;                // scores are each for itself, not shares of a whole
-  bool normalise;              // weights are divided by their sum
+  bool normalize;              // weights are divided by their sum
   float scale;
 };
 

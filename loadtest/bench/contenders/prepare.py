@@ -5,7 +5,7 @@ Knows: the peers' converters. Does not know: speed. Runs in the peers' virtual e
 
     python -m quill.loadtest.bench.contenders.prepare MODEL.gguf TOKENIZER.json DIRECTORY
 
-All of them get the same weights: the GGUF's values, dequantised. llama.cpp requantises from its
+All of them get the same weights: the GGUF's values, dequantized. llama.cpp requantizes from its
 own file; its Q8_0 holds Q4_1's values almost exactly, its Q4_0 doesn't.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     hugging_face = args.out / "hf"
     _once(hugging_face, lambda path: _make_hugging_face(args.gguf, args.tokenizer, path))
     for kind, number in GGUF_KINDS.items():
-        _once(args.out / f"{kind}.gguf", _requantiser(args.gguf, number))
+        _once(args.out / f"{kind}.gguf", _requantizer(args.gguf, number))
     for kind in CT2_KINDS:
         _once(args.out / f"ct2-{kind}", _ct2_converter(hugging_face, kind))
     for kind, options in GENAI_KINDS.items():
@@ -76,7 +76,7 @@ def _make_hugging_face(gguf: Path, tokenizer: Path, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _requantiser(gguf: Path, number: int) -> Callable[[Path], None]:
+def _requantizer(gguf: Path, number: int) -> Callable[[Path], None]:
     def make(out: Path) -> None:
         import llama_cpp
 

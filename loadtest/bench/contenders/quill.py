@@ -19,18 +19,25 @@ import onnxruntime
 from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
-from quill.server.events import Batch, Event, FailEvent, FinishEvent, PromptEvent, TokenEvent
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.request import Request, Sampling
+from quill.server.outputs import (
+    EngineOutputs,
+    Event,
+    FailEvent,
+    FinishEvent,
+    PromptEvent,
+    TokenEvent,
+)
+from quill.server.request import Request, SamplingParams
 
 MAX_ROWS = 32
 ROW_TOKENS = 1024  # of each, when all rows run
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = {
     "greedy": GREEDY,
-    "drawn": Sampling(temperature=1.0),
-    "cut": Sampling(temperature=1.0, top_k=40, top_p=0.95),
+    "drawn": SamplingParams(temperature=1.0),
+    "cut": SamplingParams(temperature=1.0, top_k=40, top_p=0.95),
 }
 
 
@@ -40,14 +47,16 @@ class Written:
 
     seconds: float
     token_ids: list[int]
-    num_guessed: int
+    num_draft_tokens: int
     num_accepted: int
 
 
 class Quill:
     """An engine that serves nobody but the clock."""
 
-    def __init__(self, bundle: Path, precision: str, num_threads: int, guess: bool = False) -> None:
+    def __init__(
+        self, bundle: Path, precision: str, num_threads: int, speculative: bool = False
+    ) -> None:
         opened = open_bundle(bundle, precision)
         sizes = {file.name: file.size for file in opened.manifest.files}
         weight_bytes = sizes[opened.graphs.weights]
@@ -56,11 +65,11 @@ class Quill:
         self._max_tokens = min(ROW_TOKENS, context)
         # Each step is a token of each row, and no prompt was read before.
         limits = Limits(
-            max_rows=MAX_ROWS,
+            max_num_seqs=MAX_ROWS,
             context=context,
             num_blocks=(MAX_ROWS * self._max_tokens + context) // BLOCK,
             share=False,
-            guess=guess,
+            speculative=speculative,
         )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
         self._eos_ids = frozenset(opened.manifest.stop_ids)
@@ -81,7 +90,7 @@ class Quill:
     def write(self, ids: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Written:
         """An answer to the end, or so many tokens of it."""
         wishes = {"max_new_tokens": num_tokens, "seed": seed, "eos_ids": self._eos_ids}
-        self._submit(ids, sampling=Sampling(temperature=temperature), **wishes)
+        self._submit(ids, sampling=SamplingParams(temperature=temperature), **wishes)
         events: list[Event] = []
         while not any(isinstance(event, TokenEvent) for event in events):
             events += self._step().events
@@ -90,7 +99,7 @@ class Quill:
         seconds = time.perf_counter() - start
         tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
         [usage] = [event.usage for event in events if isinstance(event, FinishEvent)]
-        return Written(seconds, tokens, usage.guessed, usage.accepted)
+        return Written(seconds, tokens, usage.draft, usage.accepted)
 
     def ragged(self, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
         """As decode, with prompts of different lengths."""
@@ -137,7 +146,7 @@ class Quill:
             events += self._step().events
         return events
 
-    def _step(self) -> Batch:
+    def _step(self) -> EngineOutputs:
         batch = self._engine.step()
         for event in batch.events:
             if isinstance(event, FailEvent) and not isinstance(event.error, CancelledError):
@@ -146,4 +155,4 @@ class Quill:
 
 
 if __name__ == "__main__":
-    serve(Quill(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "guess" in sys.argv[4:]))
+    serve(Quill(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "speculative" in sys.argv[4:]))

@@ -13,10 +13,10 @@ from pathlib import Path
 import onnxruntime
 
 from quill.loadtest.bench.contenders.protocol import About, Embedded, serve
-from quill.server.events import FailEvent, VectorEvent
 from quill.server.limits import encoder_limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.request import Reading, Request
+from quill.server.outputs import EmbeddingEvent, FailEvent
+from quill.server.request import PoolingParams, Request
 
 
 class Quill:
@@ -27,21 +27,21 @@ class Quill:
         sizes = {file.name: file.size for file in opened.manifest.files}
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
-        limits = encoder_limits(max_rows=1, context=opened.manifest.sizes.context)
+        limits = encoder_limits(max_num_seqs=1, context=opened.manifest.sizes.context)
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Embedded:
         """All in one call, as a client would send them."""
         vectors: dict[int, list[float]] = {}
         start = time.perf_counter()
-        reading = Reading(texts=tuple(map(tuple, texts)))
-        request = Request(request_id="bench", reading=reading, max_new_tokens=0)
+        reading = PoolingParams(texts=tuple(map(tuple, texts)))
+        request = Request(request_id="bench", pooling=reading, max_new_tokens=0)
         self._engine.submit(request, time.monotonic())
         while not self._engine.is_idle:
             for event in self._engine.step().events:
                 if isinstance(event, FailEvent):
                     raise event.error
-                if isinstance(event, VectorEvent):
+                if isinstance(event, EmbeddingEvent):
                     vectors[event.text] = event.vector_D.tolist()
         seconds = time.perf_counter() - start
         return Embedded(seconds, [vectors[text] for text in range(len(texts))])

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.contenders.serving import Load, Serving, Streamed
-from quill.loadtest.doors.door import CallError, Door
-from quill.loadtest.doors.grpc_door import GrpcDoor
-from quill.loadtest.doors.names import TITLES, DoorName
-from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import own_server
 from quill.loadtest.errors import ContenderError
+from quill.loadtest.protocols.door import CallError, Door
+from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.names import TITLES, DoorName
+from quill.loadtest.protocols.open_door import open_door
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 
@@ -27,8 +27,8 @@ def options(load: Load, precision: str | None, token_bytes: int) -> list[str]:
     """Memory for what the users hold at once, and a quarter more, so that some of it is kept."""
     num_tokens = load.num_shared + load.num_users * (load.context - load.num_shared)
     megabytes = math.ceil(1.25 * max(num_tokens, 2 * load.context) * token_bytes / 2**20)
-    given = ["--max-rows", str(load.num_users), "--context", str(load.context)]
-    given += ["--cache", str(megabytes)]
+    given = ["--max-num-seqs", str(load.num_users), "--context", str(load.context)]
+    given += ["--kv-cache-mb", str(megabytes)]
     given += ["--threads", str(load.num_threads)]
     given += [] if load.num_shared else ["--no-prefix-cache"]
     return given + (["--precision", precision] if precision else [])

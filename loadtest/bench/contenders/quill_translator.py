@@ -16,10 +16,10 @@ import onnxruntime
 
 from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import MAX_NEW_TOKENS, About, Translated, serve
-from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.request import Beams, Request, Sampling
+from quill.server.outputs import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.request import BeamParams, Request, SamplingParams
 
 MAX_ROWS = 32
 
@@ -36,10 +36,10 @@ class Quill:
         context = opened.manifest.sizes.context
         num_blocks = 2 * MAX_ROWS * -(-context // BLOCK)  # of source and answer
         limits = Limits(
-            max_rows=MAX_ROWS,
+            max_num_seqs=MAX_ROWS,
             context=context,
             num_blocks=num_blocks,
-            guess=not opened.graphs.one_token_steps,
+            speculative=not opened.graphs.one_token_steps,
             one_token_steps=opened.graphs.one_token_steps,
         )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
@@ -70,8 +70,8 @@ class Quill:
             request_id=next(self._names),
             prompt_ids=(bos,),
             source_ids=tuple(source),
-            sampling=Sampling(temperature=0.0),
-            beams=None if num_beams == 1 else Beams(num_beams=num_beams),
+            sampling=SamplingParams(temperature=0.0),
+            beams=None if num_beams == 1 else BeamParams(num_beams=num_beams),
             max_new_tokens=MAX_NEW_TOKENS,
             eos_ids=frozenset(self._manifest.stop_ids),
         )

@@ -4,7 +4,7 @@ Knows: servers of our own, the scenario system-prompts, who was better. Does not
 is chosen.
 
 The same requests are asked by closed-loop users with each way to balance, in turns, and every time
-of servers that are new, and so know nothing. What a server can keep (--cache) is less than all
+of servers that are new, and so know nothing. What one keeps (--kv-cache-mb) is less than all
 system prompts together: where every server can keep all of them, all of them soon do, and it
 matters no more who is asked.
 """
@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.loadtest.bench.contest import PAUSE_S
-from quill.loadtest.doors.fleet_door import FleetDoor
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.machine import machine_facts
 from quill.loadtest.environment.own_server import OwnServer, own_server
 from quill.loadtest.environment.server_metrics import read_tokens
 from quill.loadtest.errors import ContenderError
+from quill.loadtest.protocols.fleet_door import FleetDoor
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import IsOver, run_users
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, balance: Balance, seed: int) -> Measured:
     options = ["--threads", str(args.threads), "--http-port", "off"]
-    options += ["--cache", str(args.cache), "--context", str(args.context)]
+    options += ["--kv-cache-mb", str(args.kv_cache_mb), "--context", str(args.context)]
     options += ["--precision", args.precision] if args.precision else []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         servers = [

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quill.loadtest.bench.fleet.outcome import MAX_FIRST_S, MAX_GAP_S, Outcome, summarise
+from quill.loadtest.bench.fleet.outcome import MAX_FIRST_S, MAX_GAP_S, Outcome, summarize
 from quill.loadtest.bench.fleet.picture import draw
 from quill.loadtest.bench.fleet.simulation import FleetShape, Simulation, Trouble
 from quill.loadtest.bench.fleet.traffic import Traffic
@@ -63,7 +63,7 @@ def simulate(args: argparse.Namespace, balance: Balance) -> Outcome:
     traffic = Traffic(args.seed, args.rate / 60, args.apps, args.skew)
     simulation = Simulation(shape, balance, args.seed)
     result = simulation.run(traffic.calls(args.duration), story.troubles)
-    return summarise(balance, result, story.counted_from_s, args.duration)
+    return summarize(balance, result, story.counted_from_s, args.duration)
 
 
 def _table(outcomes: list[Outcome]) -> Table:

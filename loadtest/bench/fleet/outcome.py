@@ -44,7 +44,7 @@ class Outcome:
         return self.loads[0] / statistics.mean(self.loads)
 
 
-def summarise(balance: str, result: Simulated, from_s: float, to_s: float) -> Outcome:
+def summarize(balance: str, result: Simulated, from_s: float, to_s: float) -> Outcome:
     """`from_s`: before it, caches were filling."""
     counted = [each for each in result.calls if each.call.at_s >= from_s]
     firsts = [_first_s(each) for each in counted]

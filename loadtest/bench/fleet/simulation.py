@@ -24,7 +24,9 @@ from quill.server.client.retry import Retries
 from quill.server.limits import Limits
 from quill.server.request import Request
 
-LIMITS = Limits(max_rows=256, context=2048, num_blocks=2840, guess=False)  # 1 GB of SmolLM2's
+LIMITS = Limits(
+    max_num_seqs=256, context=2048, num_blocks=2840, speculative=False
+)  # 1 GB of SmolLM2's
 COST = StepCost()
 MAX_WAITING = 256
 

@@ -1,1 +1,1 @@
-"""`quill bench forms`: are answers valid, the same, and as fast as free ones?"""
+"""`quill bench structured`: are answers valid, the same, and as fast as free ones?"""

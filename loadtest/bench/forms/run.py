@@ -1,4 +1,4 @@
-"""`quill bench forms`: are answers valid, the same alone, and as fast as free ones?
+"""`quill bench structured`: are answers valid, the same alone, and as fast as free ones?
 
 Knows: `quill serve`, the bars. Does not know: how forms are kept to.
 """
@@ -82,7 +82,7 @@ def _with_server(
     args: argparse.Namespace, logs: Path, do: "_Ask[_Result]", *options: str
 ) -> _Result:
     """A new one for each part: none finds what another left."""
-    given = ["--max-rows", str(NUM_ROWS), *options]
+    given = ["--max-num-seqs", str(NUM_ROWS), *options]
     given += [] if args.precision is None else ["--precision", args.precision]
     given += [] if args.threads is None else ["--threads", str(args.threads)]
 

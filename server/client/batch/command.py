@@ -60,7 +60,7 @@ async def _run(args: argparse.Namespace, output: Output, num_all: int) -> int:
         http_addresses=args.http or (),
         access=read_access(args),
         concurrency=args.concurrency,
-        patience_s=args.patience,
+        patience_s=args.unavailable_timeout,
         timeout_s=args.timeout,
     )
     async with Servers(asking) as servers:

@@ -43,7 +43,7 @@ class Watched:
         except PageError as error:
             self._looks.clear()  # whoever comes back may be another one
             return Row(self.address, None, str(error))
-        made = "quill_made_tokens_total"
+        made = "quill_generation_tokens_total"
         if self._looks and now.value(made) < self._looks[-1].value(made):
             self._looks.clear()  # it began anew
         self._looks.append(now)

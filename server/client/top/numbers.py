@@ -17,15 +17,15 @@ class Numbers:
 
     serving: float = 0.0  # how many servers
     running: float = 0.0
-    max_rows: float = 0.0
+    max_num_seqs: float = 0.0
     waiting: float = 0.0
     tokens_per_s: float = 0.0
     held: float = 0.0
     blocks: float = 0.0
     hits: float = 0.0
     misses: float = 0.0
-    right: float = 0.0
-    wrong: float = 0.0
+    draft: float = 0.0
+    accepted: float = 0.0
     first_token: Buckets
     gap: Buckets
 
@@ -33,7 +33,7 @@ class Numbers:
 def numbers(now: Look, recent: Look | None, old: Look | None) -> Numbers:
     """`recent` is for rates, `old` for shares and quantiles. None: since the server began."""
     seconds = 0.0 if recent is None else now.at_s - recent.at_s
-    made = "quill_made_tokens_total"
+    made = "quill_generation_tokens_total"
 
     def since(name: str, *label: tuple[str, str]) -> float:
         return now.value(name, *label) - (0.0 if old is None else old.value(name, *label))
@@ -44,20 +44,20 @@ def numbers(now: Look, recent: Look | None, old: Look | None) -> Numbers:
 
     return Numbers(
         serving=now.value("quill_serving"),
-        running=now.value("quill_running_rows"),
-        max_rows=now.value("quill_max_rows"),
-        waiting=now.value("quill_queue_depth"),
+        running=now.value("quill_sequences_running"),
+        max_num_seqs=now.value("quill_max_num_seqs"),
+        waiting=now.value("quill_requests_waiting"),
         tokens_per_s=(
             (now.value(made) - recent.value(made)) / seconds if recent and seconds > 0 else 0.0
         ),
-        held=now.value("quill_blocks_held"),
-        blocks=now.value("quill_blocks"),
+        held=now.value("quill_kv_blocks_used"),
+        blocks=now.value("quill_kv_blocks"),
         hits=since("quill_prefix_cache_hits_total"),
         misses=since("quill_prefix_cache_misses_total"),
-        right=since("quill_guesses_total", ("outcome", "right")),
-        wrong=since("quill_guesses_total", ("outcome", "wrong")),
+        draft=since("quill_spec_draft_tokens_total"),
+        accepted=since("quill_spec_accepted_tokens_total"),
         first_token=observed("quill_time_to_first_token_seconds"),
-        gap=observed("quill_time_between_tokens_seconds"),
+        gap=observed("quill_inter_token_latency_seconds"),
     )
 
 

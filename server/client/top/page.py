@@ -112,7 +112,8 @@ class Page:
             connection.close()
         if reply.status == http.client.UNAUTHORIZED:
             raise PageError(
-                "wants an API key: give --api-key-file, or start it with --open metrics"
+                "wants an API key: give --api-key-file, or start it with "
+                "--allow-unauthenticated metrics"
             )
         if reply.status != http.client.OK:
             raise PageError(f"answers {reply.status} {reply.reason}")

@@ -10,7 +10,7 @@ from quill.server.client.top.numbers import Buckets, Numbers, quantile, share, t
 
 HEADS = (
     *("server", "health", "running", "waiting", "tokens/s", "first token", "gap"),
-    *("cache", "hits", "guesses"),
+    *("cache", "hits", "drafts"),
 )
 _NOTHING = "–"
 
@@ -43,14 +43,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def _cells(of: Numbers) -> list[str]:
     return [
-        f"{of.running:g}/{of.max_rows:g}",
+        f"{of.running:g}/{of.max_num_seqs:g}",
         f"{of.waiting:g}",
         f"{of.tokens_per_s:,.{0 if of.tokens_per_s >= 10 else 1}f}",
         _times(of.first_token),
         _times(of.gap),
         _percent(share(of.held, of.blocks - of.held)),
         _percent(share(of.hits, of.misses)),
-        _percent(share(of.right, of.wrong)),
+        _percent(share(of.accepted, of.draft - of.accepted)),
     ]
 
 

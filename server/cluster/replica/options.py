@@ -20,14 +20,14 @@ class ReplicaOptions:
     bundle: str  # a directory, or a URL of one
     manifest_sha256: str | None = None
     precision: str | None = None
-    max_rows: int | None = None
+    max_num_seqs: int | None = None
     context: int | None = None
     cache_mb: int | None = None
     threads: int | None = None
     spinning: bool = True
     queue: int = 256
     prefix_cache: bool = True
-    guess: bool = True
+    speculative: bool = True
     api_keys: str | None = None  # a file that every machine has
     open_reflection: bool = False
     open_metrics: bool = False
@@ -44,14 +44,14 @@ class ReplicaOptions:
             host=self.metrics_host,
             metrics_port=self.metrics_port,
             precision=self.precision,
-            max_rows=self.max_rows,
+            max_num_seqs=self.max_num_seqs,
             context=self.context,
             cache_bytes=None if self.cache_mb is None else self.cache_mb * 2**20,
             threads=self.threads,
             spinning=self.spinning,
             max_waiting=self.queue,
             prefix_cache=self.prefix_cache,
-            guess=self.guess,
+            speculative=self.speculative,
             api_keys=None if self.api_keys is None else Path(self.api_keys),
             open_reflection=self.open_reflection,
             open_metrics=self.open_metrics,

@@ -24,7 +24,7 @@ def message_json(sequence: pb.Sequence) -> Json:
     return message
 
 
-def piece_json(piece: pb.ToolCallPiece) -> Json:
+def piece_json(piece: pb.ToolCallDelta) -> Json:
     """The first one of a call says which it is; clients expect its arguments from the next on."""
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}

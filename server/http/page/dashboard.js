@@ -11,23 +11,23 @@ const RATE_S = 5; // rates of the last seconds
 const CARDS = [
   {
     title: "Running and waiting",
-    lines: (now) => [now.value("quill_running_rows"), now.value("quill_queue_depth")],
-    says: ([running, waiting], now) => [`${running} / ${waiting}`, `at most ${now.value("quill_max_rows")} run at once`],
+    lines: (now) => [now.value("quill_sequences_running"), now.value("quill_requests_waiting")],
+    says: ([running, waiting], now) => [`${running} / ${waiting}`, `at most ${now.value("quill_max_num_seqs")} run at once`],
     names: ["running", "waiting"],
   },
   {
     title: "Tokens a second",
-    lines: (now, before) => [rate(now, before(RATE_S), "quill_made_tokens")],
-    says: ([each], now) => [each.toFixed(each < 10 ? 1 : 0), `${count(now.value("quill_made_tokens"))} since the start`],
+    lines: (now, before) => [rate(now, before(RATE_S), "quill_generation_tokens")],
+    says: ([each], now) => [each.toFixed(each < 10 ? 1 : 0), `${count(now.value("quill_generation_tokens"))} since the start`],
   },
   timed("Time to first token", "quill_time_to_first_token_seconds"),
-  timed("Between two tokens", "quill_time_between_tokens_seconds"),
+  timed("Between two tokens", "quill_inter_token_latency_seconds"),
   timed("Waiting in the queue", "quill_queue_time_seconds"),
   timed("One step of the engine", "quill_step_time_seconds"),
   {
     title: "Memory for keys and values",
-    lines: (now) => [share(now.value("quill_blocks_held"), now.value("quill_blocks"))],
-    says: ([held], now) => [percent(held), `${count(now.value("quill_blocks_held"))} of ${count(now.value("quill_blocks"))} blocks held`],
+    lines: (now) => [share(now.value("quill_kv_blocks_used"), now.value("quill_kv_blocks"))],
+    says: ([held], now) => [percent(held), `${count(now.value("quill_kv_blocks_used"))} of ${count(now.value("quill_kv_blocks"))} blocks used`],
     most: 1,
   },
   {
@@ -37,9 +37,9 @@ const CARDS = [
     most: 1,
   },
   {
-    title: "Guessed tokens that were right",
-    lines: (now, before) => [guessed(now, before(WINDOW_S))],
-    says: ([right], now) => [percent(right), `${count(now.value("quill_guesses", "right"))} steps of a row saved since the start`],
+    title: "Draft tokens accepted (speculative decoding)",
+    lines: (now, before) => [accepted(now, before(WINDOW_S))],
+    says: ([right], now) => [percent(right), `${count(now.value("quill_spec_accepted_tokens"))} draft tokens accepted since the start`],
     most: 1,
   },
 ];
@@ -92,9 +92,9 @@ function hits(now, then) {
   return share(found, found + since("quill_prefix_cache_misses"));
 }
 
-function guessed(now, then) {
-  const since = (label) => now.value("quill_guesses", label) - then.value("quill_guesses", label);
-  return share(since("right"), since("right") + since("wrong"));
+function accepted(now, then) {
+  const since = (name) => now.value(name) - then.value(name);
+  return share(since("quill_spec_accepted_tokens"), since("quill_spec_draft_tokens"));
 }
 
 // Within a bucket as if its observations lay evenly.
@@ -133,7 +133,7 @@ export class Dashboard {
     const before = (span_s) => this.looks.find((look) => look.time_s >= now.time_s - span_s);
     for (const card of this.cards) card.take(now, before);
     fillCalls(now);
-    return { running: now.value("quill_running_rows"), waiting: now.value("quill_queue_depth") };
+    return { running: now.value("quill_sequences_running"), waiting: now.value("quill_requests_waiting") };
   }
 }
 

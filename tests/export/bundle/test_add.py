@@ -13,9 +13,9 @@ from quill.export.bundle.manifest import check_files, read_manifest, write_manif
 from quill.export.errors import BundleError
 from quill.export.pipeline import Wishes, check_standing, write_bundle
 from quill.model.checkpoint.checkpoint import Checkpoint
-from tests.export.tiny import LLAMA, make_checkpoint, quantised_at_source
+from tests.export.tiny import LLAMA, make_checkpoint, quantized_at_source
 
-CHECKPOINT = quantised_at_source(make_checkpoint(LLAMA))
+CHECKPOINT = quantized_at_source(make_checkpoint(LLAMA))
 ADD_QUILL4 = Wishes(precisions=("quill4",), verify=False, add=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 
 from quill.export.graph.stacked_layers import OwnExperts, OwnHeads
-from quill.export.quantise.quantisers import eight_bits, k_quant
+from quill.export.quantize.quantizers import eight_bits, k_quant
 from quill.export.verify.runner import Array, open_session
 from quill.model.network.config import Experts, ModelConfig
 from quill.model.network.experts import ExpertFeedForward
@@ -34,7 +34,7 @@ GROUPED = Experts(
     group_best=2,
     balanced=True,
 )
-UNSCALED = dataclasses.replace(PLAIN, number=17, per_token=1, normalise=False)
+UNSCALED = dataclasses.replace(PLAIN, number=17, per_token=1, normalize=False)
 CASES = [(PLAIN, 32), (GROUPED, 32), (UNSCALED, 32), (PLAIN, 8), (GROUPED, 8), (PLAIN, 4)]
 
 
@@ -48,7 +48,7 @@ def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, OwnExperts]
         return layer, OwnExperts(layer, None, None)
     find = k_quant if bits == 4 else eight_bits
     up, down = (find(each.weight.detach()) for each in (layer.up, layer.down))
-    layer.up.weight.data, layer.down.weight.data = up.dequantise(), down.dequantise()
+    layer.up.weight.data, layer.down.weight.data = up.dequantize(), down.dequantize()
     return layer, OwnExperts(layer, up, down)
 
 
@@ -63,7 +63,7 @@ def save(directory: Path, own: OwnExperts, **changes: Any) -> Path:
     experts = own.experts
     names = ("number", "per_token", "d_expert", "groups", "top_groups", "group_best", "scale")
     attributes: dict[str, Any] = {name: getattr(experts, name) for name in names}
-    attributes |= {"inputs": LLAMA.d_model, "bits": own.bits, "normalise": int(experts.normalise)}
+    attributes |= {"inputs": LLAMA.d_model, "bits": own.bits, "normalize": int(experts.normalize)}
     attributes |= {"sigmoid": int(experts.scoring == "sigmoid")}
     attributes |= {"up_halves": int(own.halves[0]), "down_halves": int(own.halves[1])} | changes
     return save_node(directory, "Experts", ["x", "logits"], constants, attributes)

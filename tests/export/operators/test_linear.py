@@ -15,9 +15,9 @@ from torch.export import Dim
 from quill.export.graph.graphs import Graph
 from quill.export.graph.quill_layers import OwnEmbedding, OwnLinear
 from quill.export.graph.trace import trace
-from quill.export.quantise.quill_layout import lay_out, with_halves
+from quill.export.quantize.quill_layout import lay_out, with_halves
 from quill.export.verify.runner import Array, open_session
-from quill.model.checkpoint.quantised_weight import Kind, QuantisedWeight
+from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
 from tests.export.operators.own_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
@@ -26,16 +26,16 @@ pytestmark = [needs_operators, pytest.mark.portable]
 KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0", "q8_1"]
 
 
-def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantisedWeight:
+def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     shape = (num_outputs, num_inputs // 32)
     scale = (torch.rand(shape, generator=generator) * 0.1 + 0.01).half().float()
     minimum = (-scale * 7.3).half().float() if kind in ("q4_1", "q8_1") else None
     if kind in ("q8_0", "q8_1"):
         q = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
-        return QuantisedWeight(kind, q.to(torch.int8), scale, minimum)
+        return QuantizedWeight(kind, q.to(torch.int8), scale, minimum)
     q = torch.randint(0, 256, (num_outputs, num_inputs // 2), generator=generator).to(torch.uint8)
-    return QuantisedWeight(kind, q, scale, minimum)
+    return QuantizedWeight(kind, q, scale, minimum)
 
 
 def normal(num_rows: int, width: int, seed: int = 1) -> Array:
@@ -94,29 +94,29 @@ def test_an_own_layer_multiplies_with_the_sources_values(
 ) -> None:
     weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
     x = exactly_rounded(7, 96, bits=16 if weight.bits == 8 else 8)
-    expected = (torch.from_numpy(x) @ weight.dequantise().T + bias).numpy()
+    expected = (torch.from_numpy(x) @ weight.dequantize().T + bias).numpy()
     found = run(save(OwnLinear(weight, bias), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_scales_that_16_bits_cannot_hold_are_kept_in_32(tmp_path: Path) -> None:
     weight = make_weight("q4_1", 48, 96)
-    odd = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
+    odd = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
     assert lay_out(weight).halves
     assert not lay_out(odd).halves
     x = exactly_rounded(3, 96)
-    expected = (torch.from_numpy(x) @ odd.dequantise().T).numpy()
+    expected = (torch.from_numpy(x) @ odd.dequantize().T).numpy()
     found = run(save(OwnLinear(odd), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
 
 
 def test_scales_made_here_are_rounded_to_16_bits_unless_that_loses_them() -> None:
     weight = make_weight("q4_1", 48, 96)
-    odd = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
+    odd = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
     assert lay_out(with_halves(odd)).halves
-    torch.testing.assert_close(with_halves(odd).dequantise(), odd.dequantise(), rtol=0, atol=1e-2)
+    torch.testing.assert_close(with_halves(odd).dequantize(), odd.dequantize(), rtol=0, atol=1e-2)
     assert weight.minimum_NG is not None
-    tiny = QuantisedWeight("q4_1", weight.q, weight.scale_NG * 1e-6, weight.minimum_NG * 1e-6)
+    tiny = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1e-6, weight.minimum_NG * 1e-6)
     assert with_halves(tiny) is tiny
 
 
@@ -128,12 +128,12 @@ def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Pat
     linear = OwnLinear(weight)
     linear.take_norm(norm)
     residual = normal(5, 64)
-    expected = norm(torch.from_numpy(x)) @ weight.dequantise().T + torch.from_numpy(residual)
+    expected = norm(torch.from_numpy(x)) @ weight.dequantize().T + torch.from_numpy(residual)
     found = run(save(Summed(linear), tmp_path, x, residual), x, residual)
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
     gated = OwnLinear(weight, gated=True)
     gated.take_norm(norm)
-    gate, value = (norm(torch.from_numpy(x)) @ weight.dequantise().T).chunk(2, dim=-1)
+    gate, value = (norm(torch.from_numpy(x)) @ weight.dequantize().T).chunk(2, dim=-1)
     expected = nn.functional.silu(gate) * value
     found = run(save(gated, tmp_path, x), x)
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
@@ -200,7 +200,7 @@ def test_an_own_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) ->
     weight = make_weight("q8_0", 50, 96)
     path = save(OwnEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
     ids = np.array([0, 5, 49, 5, 16])
-    np.testing.assert_array_equal(run(path, ids), weight.dequantise().numpy()[ids])
+    np.testing.assert_array_equal(run(path, ids), weight.dequantize().numpy()[ids])
     for beyond in (50, -1, 2**40):
         with pytest.raises(Exception, match="an id beyond the vocabulary"):
             run(path, np.array([0, beyond]))

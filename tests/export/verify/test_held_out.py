@@ -17,7 +17,7 @@ from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, by
 from quill.model.errors import CorpusError
 from quill.model.training.recipes import RECIPES
 from quill.model.training.train import Order
-from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantised_at_source
+from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantized_at_source
 from tests.model.runs import (
     last_checkpoint,
     log_lines,
@@ -30,14 +30,14 @@ from tests.model.runs import (
 
 
 def test_the_users_text_is_cut_into_passages_of_the_context(text: Path) -> None:
-    found = held_out(quantised_at_source(make_checkpoint(LLAMA)), text)
+    found = held_out(quantized_at_source(make_checkpoint(LLAMA)), text)
     assert found.name == str(text)
     assert 0 < len(found.passages) <= NUM_PASSAGES
     assert {len(passage.ids) for passage in found.passages} == {LLAMA.context}
 
 
 def test_a_passage_begins_with_bos_if_the_models_texts_do(text: Path) -> None:
-    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    checkpoint = quantized_at_source(make_checkpoint(LLAMA))
     found = held_out(dataclasses.replace(checkpoint, prepend_bos=True), text)
     assert {passage.ids[0] for passage in found.passages} == {0}
     assert {len(passage.ids) for passage in found.passages} == {LLAMA.context}
@@ -47,12 +47,12 @@ def test_a_text_shorter_than_a_passage_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("Too short.", encoding="utf-8")
     with pytest.raises(ExportError, match="fewer than 96 tokens"):
-        held_out(quantised_at_source(make_checkpoint(LLAMA)), path)
+        held_out(quantized_at_source(make_checkpoint(LLAMA)), path)
 
 
 def test_a_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="can't read the text"):
-        held_out(quantised_at_source(make_checkpoint(LLAMA)), tmp_path / "nowhere.txt")
+        held_out(quantized_at_source(make_checkpoint(LLAMA)), tmp_path / "nowhere.txt")
 
 
 def test_a_model_without_a_tokenizer_writes_its_own_text() -> None:
@@ -75,7 +75,7 @@ def test_without_network_or_cache_the_model_writes_its_own_text(
         raise CorpusError("no network")
 
     monkeypatch.setattr("quill.model.data.source.load_text", offline)
-    checkpoint = quantised_at_source(make_checkpoint(LLAMA))
+    checkpoint = quantized_at_source(make_checkpoint(LLAMA))
     assert held_out(checkpoint, None).name == "drawn from the model"
 
 

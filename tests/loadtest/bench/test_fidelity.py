@@ -32,7 +32,7 @@ def answers(tiny_translator: TinyBundle, tmp_path: Path) -> Path:
 def test_equal_answers_are_counted_and_a_changed_one_is_an_error(
     tiny_translator: TinyBundle, answers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["bench", "fidelity", str(tiny_translator.directory), str(answers), "--users", "2"]
+    command = ["bench", "reference", str(tiny_translator.directory), str(answers), "--users", "2"]
     assert main(command) == 0
     rows = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert [row[:2] for row in rows if row[:1] == ["greedy"]][-1] == ["greedy", "3"]
@@ -54,7 +54,7 @@ def test_another_file_is_refused(
     tiny_translator: TinyBundle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other").write_text('{"a": 1}\n')
-    command = ["bench", "fidelity", str(tiny_translator.directory), str(tmp_path / "other")]
+    command = ["bench", "reference", str(tiny_translator.directory), str(tmp_path / "other")]
     assert main(command) == 2
     assert "isn't a file of `quill eval --answers`" in capfd.readouterr().err
 
@@ -62,5 +62,5 @@ def test_another_file_is_refused(
 def test_a_language_model_is_refused(
     bundle: Path, answers: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "fidelity", str(bundle), str(answers)]) == 2
+    assert main(["bench", "reference", str(bundle), str(answers)]) == 2
     assert "isn't a translation model" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`quill bench guesses` compares two engines, and says what it can't compare."""
+"""`quill bench speculative` compares two engines, and says what it can't compare."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def without(bundle: Path) -> Quill:
 
 @pytest.fixture(scope="module")
 def guessing(bundle: Path) -> Quill:
-    return Quill(bundle, "fp32", 1, guess=True)
+    return Quill(bundle, "fp32", 1, speculative=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -43,7 +43,7 @@ def test_both_write_the_same_and_one_of_them_guesses(
     plain = without.write(PROMPT, 24, temperature, seed=1)
     found = guessing.write(PROMPT, 24, temperature, seed=1)
     assert found.token_ids == plain.token_ids
-    assert plain.num_guessed == 0 <= found.num_accepted <= found.num_guessed
+    assert plain.num_draft_tokens == 0 <= found.num_accepted <= found.num_draft_tokens
 
 
 def test_a_token_that_changes_ends_the_comparison(without: Quill) -> None:
@@ -58,5 +58,5 @@ def test_a_token_that_changes_ends_the_comparison(without: Quill) -> None:
 def test_a_bundle_that_continues_no_text_is_refused(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "guesses", str(bundle)]) == 2
+    assert main(["bench", "speculative", str(bundle)]) == 2
     assert "give the bundle of a causal model" in capsys.readouterr().err

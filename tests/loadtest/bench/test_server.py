@@ -42,7 +42,7 @@ def test_bench_server_counts_every_token_and_prints_the_memory(
 def test_bench_server_asks_through_every_door(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = small("--doors", "--out", str(tmp_path))
+    options = small("--protocols", "--out", str(tmp_path))
     assert main(["bench", "server", str(bundle), *options]) == 0
     said = capsys.readouterr().out
     assert "HTTP / gRPC, tokens/s: " in said

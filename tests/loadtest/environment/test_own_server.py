@@ -20,7 +20,7 @@ def test_server_is_healthy_and_says_where_its_metrics_are(server: OwnServer) -> 
     wait_until_healthy(server.address, timeout_s=5)
     assert server.metrics_url is not None
     with urllib.request.urlopen(server.metrics_url, timeout=5) as reply:
-        assert b"quill_running_rows" in reply.read()
+        assert b"quill_sequences_running" in reply.read()
 
 
 def test_server_is_gone_afterwards(bundle: Path, tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_server_that_was_told_to_log_for_people_is_found_all_the_same(
         assert (ready["address"], ready["metrics"]) == (running.address, running.metrics_url)
         assert running.metrics_url is not None
         with urllib.request.urlopen(running.metrics_url, timeout=5) as reply:
-            assert b"quill_running_rows" in reply.read()
+            assert b"quill_sequences_running" in reply.read()
 
 
 def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -6,16 +6,16 @@ from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.environment.processes import free_port
 from quill.loadtest.environment.server_metrics import (
     MetricsSample,
-    guess_url,
+    derive_url,
     read_sample,
     watch_server,
 )
 
-PAGE = """# HELP quill_queue_depth Requests that wait
-# TYPE quill_queue_depth gauge
-quill_queue_depth 3.0
-quill_running_rows 8.0
-quill_max_rows 16.0
+PAGE = """# HELP quill_requests_waiting Requests that wait
+# TYPE quill_requests_waiting gauge
+quill_requests_waiting 3.0
+quill_sequences_running 8.0
+quill_max_num_seqs 16.0
 """
 
 
@@ -45,6 +45,6 @@ def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
 
 
 def test_metrics_are_guessed_at_the_next_port() -> None:
-    assert guess_url("127.0.0.1:50051") == "http://127.0.0.1:50052/metrics"
-    assert guess_url("[::1]:1", "https") == "https://[::1]:2/metrics"
-    assert guess_url("somewhere") == ""
+    assert derive_url("127.0.0.1:50051") == "http://127.0.0.1:50052/metrics"
+    assert derive_url("[::1]:1", "https") == "https://[::1]:2/metrics"
+    assert derive_url("somewhere") == ""

@@ -3,14 +3,14 @@
 import pytest
 
 from quill.loadtest.results.slo import Slo
-from quill.loadtest.results.summary import lines, summarise, table
+from quill.loadtest.results.summary import lines, summarize, table
 from tests.loadtest.made import made
 
 RUN = [made(index, first_ms=100.0 * (index + 1)) for index in range(10)]
 
 
 def test_rates_are_over_the_whole_run() -> None:
-    summary = summarise(RUN)
+    summary = summarize(RUN)
     # From the first one's start to the end of the last, which began at 0.9 s and took 1.041 s.
     assert summary.wall_s == pytest.approx(1.941)
     assert summary.tokens_per_s == pytest.approx(50 / 1.941)
@@ -19,13 +19,13 @@ def test_rates_are_over_the_whole_run() -> None:
 
 
 def test_percentiles_are_of_all_values() -> None:
-    p50, p90, p95, p99, largest = summarise(RUN).percentiles_ms["time to first token"]
+    p50, p90, p95, p99, largest = summarize(RUN).percentiles_ms["time to first token"]
     assert (p50, largest) == (550, 1000)
     assert p50 < p90 < p95 < p99 < largest
 
 
 def test_errors_are_counted_by_status_and_expected_ends_are_none() -> None:
-    summary = summarise(
+    summary = summarize(
         [made(), made(1, status="UNAVAILABLE", ok=False), made(2, status="CANCELLED")]
     )
     assert summary.errors == {"UNAVAILABLE": 1}
@@ -33,7 +33,7 @@ def test_errors_are_counted_by_status_and_expected_ends_are_none() -> None:
 
 
 def test_goodput_counts_what_was_served_well() -> None:
-    summary = summarise(RUN, Slo.parse("ttft=500ms"))
+    summary = summarize(RUN, Slo.parse("ttft=500ms"))
     assert summary.slo_share == 0.5
     assert summary.goodput == pytest.approx(5 / 1.941)
     assert any("goodput 2.58 requests/s" in line for line in lines(summary))
@@ -43,6 +43,6 @@ def test_run_without_any_token_has_no_percentiles() -> None:
     nothing = made(
         status="UNAVAILABLE", ok=False, first_token_ms=None, token_ids=(), arrivals_ms=()
     )
-    summary = summarise([nothing])
+    summary = summarize([nothing])
     assert summary.percentiles_ms["time to first token"] == ()
     assert table(summary)[1] == ["time to first token", "–", "–", "–", "–", "–"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import DifferentAnswerError
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.results.verify import Verdict, judge, verify
 from quill.loadtest.workload.ask import Ask, Facts
 from quill.loadtest.workload.call import StreamResult, call

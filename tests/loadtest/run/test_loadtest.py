@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import LoadtestError
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.run.loadtest import check_all_recorded
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call, from_json
@@ -65,7 +65,14 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
 ) -> None:
     done = loadtest(
         tmp_path,
-        *("--bundle", str(bundle), "--precision", "fp32", "--serve", "--threads 1 --max-rows 4"),
+        *(
+            "--bundle",
+            str(bundle),
+            "--precision",
+            "fp32",
+            "--serve",
+            "--threads 1 --max-num-seqs 4",
+        ),
         *("--users", "6", "--requests", "40", "--scenario", "mixed", "--max-new-tokens", "6"),
         "--verify",
     )
@@ -94,7 +101,7 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
     done = loadtest(
         out,
         *("--bundle", str(bundle), "--precision", "fp32"),
-        *("--serve", f"--threads 1 --max-rows 8 {protection}"),
+        *("--serve", f"--threads 1 --max-num-seqs 8 {protection}"),
         *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "crowd.key")),
         *("--users", "3", "--requests", "12", "--scenario", "beams", "--max-new-tokens", "6"),
         *("--workers", "1", "--verify"),

@@ -94,7 +94,7 @@ def test_slope_is_that_of_the_line() -> None:
 
 
 def test_server_under_twice_its_load_loses_nothing(bundle: Path, tmp_path: Path) -> None:
-    small = ("--max-rows", "2", "--queue", "2", "--threads", "1")
+    small = ("--max-num-seqs", "2", "--max-queue", "2", "--threads", "1")
     judgement = soak(tmp_path / "log", bundle, 5.0, 20, *small)
     # A machine that runs other tests may be slow: then this says nothing about speed.
     wrong = [failure for failure in judgement.failures if " is the limit" not in failure]

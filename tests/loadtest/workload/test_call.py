@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 import grpc
 import pytest
 
-from quill.loadtest.doors.grpc_door import GrpcDoor
 from quill.loadtest.environment.own_server import OwnServer
+from quill.loadtest.protocols.grpc_door import GrpcDoor
 from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import StreamResult, call, from_json, to_json
 from quill.protos import generation_pb2 as pb

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.doors.names import DOORS, DoorName
-from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import OwnServer
 from quill.loadtest.errors import OptionError
+from quill.loadtest.protocols.names import DOORS, DoorName
+from quill.loadtest.protocols.open_door import open_door
 from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
@@ -37,12 +37,12 @@ def test_help_names_every_scenario(
 @pytest.mark.parametrize("facts", [IDS, TEXT, CHAT], ids=["ids", "text", "chat"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_request_depends_on_seed_and_index_alone(name: str, facts: Facts) -> None:
-    def serialised(seed: int, index: int) -> bytes:
+    def serialized(seed: int, index: int) -> bytes:
         ask = make_ask(name, seed, index, facts)
         return (ask.embed or ask.request).SerializeToString(deterministic=True)
 
-    assert serialised(1, 5) == serialised(1, 5)
-    different = {serialised(seed, index) for seed in range(2) for index in range(10)}
+    assert serialized(1, 5) == serialized(1, 5)
+    different = {serialized(seed, index) for seed in range(2) for index in range(10)}
     assert len(different) > 15
 
 
@@ -92,7 +92,7 @@ def test_a_model_without_text_or_end_is_not_asked_to_keep_to_a_form() -> None:
 
 def test_forms_of_all_kinds_are_asked_for_also_among_others() -> None:
     asked = [make_ask("structured", 0, index, CHAT).request.constraint for index in range(80)]
-    kinds = {each.WhichOneof("form") for each in asked}
+    kinds = {each.WhichOneof("kind") for each in asked}
     assert kinds == {"json_schema", "json_object", "regex", "choice", "lark"}
     assert len({each.json_schema for each in asked}) > 20
     for keeps_forms in (True, False):

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import (
     CONFIG_FILE,
-    QUANTISED_FILE,
+    QUANTIZED_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from quill.model.checkpoint.quantised_weight import QuantisedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.errors import CheckpointError
 from quill.model.network.config import ModelConfig
@@ -98,18 +98,18 @@ def test_the_built_network_computes_what_the_saved_one_did(
     assert torch.equal(built(ids), model(ids))
 
 
-def test_quantised_weights_come_back_bit_by_bit(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_quantized_weights_come_back_bit_by_bit(tmp_path: Path, checkpoint: Checkpoint) -> None:
     generator = torch.Generator().manual_seed(0)
     nibbles = torch.randint(256, (4, 32), dtype=torch.uint8, generator=generator)
     integers = torch.randint(-128, 128, (4, 64), dtype=torch.int8, generator=generator)
     scale, minimum = torch.rand(2, 4, 2, generator=generator)
     weights = {
-        "a.weight": QuantisedWeight("q4_0", nibbles, scale),
-        "b.weight": QuantisedWeight("q4_1", nibbles.clone(), scale.clone(), minimum),
-        "c.weight": QuantisedWeight("q8_0", integers, scale.clone()),
+        "a.weight": QuantizedWeight("q4_0", nibbles, scale),
+        "b.weight": QuantizedWeight("q4_1", nibbles.clone(), scale.clone(), minimum),
+        "c.weight": QuantizedWeight("q8_0", integers, scale.clone()),
     }
-    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, quantised=weights))
-    loaded = load_checkpoint(tmp_path / "out").quantised
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, quantized=weights))
+    loaded = load_checkpoint(tmp_path / "out").quantized
     assert {name: weight.kind for name, weight in loaded.items()} == {
         "a.weight": "q4_0",
         "b.weight": "q4_1",
@@ -117,7 +117,7 @@ def test_quantised_weights_come_back_bit_by_bit(tmp_path: Path, checkpoint: Chec
     }
     for name, weight in weights.items():
         assert torch.equal(loaded[name].q, weight.q)
-        assert torch.equal(loaded[name].dequantise(), weight.dequantise())
+        assert torch.equal(loaded[name].dequantize(), weight.dequantize())
 
 
 def test_saving_again_replaces_everything(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -190,13 +190,13 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("file", [WEIGHTS_FILE, QUANTISED_FILE])
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, QUANTIZED_FILE])
 @pytest.mark.parametrize("num_bytes", [0, 5, 200])
 def test_truncated_weights_are_an_error(
     tmp_path: Path, checkpoint: Checkpoint, file: str, num_bytes: int
 ) -> None:
-    weight = QuantisedWeight("q8_0", torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2))
-    saved = dataclasses.replace(checkpoint, quantised={"a.weight": weight})
+    weight = QuantizedWeight("q8_0", torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2))
+    saved = dataclasses.replace(checkpoint, quantized={"a.weight": weight})
     save_checkpoint(tmp_path / "out", saved)
     content = (tmp_path / "out" / file).read_bytes()
     (tmp_path / "out" / file).write_bytes(content[:num_bytes])

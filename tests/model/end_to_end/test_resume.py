@@ -234,7 +234,7 @@ def test_a_run_is_not_resumed_on_other_data(
     assert "isn't what the run was begun with" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "config.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "config.json"])
 def test_a_damaged_checkpoint_is_refused_by_name(
     file: str, uninterrupted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

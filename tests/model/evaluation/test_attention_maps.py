@@ -1,4 +1,4 @@
-"""`quill attend`: the weights are the network's own, and the command refuses what it can't draw."""
+"""`quill attention`: the weights are the network's own, and bad requests are refused."""
 
 import dataclasses
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_the_command_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_checkpoint(tmp_path / "checkpoint", make_checkpoint(CAUSAL))
     out = tmp_path / "new" / "a.png"
     arguments = ["--checkpoint", str(tmp_path / "checkpoint"), "--heads", "0,3", "--out", str(out)]
-    assert main(["attend", "it is 🙂 $", *arguments]) == 0
+    assert main(["attention", "it is 🙂 $", *arguments]) == 0
     assert capsys.readouterr().out == f"{out}: 6 maps of 12 x 12 tokens\n"
     height, width = image.imread(out).shape[:2]
     assert width > 500
@@ -165,7 +165,7 @@ def test_the_command_reports_an_error_as_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_checkpoint(tmp_path / "checkpoint", make_checkpoint(CAUSAL))
-    arguments = ["attend", "it", "--checkpoint", str(tmp_path / "checkpoint"), "--layers", "7"]
+    arguments = ["attention", "it", "--checkpoint", str(tmp_path / "checkpoint"), "--layers", "7"]
     assert main(arguments) == 2
     expected = "quill: there is no layer 7; the model has layers 0 to 2\n"
     assert capsys.readouterr().err == expected

@@ -45,7 +45,7 @@ def filled(model: LlamaForCausalLM, tensors: dict[str, Tensor]) -> LlamaForCausa
 
 
 def tiny_reference(path: Path, **changes: Any) -> LlamaForCausalLM:
-    """All done by transformers: reading, dequantising, un-permuting, naming."""
+    """All done by transformers: reading, dequantizing, un-permuting, naming."""
     settings = {
         "vocab_size": TINY.vocab_size,
         "hidden_size": TINY.d_model,
@@ -71,7 +71,7 @@ def logits_difference(checkpoint: Checkpoint, reference: LlamaForCausalLM, ids: 
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_gguf: Path) -> LlamaForCausalLM:
-    """Dequantised and named by gguf, un-permuted by transformers.
+    """Dequantized and named by gguf, un-permuted by transformers.
 
     Its own loader does the same but spends 20 s on reading the header and on naming.
     """
@@ -115,12 +115,12 @@ def test_smollm2_has_the_shape_of_its_preset(smollm2: Checkpoint) -> None:
     assert sum(weight.numel() for weight in smollm2.weights.values()) == 134_515_008
 
 
-def test_smollm2_carries_its_quantised_values_bit_for_bit(smollm2: Checkpoint) -> None:
-    kinds = [weight.kind for weight in smollm2.quantised.values()]
+def test_smollm2_carries_its_quantized_values_bit_for_bit(smollm2: Checkpoint) -> None:
+    kinds = [weight.kind for weight in smollm2.quantized.values()]
     assert (kinds.count("q4_1"), kinds.count("q8_0")) == (120, 1)
-    assert smollm2.quantised["embedding.weight"].kind == "q8_0"
-    for name, weight in smollm2.quantised.items():
-        assert torch.equal(weight.dequantise(), smollm2.weights[name]), name
+    assert smollm2.quantized["embedding.weight"].kind == "q8_0"
+    for name, weight in smollm2.quantized.items():
+        assert torch.equal(weight.dequantize(), smollm2.weights[name]), name
 
 
 def test_smollm2_knows_how_to_chat_where_to_stop_and_whence_it_came(smollm2: Checkpoint) -> None:
@@ -176,7 +176,7 @@ def llama3_factors(factor: float, base: float) -> Array:
     return np.array(factors, np.float32)
 
 
-def test_llama_3s_rotary_factors_are_recognised(make_gguf: MakeGguf) -> None:
+def test_llama_3s_rotary_factors_are_recognized(make_gguf: MakeGguf) -> None:
     factors = llama3_factors(8.0, 500_000.0)
     assert len(set(factors.tolist())) > 2
     tensors = {"rope_freqs.weight": factors}
@@ -202,12 +202,12 @@ def test_fused_parts_of_one_kind_are_carried_and_parts_of_several_are_not(
     kinds |= {"blk.1.attn_q.weight": Kind.Q4_0, "blk.1.attn_k.weight": Kind.Q8_0}
     kinds |= {"blk.0.ffn_down.weight": Kind.Q8_0, "blk.1.ffn_down.weight": Kind.F16}
     checkpoint = read_gguf(GgufFile(make_gguf(kinds=kinds)))
-    assert {name: weight.kind for name, weight in checkpoint.quantised.items()} == {
+    assert {name: weight.kind for name, weight in checkpoint.quantized.items()} == {
         "decoder.0.attention.qkv.weight": "q4_1",
         "decoder.0.feed_forward.down.weight": "q8_0",
     }
-    for name, weight in checkpoint.quantised.items():
-        assert torch.equal(weight.dequantise(), checkpoint.weights[name])
+    for name, weight in checkpoint.quantized.items():
+        assert torch.equal(weight.dequantize(), checkpoint.weights[name])
 
 
 def test_fused_rows_are_queries_keys_values_un_permuted_and_gate_value(make_gguf: MakeGguf) -> None:

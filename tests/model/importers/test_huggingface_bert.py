@@ -178,7 +178,7 @@ def test_a_masked_model_knows_its_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "settings", "pooling", "normalise"),
+    ("modules", "settings", "pooling", "normalize"),
     [
         (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, "first", False),
         (
@@ -195,12 +195,12 @@ def test_pooling_is_read_from_a_sentence_embedding_directory(
     modules: tuple[str, ...],
     settings: dict[str, Any],
     pooling: str,
-    normalise: bool,
+    normalize: bool,
 ) -> None:
     directory = sentence_directory(tmp_path / "theirs", *modules, **settings)
     save_checkpoint(tmp_path / "ours", find_source(str(directory)).read(lambda names: names))
     checkpoint = load_checkpoint(tmp_path / "ours")
-    assert (checkpoint.pooling, checkpoint.normalise) == (pooling, normalise)
+    assert (checkpoint.pooling, checkpoint.normalize) == (pooling, normalize)
     assert (checkpoint.prepend_bos, checkpoint.append_eos) == (True, True)
 
 

@@ -57,7 +57,7 @@ def test_smollm2_is_imported_by_name_and_loads_whole(imported: Imported) -> None
     assert checkpoint.tokenizer is not None
     assert checkpoint.tokenizer.special.eos == 2
     name = "decoder.7.attention.qkv.weight"
-    assert torch.equal(checkpoint.quantised[name].dequantise(), checkpoint.weights[name])
+    assert torch.equal(checkpoint.quantized[name].dequantize(), checkpoint.weights[name])
 
 
 def test_smollm2_takes_less_than_30_s_and_2_gb_and_shows_progress(imported: Imported) -> None:

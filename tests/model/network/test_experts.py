@@ -62,8 +62,8 @@ def test_the_balance_decides_who_is_chosen_but_not_what_they_count_for() -> None
     layer.balance_E += torch.tensor([0.0, 0.0, 1.0])
     chosen = layer.choose(scores)
     assert chosen.tolist() == [[2]]
-    unnormalised = Experts(number=3, per_token=1, d_expert=4, scoring="sigmoid", normalise=False)
-    torch.testing.assert_close(expert_weights(scores, chosen, unnormalised), scores[:, 2:])
+    unnormalized = Experts(number=3, per_token=1, d_expert=4, scoring="sigmoid", normalize=False)
+    torch.testing.assert_close(expert_weights(scores, chosen, unnormalized), scores[:, 2:])
 
 
 def test_who_has_too_many_tokens_becomes_less_likely() -> None:

@@ -134,7 +134,7 @@ def test_additive_attention_by_hand() -> None:
 
 def test_a_state_begins_by_keeping_its_length() -> None:
     cell = Cell("lstm", 8, 8)
-    cell.initialise()
+    cell.initialize()
     with torch.no_grad():
         for gate in cell.state.weight.chunk(4):
             assert torch.allclose(gate @ gate.T, torch.eye(8), atol=1e-5)

@@ -17,7 +17,7 @@ from quill.model.network.presets import preset
 from quill.model.network.transformer import Transformer
 from quill.model.training.distributed import Peers
 from quill.model.training.recipes import RECIPES
-from quill.model.training.trainer import Trainer, make_optimiser
+from quill.model.training.trainer import Trainer, make_optimizer
 from tests.model.runs import (
     last_checkpoint,
     log_lines,
@@ -58,10 +58,10 @@ def test_a_batch_in_pieces_gives_the_same_step() -> None:
 
 def test_weight_decay_is_on_matrices_only() -> None:
     model = Transformer(CONFIG)
-    names, optimiser = make_optimiser(model, RECIPE)
-    decayed = {id(p) for p in optimiser.param_groups[0]["params"]}
-    assert optimiser.param_groups[0]["weight_decay"] == RECIPE.weight_decay
-    assert optimiser.param_groups[1]["weight_decay"] == 0
+    names, optimizer = make_optimizer(model, RECIPE)
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert optimizer.param_groups[0]["weight_decay"] == RECIPE.weight_decay
+    assert optimizer.param_groups[1]["weight_decay"] == 0
     assert decayed == {id(p) for p in model.parameters() if p.dim() >= 2}
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
@@ -125,7 +125,7 @@ def test_two_processes_compute_what_one_does(family: str, tmp_path: Path) -> Non
         data, arguments = write_text(tmp_path / "text.txt"), text_arguments
     else:  # this preset has dropout: also its noise must be the same
         data, arguments = write_pairs(tmp_path / "pairs.tsv"), pair_arguments
-    train(arguments(data, tmp_path / "one", "--pieces", "2"))
+    train(arguments(data, tmp_path / "one", "--micro-batches", "2"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, "-m", "quill", *arguments(data, tmp_path / "two")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

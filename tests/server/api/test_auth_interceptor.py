@@ -102,7 +102,7 @@ def test_health_is_open_and_the_rest_is_not(running: Running, keys: Keys) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         reflect(running, None)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert "quill_max_rows" in read_metrics(running, keys.alice)
+    assert "quill_max_num_seqs" in read_metrics(running, keys.alice)
     for wrong in (None, "wrong"):
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             read_metrics(running, wrong)
@@ -113,7 +113,7 @@ def test_reflection_and_metrics_follow_their_switches(keys: Keys) -> None:
     switches: dict[str, Any] = {"open_reflection": True, "open_metrics": True}
     with running_server(api_keys=keys.path, metrics_port=0, **switches) as running:
         assert "quill.v1.TextGeneration" in reflect(running, None)
-        assert "quill_max_rows" in read_metrics(running)
+        assert "quill_max_num_seqs" in read_metrics(running)
         assert refusal(running, None).code is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -192,7 +192,7 @@ def test_answer_counts_while_it_comes_and_after_its_client_left(
 
 
 def test_request_that_the_queue_refuses_costs_no_tokens(keys: Keys) -> None:
-    with running_server(max_rows=1, max_waiting=1, api_keys=keys.path) as running:
+    with running_server(max_num_seqs=1, max_waiting=1, api_keys=keys.path) as running:
         running.session.hold()
         request = pb.GenerateRequest(prompt="abc", max_new_tokens=1)
         metadata = Access(api_key=keys.alice).metadata
@@ -302,7 +302,7 @@ def test_flood_of_one_key_leaves_room_and_a_turn_for_another(keys: Keys) -> None
     request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
     metadata = Access(api_key=keys.alice).metadata
     calls: list[Any] = []
-    with running_server(max_rows=1, max_waiting=8, api_keys=keys.path) as running:
+    with running_server(max_num_seqs=1, max_waiting=8, api_keys=keys.path) as running:
         running.session.hold()
         with grpc.insecure_channel(running.address) as channel:
             stub: Any = pb_grpc.TextGenerationStub(channel)

@@ -77,7 +77,7 @@ def test_port_that_is_taken_is_replaced_where_none_was_asked_for(
             found = running.server.metrics_port
             assert found is not None
             assert found != port
-            assert "quill_max_rows" in scrape(found)
+            assert "quill_max_num_seqs" in scrape(found)
     assert f"port {port} is taken" in caplog.text
     assert f"metrics at http://127.0.0.1:{found}/metrics" in caplog.text
 

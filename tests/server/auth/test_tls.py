@@ -151,7 +151,7 @@ def test_metrics_use_the_same_certificate_and_a_silent_caller_blocks_nobody(
         with socket.create_connection(("127.0.0.1", port)):
             url = f"https://127.0.0.1:{port}/metrics"
             with urllib.request.urlopen(url, context=context, timeout=TIMEOUT_S) as reply:
-                assert b"quill_max_rows 4.0" in reply.read()
+                assert b"quill_max_num_seqs 4.0" in reply.read()
 
 
 def test_crowd_of_silent_callers_takes_only_so_many_threads(

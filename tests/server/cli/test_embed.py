@@ -1,4 +1,4 @@
-"""`quill embed` and `quill fill`, through the front door."""
+"""`quill embed` and `quill fill-mask`, through the front door."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def test_texts_may_come_from_a_pipe_and_go_to_a_file(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ncd\n" * 1500))
     out = tmp_path / "vectors.npy"
-    code, printed, _ = run("embed", "-", "--pooling", "last", "--normalise", "--out", str(out))
+    code, printed, _ = run("embed", "-", "--pooling", "last", "--normalize", "--out", str(out))
     assert (code, printed) == (0, "")
     vectors_ND = np.load(out)
     assert (vectors_ND.shape, vectors_ND.dtype) == ((3000, 4), np.float32)
@@ -61,7 +61,7 @@ def test_texts_too_long_for_one_call_go_in_several(
 
 
 def test_json_has_everything(run: Run) -> None:
-    _, printed, _ = run("embed", "abc", "--json", "--no-normalise")
+    _, printed, _ = run("embed", "abc", "--json", "--no-normalize")
     answer = json.loads(printed)
     assert answer["embeddings"][0]["num_tokens"] == 3
     assert answer["model"] == "reciter"
@@ -70,7 +70,7 @@ def test_json_has_everything(run: Run) -> None:
 def test_what_is_wrong_is_said_in_a_line(run: Run, tmp_path: Path) -> None:
     assert "no text to embed" in run("embed")[2]
     assert "dimensions is 5; this model's vectors have 4" in run("embed", "a", "--dimensions=5")[2]
-    assert "only encoders fill masks" in run("fill", "a [MASK]")[2]
+    assert "only encoders fill masks" in run("fill-mask", "a [MASK]")[2]
     nowhere = str(tmp_path / "none" / "vectors.npy")
     assert run("embed", "a", "--out", nowhere)[:2] == (1, "")
 

@@ -93,9 +93,9 @@ def test_messages_and_token_ids_may_be_of_their_libraries() -> None:
 
 
 def test_texts_to_embed_are_one_or_several_each_as_text_or_tokens() -> None:
-    one = embed_request("hi", {"pooling": "last", "normalise": False})
+    one = embed_request("hi", {"pooling": "last", "normalize": False})
     assert [each.text for each in one.inputs] == ["hi"]
-    assert (one.pooling, one.HasField("normalise")) == (pb.POOLING_LAST, True)
+    assert (one.pooling, one.HasField("normalize")) == (pb.POOLING_LAST, True)
     several = embed_request(["hi", [1, 2]], {})
     assert [each.WhichOneof("input") for each in several.inputs] == ["text", "token_ids"]
     assert list(fill_request([1, 2], None).token_ids.ids) == [1, 2]
@@ -195,7 +195,7 @@ def test_both_clients_hear_what_is_called() -> None:
         chunks = asyncio.run(main(running.address))
         with Client(running.address) as client:
             (whole,) = client.generate(asked, **options).sequences
-            assert client.model().tool_form == "hermes"
+            assert client.model().tool_call_format == "hermes"
     (call,) = whole.tool_calls
     assert (whole.text, call.name, call.arguments) == ("Hm.\n", "f", '{"x": 4}')
     assert whole.finish_reason == chunks[-1].finish_reason == pb.FINISH_REASON_EOS

@@ -238,7 +238,7 @@ def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:
     """Full queues: the server says when to come back, and another has room now."""
     waits: list[float] = []
     with (
-        running_server(max_rows=1, max_waiting=1) as full,
+        running_server(max_num_seqs=1, max_waiting=1) as full,
         running_server() as other,
         Client(full.address, NEVER) as rude,
         Client(address_of([full, other]), Retries(), waits.append) as client,

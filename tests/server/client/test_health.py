@@ -22,8 +22,8 @@ def test_words_are_those_of_grpcs_own_service() -> None:
     states = health_pb2.HealthCheckResponse
     for status in (states.SERVING, states.NOT_SERVING, states.SERVICE_UNKNOWN, states.UNKNOWN):
         said = health_pb2.HealthCheckResponse(status=status).SerializeToString()
-        assert is_serving(ours.HealthWord.FromString(said)) == (status == states.SERVING)
-    assert ours.HealthQuestion().SerializeToString() == b""
+        assert is_serving(ours.HealthCheckResponse.FromString(said)) == (status == states.SERVING)
+    assert ours.HealthCheckRequest().SerializeToString() == b""
 
 
 def test_silence_is_death_unless_it_was_agreed_on() -> None:

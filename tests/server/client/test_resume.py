@@ -71,7 +71,7 @@ def test_end_is_told_once() -> None:
 
 def test_calls_go_on_where_they_broke() -> None:
     def call(index: int, arguments: str, id: str = "") -> pb.GenerateChunk:
-        piece = pb.ToolCallPiece(index=index, id=id, name="f" if id else "", arguments=arguments)
+        piece = pb.ToolCallDelta(index=index, id=id, name="f" if id else "", arguments=arguments)
         return pb.GenerateChunk(tool_calls=[piece])
 
     def pieces(*chunks: pb.GenerateChunk) -> list[tuple[int, str, str]]:

@@ -62,7 +62,7 @@ def options(bundle: Path, keys: Keys) -> ReplicaOptions:
     return ReplicaOptions(
         bundle=str(bundle),
         threads=1,
-        max_rows=32,
+        max_num_seqs=32,
         cache_mb=256,
         spinning=False,
         api_keys=str(keys.file),
@@ -81,7 +81,15 @@ def cluster(
 @pytest.fixture(scope="session")
 def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server, as everybody knows it. The cluster's answers must be its answers."""
-    options = ("--precision", "quill4", "--max-rows", "32", "--cache", "256", "--no-spinning")
+    options = (
+        "--precision",
+        "quill4",
+        "--max-num-seqs",
+        "32",
+        "--kv-cache-mb",
+        "256",
+        "--no-spinning",
+    )
     log = tmp_path_factory.mktemp("single") / "log"
     with server_process(bundle, log, *options) as server:
         yield server

@@ -45,7 +45,7 @@ def replica(*words: str) -> dict[str, Any]:
 
 def test_range_scales_and_a_number_does_not() -> None:
     assert replica("--replicas", "3")["num_replicas"] == 3
-    scaling = replica("--replicas", "2..8", "--max-rows", "20")["autoscaling_config"]
+    scaling = replica("--replicas", "2..8", "--max-num-seqs", "20")["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 8)
     assert scaling["target_ongoing_requests"] == 14
     assert "num_replicas" not in replica("--replicas", "2..8")
@@ -68,7 +68,7 @@ def test_what_is_no_hash_is_refused(text: str, capsys: pytest.CaptureFixture[str
 
 
 def test_replica_has_time_for_the_longest_answer() -> None:
-    words = ("--longest-answer", "900")
+    words = ("--drain-timeout", "900")
     plan = planned(*words)
     assert replica(*words)["graceful_shutdown_timeout_s"] == 900 + plan.drain_s
     hard_stop = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S="

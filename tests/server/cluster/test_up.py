@@ -17,7 +17,7 @@ from tests.server.process import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-OPTIONS = ("--replicas", "1", "--threads", "1", "--cache", "256", "--metrics-port", "off")
+OPTIONS = ("--replicas", "1", "--threads", "1", "--kv-cache-mb", "256", "--metrics-port", "off")
 
 
 def test_cluster_says_what_to_type_reloads_on_sighup_and_finishes_answers_on_ctrl_c(

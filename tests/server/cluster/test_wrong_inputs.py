@@ -70,7 +70,9 @@ def test_lines_to_type_have_the_key_where_it_is_wanted(
     keys = ("--api-keys", str(tmp_path / "keys.json"))
     assert ["--api-key-file" in line for line in lines()] == [False, False]
     assert ["--api-key-file" in line for line in lines(*keys)] == [True, True]
-    assert ["--api-key-file" in line for line in lines(*keys, "--open", "metrics")] == [True, False]
+    assert [
+        "--api-key-file" in line for line in lines(*keys, "--allow-unauthenticated", "metrics")
+    ] == [True, False]
 
 
 def test_reload_without_a_cluster_says_where_to_run_it(tmp_path: Path) -> None:

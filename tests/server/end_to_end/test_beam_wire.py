@@ -11,7 +11,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.sync_client import Client
 from quill.server.errors import InvalidFieldError
 from quill.server.protocol.requests import Arrival, ParsedRequest, RequestReader
-from quill.server.request import Beams
+from quill.server.request import BeamParams
 from tests.server.running import Running, make_served, running_server
 
 ARRIVAL = Arrival(request_id="r", deadline_s=None)
@@ -19,7 +19,7 @@ ARRIVAL = Arrival(request_id="r", deadline_s=None)
 
 def read(**fields: Any) -> ParsedRequest:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
-    return RequestReader(make_served(max_rows=8)).read_generate(message, ARRIVAL)
+    return RequestReader(make_served(max_num_seqs=8)).read_generate(message, ARRIVAL)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,15 @@ def client(running: Running) -> Iterator[Client]:
 def test_one_beam_is_no_search_and_more_are() -> None:
     assert read().request.beams is None
     assert read(num_beams=1, temperature=0.7).request.beams is None
-    beams = Beams(num_beams=4, length_penalty=0.5, early_stopping="never")
+    beams = BeamParams(num_beams=4, length_penalty=0.5, early_stopping="never")
     asked = read(num_beams=4, length_penalty=0.5, early_stopping=pb.EARLY_STOPPING_NEVER)
     assert asked.request.beams == beams
-    assert read(num_beams=3, temperature=0.0).request.beams == Beams(num_beams=3)
+    assert read(num_beams=3, temperature=0.0).request.beams == BeamParams(num_beams=3)
 
 
 def test_a_search_takes_options_that_are_off() -> None:
     off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert read(num_beams=3, **off).request.beams == Beams(num_beams=3)
+    assert read(num_beams=3, **off).request.beams == BeamParams(num_beams=3)
 
 
 @pytest.mark.parametrize(

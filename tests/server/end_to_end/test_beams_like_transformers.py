@@ -12,14 +12,14 @@ from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.request import Beams, Request
+from quill.server.request import BeamParams, Request
 from tests.server.sampling.test_beam_search import Results
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict
 
 VOCAB_SIZE, CONTEXT, START, EOS = 300, 64, 299, 0
 ENDS = list(range(0, VOCAB_SIZE, 6))  # many, so that some answers end
-NAMES: dict[str, Any] = {"guess": False, "at_once": True, "never": "never"}
+NAMES: dict[str, Any] = {"heuristic": False, "at_once": True, "never": "never"}
 
 
 def llama() -> Any:
@@ -106,7 +106,7 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     wishes = Wishes(precisions=("fp32",), verify=False)
     write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
-    limits = Limits(max_rows=9, context=CONTEXT, num_blocks=200)
+    limits = Limits(max_num_seqs=9, context=CONTEXT, num_blocks=200)
     engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
     requests = [
         _request(str(number), number, theirs.config.is_encoder_decoder) for number in range(8)
@@ -129,10 +129,10 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
 def _request(name: str, number: int, translates: bool) -> Request:
     generator = torch.Generator().manual_seed(number)
     ids = tuple(torch.randint(1, START, (3 + 4 * number,), generator=generator).tolist())
-    beams = Beams(
+    beams = BeamParams(
         num_beams=2 + number % 3,
         length_penalty=(1.0, 0.6, 2.0)[number % 3],
-        early_stopping=("guess", "at_once", "never")[number % 3],
+        early_stopping=("heuristic", "at_once", "never")[number % 3],
     )
     return Request(
         request_id=name,

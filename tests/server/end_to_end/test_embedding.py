@@ -27,7 +27,7 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle, precision: str) -> None:
-        settings = Settings(port=0, max_rows=8, threads=1, precision=precision)
+        settings = Settings(port=0, max_num_seqs=8, threads=1, precision=precision)
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 
@@ -136,7 +136,7 @@ def test_vectors_are_cut_and_then_scaled(encoder: Client) -> None:
     (plain,) = vectors(encoder.embed("hello"))
     (cut,) = vectors(encoder.embed("hello", dimensions=8))
     assert cut == plain[:8]
-    (scaled,) = vectors(encoder.embed("hello", dimensions=8, normalise=True))
+    (scaled,) = vectors(encoder.embed("hello", dimensions=8, normalize=True))
     length = np.linalg.norm(np.array(cut, np.float64))
     np.testing.assert_allclose(scaled, np.array(cut) / length, rtol=1e-6)
 
@@ -160,7 +160,7 @@ def test_masks_are_filled_as_pytorch_would(encoder: Client, tiny_encoder: TinyBu
 def test_model_says_what_it_can(encoder: Client, causal: Client, tiny_encoder: TinyBundle) -> None:
     model = encoder.model()
     assert (model.family, model.embedding_size) == (pb.FAMILY_ENCODER, 64)
-    assert (model.default_pooling, model.default_normalise) == (pb.POOLING_MEAN, False)
+    assert (model.default_pooling, model.default_normalize) == (pb.POOLING_MEAN, False)
     assert model.mask_token_id == tiny_encoder.manifest.special_tokens.mask
     assert model.mask_token == "[MASK]"
     other = causal.model()

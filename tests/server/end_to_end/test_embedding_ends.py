@@ -47,7 +47,7 @@ def test_call_is_accounted_for(running: Running, client: Client) -> None:
     assert (record.finish_reasons, record.num_generated) == (["length"], 0)
     assert record.request_id == response.request_id
     metrics = running.server.metrics.registry
-    assert metrics.get_sample_value("quill_vectors_total") == 3
+    assert metrics.get_sample_value("quill_embeddings_total") == 3
     assert metrics.get_sample_value("quill_tokens_total", {"kind": "prompt"}) == 3
     assert metrics.get_sample_value("quill_prefix_cache_misses_total") == 0
     labels = {"method": "Embed", "outcome": "OK"}

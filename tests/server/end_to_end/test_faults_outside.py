@@ -39,7 +39,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 
 
 def test_too_little_memory_is_an_error_in_words(tiny_bundle: TinyBundle) -> None:
-    options = ("--precision", "fp32", "--threads", "1", "--max-rows", "60000")
+    options = ("--precision", "fp32", "--threads", "1", "--max-num-seqs", "60000")
     most = 2 * 2**30
     done = subprocess.run(
         serve_command(tiny_bundle.directory, options),

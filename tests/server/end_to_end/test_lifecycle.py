@@ -153,7 +153,7 @@ def test_what_doesnt_end_in_time_ends_with_unavailable(grace_s: float, num_signa
 
 
 def test_full_queue_is_refused_with_a_delay() -> None:
-    with running_server(max_rows=1, max_waiting=1) as running:
+    with running_server(max_num_seqs=1, max_waiting=1) as running:
         first = start_one(running, max_new_tokens=3)
         second = Caller(running, max_new_tokens=3)
         running.wait_for_waiting(1)
@@ -169,7 +169,7 @@ def test_full_queue_is_refused_with_a_delay() -> None:
 
 
 def test_client_waits_as_long_as_it_is_told_and_tries_again() -> None:
-    with running_server(max_rows=1, max_waiting=1) as running:
+    with running_server(max_num_seqs=1, max_waiting=1) as running:
         first = start_one(running, max_new_tokens=3)
         second = Caller(running, max_new_tokens=3)
         running.wait_for_waiting(1)
@@ -193,7 +193,7 @@ def test_client_waits_as_long_as_it_is_told_and_tries_again() -> None:
 def test_client_that_leaves_frees_its_slot_by_the_next_step(
     num_steps: int, num_sequences: int
 ) -> None:
-    with running_server(max_rows=num_sequences) as running:
+    with running_server(max_num_seqs=num_sequences) as running:
         running.session.hold()
         leaving = Caller(running, num_sequences=num_sequences, prompt="x" * 50)
         running.session.let_go(num_steps)
@@ -209,7 +209,7 @@ def test_client_that_leaves_frees_its_slot_by_the_next_step(
 
 
 def test_client_that_leaves_the_queue_is_forgotten() -> None:
-    with running_server(max_rows=1) as running:
+    with running_server(max_num_seqs=1) as running:
         first = start_one(running, max_new_tokens=3)
         leaving = Caller(running)
         running.wait_for_waiting(1)
@@ -224,7 +224,7 @@ def test_client_that_leaves_the_queue_is_forgotten() -> None:
 
 
 def test_deadline_ends_a_call_and_frees_its_slot() -> None:
-    with running_server(max_rows=1) as running:
+    with running_server(max_num_seqs=1) as running:
         running.session.hold()
         with Client(running.address, NEVER) as client:
             with pytest.raises(CallError) as caught:
@@ -236,7 +236,7 @@ def test_deadline_ends_a_call_and_frees_its_slot() -> None:
 
 
 def test_deadline_in_the_middle_of_a_stream_leaves_what_was_sent() -> None:
-    with running_server(max_rows=1) as running:
+    with running_server(max_num_seqs=1) as running:
         running.session.hold()
         running.session.let_go(1)
         with Client(running.address, NEVER) as client:
@@ -256,7 +256,7 @@ def test_deadline_between_two_steps_ends_a_stream_with_its_reason(
     # The server stops 1 s after the start, long before the client would.
     monkeypatch.setattr(call, "MAX_MARGIN_S", TIMEOUT_S - 1.0)
     monkeypatch.setattr(call, "MARGIN", 1.0)
-    with running_server(max_rows=1) as running, Client(running.address, NEVER) as client:
+    with running_server(max_num_seqs=1) as running, Client(running.address, NEVER) as client:
         running.session.hold()
         running.session.let_go(1)
         chunks = client.stream("abc", max_new_tokens=100, timeout_s=TIMEOUT_S)
@@ -304,7 +304,7 @@ def test_reader_that_never_reads_is_ended_and_others_are_served() -> None:
 
 
 def test_many_requests_at_once_all_get_their_own_answer() -> None:
-    with running_server(max_rows=4, max_waiting=64) as running:
+    with running_server(max_num_seqs=4, max_waiting=64) as running:
         prompts = [chr(ord("a") + number) for number in range(20)]
         answers: dict[str, str] = {}
 

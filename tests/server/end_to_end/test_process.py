@@ -32,11 +32,11 @@ WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
 )
-SMALL = Settings(max_rows=2, threads=1, cache_bytes=2**24, precision="fp32")
+SMALL = Settings(max_num_seqs=2, threads=1, cache_bytes=2**24, precision="fp32")
 
 
 def command(bundle: Path) -> list[str]:
-    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-rows", "2"]
+    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-num-seqs", "2"]
     return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
 
 
@@ -96,7 +96,7 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
                 assert (entries[-1]["metrics"] is None) == (metrics == "off")
                 if metrics != "off":
                     with urllib.request.urlopen(entries[-1]["metrics"], timeout=60) as reply:
-                        assert b"quill_max_rows" in reply.read()
+                        assert b"quill_max_num_seqs" in reply.read()
                 process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -129,12 +129,12 @@ def change_manifest(bundle: Path, **changes: Any) -> None:
 
 def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
     served = prepare(bundle, SMALL)().served
-    assert (served.max_rows, served.text) == (2, None)
+    assert (served.max_num_seqs, served.text) == (2, None)
 
 
 def test_model_that_cannot_run_is_not_served() -> None:
     session = Reciter()
-    engine = Engine(session, Limits(max_rows=1, context=8, num_blocks=4))
+    engine = Engine(session, Limits(max_num_seqs=1, context=8, num_blocks=4))
     warm_up(engine, "causal")
     assert session.num_steps == 2
     session.failures.append(RuntimeError("injected"))
@@ -145,7 +145,7 @@ def test_model_that_cannot_run_is_not_served() -> None:
 @pytest.mark.parametrize("family", ["causal", "seq2seq"])
 def test_model_is_tried_in_the_smallest_context_too(family: Family) -> None:
     session = Reciter()
-    limits = Limits(max_rows=1, context=MIN_CONTEXT, num_blocks=4)
+    limits = Limits(max_num_seqs=1, context=MIN_CONTEXT, num_blocks=4)
     warm_up(Engine(session, limits), family)
     assert session.num_steps
 

@@ -39,11 +39,11 @@ from tests.server.scripted_session import TIMEOUT_S, Reciter
 from tests.server.tiny_bundle import TinyBundle
 
 
-def second(max_rows: int = 2) -> ModelInstance:
+def second(max_num_seqs: int = 2) -> ModelInstance:
     """Another bundle, by its name and its slots."""
-    served = make_served(max_rows, manifest=make_manifest(name="second"))
-    num_blocks = max_rows * (served.context // 16 + 1)
-    limits = Limits(max_rows=max_rows, context=served.context, num_blocks=num_blocks)
+    served = make_served(max_num_seqs, manifest=make_manifest(name="second"))
+    num_blocks = max_num_seqs * (served.context // 16 + 1)
+    limits = Limits(max_num_seqs=max_num_seqs, context=served.context, num_blocks=num_blocks)
     return ModelInstance(served, Engine(Reciter(), limits))
 
 
@@ -97,7 +97,7 @@ def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
 
 
 def test_waiting_calls_are_finished_too() -> None:
-    with running_server(max_rows=1) as running:
+    with running_server(max_num_seqs=1) as running:
         running.load_again = second
         first = start_one(running, max_new_tokens=3)
         waiting = Caller(running, max_new_tokens=3)

@@ -19,7 +19,7 @@ from quill.server.engine.engine import Engine
 from quill.server.grammar.compiler import Compiler, Form
 from quill.server.grammar.tool_calls import calls_form
 from quill.server.limits import Limits
-from quill.server.request import Request, Sampling
+from quill.server.request import Request, SamplingParams
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.scheduler.plan import Piece
 from quill.server.tools import CALL_FORMS, CallForm, Tool
@@ -87,7 +87,7 @@ def _request(name: str, grammars: Compiler, rng: random.Random) -> Request:
     return Request(
         request_id=name,
         prompt_ids=tuple(rng.randrange(1, 256) for _ in range(rng.randint(1, 40))),
-        sampling=Sampling(
+        sampling=SamplingParams(
             temperature=rng.choice([0.0, 0.8, 1.5]),
             top_k=rng.choice([0, 0, 20]),
             top_p=rng.choice([1.0, 0.9]),
@@ -103,14 +103,14 @@ def _request(name: str, grammars: Compiler, rng: random.Random) -> Request:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", CROWDS)
+@pytest.mark.parametrize("max_num_seqs", CROWDS)
 def test_crowd_gets_the_tokens_of_requests_alone(
-    tiny_bundle: TinyBundle, grammars: Compiler, precision: str, max_rows: int
+    tiny_bundle: TinyBundle, grammars: Compiler, precision: str, max_num_seqs: int
 ) -> None:
-    rng = random.Random(max_rows)
+    rng = random.Random(max_num_seqs)
     requests = [_request(str(number), grammars, rng) for number in range(24)]
-    num_blocks = NUM_BLOCKS + 2 * max_rows  # so few that some are set back
-    limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks)
+    num_blocks = NUM_BLOCKS + 2 * max_num_seqs  # so few that some are set back
+    limits = Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks)
     session = tiny_bundle.session(precision, num_blocks)
     engine = Engine(session, limits, clock=restless_clock(rng))
     requests = [each for each in requests if engine.fits(each)]

@@ -13,9 +13,9 @@ from quill.model.reference.beam_search import BeamParameters, beam_search
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.server.engine.engine import Engine
-from quill.server.events import FailEvent, HypothesisEvent, TokenEvent
 from quill.server.limits import Limits
-from quill.server.request import Beams, Request, Sampling
+from quill.server.outputs import FailEvent, HypothesisEvent, TokenEvent
+from quill.server.request import BeamParams, Request, SamplingParams
 from tests.operators import OWN, needs_operators
 from tests.server.random_requests import restless_clock
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, make_tiny_recurrent
@@ -32,13 +32,13 @@ def make_requests(rng: random.Random, num: int = 24) -> list[Request]:
     """Some greedy, some drawn, some searched."""
     requests = []
     for number in range(num):
-        beams = Beams(num_beams=3) if number % 4 == 3 else None
+        beams = BeamParams(num_beams=3) if number % 4 == 3 else None
         requests.append(
             Request(
                 request_id=str(number),
                 prompt_ids=(BOS,),
                 source_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))),
-                sampling=Sampling(temperature=0.0 if beams or number % 4 == 0 else 0.8),
+                sampling=SamplingParams(temperature=0.0 if beams or number % 4 == 0 else 0.8),
                 beams=beams,
                 seed=rng.getrandbits(64),
                 max_new_tokens=rng.choice([9, 50, 60]),
@@ -53,10 +53,10 @@ def serve(bundle: TinyBundle, precision: str, requests: list[Request], num_block
     """All through one engine, one more arriving before every step."""
     rng = random.Random(1)
     limits = Limits(
-        max_rows=MAX_ROWS,
+        max_num_seqs=MAX_ROWS,
         context=CONTEXT,
         num_blocks=num_blocks,
-        guess=False,
+        speculative=False,
         one_token_steps=bundle.manifest.graphs_in(precision).one_token_steps,
     )
     session = bundle.session(precision, num_blocks)
@@ -74,7 +74,7 @@ def serve(bundle: TinyBundle, precision: str, requests: list[Request], num_block
             elif isinstance(event, HypothesisEvent):
                 answers[event.request_id] += [(token, None) for token in event.token_ids]
     if num_blocks < 100:
-        assert engine._scheduler.num_set_back > 0, "so few blocks that some are set back"
+        assert engine._scheduler.num_preempted > 0, "so few blocks that some are set back"
     return answers
 
 

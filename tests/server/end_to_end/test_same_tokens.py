@@ -12,9 +12,9 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
-from quill.server.events import PositionLogprobs, StartEvent, TokenEvent
 from quill.server.limits import Limits
-from quill.server.request import Request, Sampling
+from quill.server.outputs import PositionLogprobs, StartEvent, TokenEvent
+from quill.server.request import Request, SamplingParams
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.sampling.logprobs import position_logprobs
 from quill.server.scheduler.plan import Piece
@@ -55,7 +55,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
     for number in range(num):
         own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
         prompt = [*rng.choice([[], *systems])[: rng.randint(0, 48)], *own]
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=rng.choice([0.0, 0.8, 1.0, 1.5]),
             top_k=rng.choice([0, 0, 20]),
             top_p=rng.choice([1.0, 0.9]),
@@ -80,16 +80,16 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", CROWDS)
+@pytest.mark.parametrize("max_num_seqs", CROWDS)
 def test_crowd_gets_the_tokens_of_requests_alone(
-    tiny_bundle: TinyBundle, precision: str, max_rows: int
+    tiny_bundle: TinyBundle, precision: str, max_num_seqs: int
 ) -> None:
-    rng = random.Random(max_rows)
-    requests = [each for each in _requests(40, rng) if each.num_sequences <= max_rows]
-    num_blocks = NUM_BLOCKS + 2 * max_rows  # so few that some are set back
+    rng = random.Random(max_num_seqs)
+    requests = [each for each in _requests(40, rng) if each.num_sequences <= max_num_seqs]
+    num_blocks = NUM_BLOCKS + 2 * max_num_seqs  # so few that some are set back
     engine = Engine(
         tiny_bundle.session(precision, num_blocks),
-        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
+        Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks),
         clock=restless_clock(rng),
     )
     requests = [each for each in requests if engine.fits(each)]
@@ -105,7 +105,7 @@ def test_crowd_gets_the_tokens_of_requests_alone(
 def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundle) -> None:
     rng = random.Random(5)
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(100))
-    limits = Limits(max_rows=2, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
+    limits = Limits(max_num_seqs=2, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
     engine = Engine(tiny_bundle.session("fp32", 4 * NUM_BLOCKS), limits)
     answers, cached = list[list[PositionLogprobs | None]](), []
     for name, length in (("first", 100), ("again", 100), ("shorter", 70)):
@@ -138,7 +138,7 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
         Request(
             request_id=str(number),
             prompt_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))),
-            sampling=Sampling(temperature=temperature, top_k=50, top_p=0.95),
+            sampling=SamplingParams(temperature=temperature, top_k=50, top_p=0.95),
             seed=rng.getrandbits(64),
             max_new_tokens=12,
             stop_ids=frozenset({1, 2}),
@@ -146,7 +146,7 @@ def test_engine_gives_the_tokens_of_the_reference_decoder(
         )
         for number in range(12)
     ]
-    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
+    limits = Limits(max_num_seqs=4, context=CONTEXT, num_blocks=4 * NUM_BLOCKS)
     engine = Engine(tiny_bundle.session("fp32", 4 * NUM_BLOCKS), limits)
     served = together(engine, requests, rng)
     for request in requests:

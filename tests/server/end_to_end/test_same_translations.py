@@ -12,9 +12,9 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
-from quill.server.events import PositionLogprobs
 from quill.server.limits import Limits
-from quill.server.request import Request, Sampling
+from quill.server.outputs import PositionLogprobs
+from quill.server.request import Request, SamplingParams
 from quill.server.runtime.model_runner import OrtSession
 from quill.server.sampling.logprobs import position_logprobs
 from quill.server.scheduler.plan import Piece, Source
@@ -58,7 +58,7 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
             source_ids=tuple(
                 rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 9, 40, CONTEXT]))
             ),
-            sampling=Sampling(
+            sampling=SamplingParams(
                 temperature=rng.choice([0.0, 0.8, 1.0, 1.5]),
                 top_k=rng.choice([0, 0, 20]),
                 top_p=rng.choice([1.0, 0.9]),
@@ -76,16 +76,16 @@ def _requests(num: int, rng: random.Random) -> list[Request]:
 
 
 @pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("max_rows", CROWDS)
+@pytest.mark.parametrize("max_num_seqs", CROWDS)
 def test_crowd_gets_the_translations_of_requests_alone(
-    tiny_translator: TinyBundle, precision: str, max_rows: int
+    tiny_translator: TinyBundle, precision: str, max_num_seqs: int
 ) -> None:
-    rng = random.Random(max_rows)
-    requests = [each for each in _requests(40, rng) if each.num_sequences <= max_rows]
-    num_blocks = 2 * NUM_BLOCKS + 2 * max_rows  # so few that some are set back
+    rng = random.Random(max_num_seqs)
+    requests = [each for each in _requests(40, rng) if each.num_sequences <= max_num_seqs]
+    num_blocks = 2 * NUM_BLOCKS + 2 * max_num_seqs  # so few that some are set back
     engine = Engine(
         tiny_translator.session(precision, num_blocks),
-        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
+        Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks),
         clock=restless_clock(rng),
     )
     requests = [each for each in requests if engine.fits(each)]
@@ -108,7 +108,7 @@ def test_engine_gives_the_translations_of_the_reference_decoder(
             request_id=str(number),
             prompt_ids=(BOS,),
             source_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))),
-            sampling=Sampling(temperature=temperature, top_k=50, top_p=0.95),
+            sampling=SamplingParams(temperature=temperature, top_k=50, top_p=0.95),
             seed=rng.getrandbits(64),
             max_new_tokens=12,
             stop_ids=frozenset({EOS, *range(100, 120)}),
@@ -116,7 +116,7 @@ def test_engine_gives_the_translations_of_the_reference_decoder(
         )
         for number in range(24)
     ]
-    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=8 * NUM_BLOCKS)
+    limits = Limits(max_num_seqs=4, context=CONTEXT, num_blocks=8 * NUM_BLOCKS)
     engine = Engine(tiny_translator.session("fp32", 8 * NUM_BLOCKS), limits)
     served = together(engine, requests, rng)
     lengths = set()

@@ -14,7 +14,7 @@ from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.engine.engine import Engine
 from quill.server.limits import Limits
-from quill.server.request import Request, Sampling
+from quill.server.request import Request, SamplingParams
 from quill.server.runtime.blocks import BlockShape
 from tests.model.huggingface_models import saved
 from tests.model.successors import CONTEXT, SUCCESSORS
@@ -36,7 +36,7 @@ def requests() -> list[Request]:
         Request(
             request_id=str(length),
             prompt_ids=tuple(rng.randrange(1, 272) for _ in range(length)),
-            sampling=Sampling(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
             max_new_tokens=NUM_NEW,
             logprobs=0,
         )
@@ -44,9 +44,9 @@ def requests() -> list[Request]:
     ]
 
 
-def answered(bundle: TinyBundle, precision: str, max_rows: int) -> Answers:
-    rng, num_blocks = random.Random(max_rows), 4 * CONTEXT // 16
-    limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks)
+def answered(bundle: TinyBundle, precision: str, max_num_seqs: int) -> Answers:
+    rng, num_blocks = random.Random(max_num_seqs), 4 * CONTEXT // 16
+    limits = Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks)
     session = bundle.session(precision, num_blocks)
     return together(Engine(session, limits, clock=restless_clock(rng)), requests(), rng)
 
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> N
     bundle = TinyBundle(tmp_path / "bundle", manifest, checkpoint.build())
     block = BlockShape.of(manifest.sizes, manifest.graphs_in("fp32"))
     assert block.num_bytes == 16 * manifest.cache_bytes_per_token("float32")
-    found = answered(bundle, "fp32", max_rows=4)
+    found = answered(bundle, "fp32", max_num_seqs=4)
     for request in requests():
         ids_1T = torch.tensor([request.prompt_ids])
         expected = theirs.generate(

@@ -28,7 +28,7 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle) -> None:
-        settings = Settings(port=0, max_rows=4, threads=1, precision="fp32")
+        settings = Settings(port=0, max_num_seqs=4, threads=1, precision="fp32")
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 
@@ -137,6 +137,6 @@ def test_bundle_that_names_no_first_token_is_refused(tiny_translator: TinyBundle
     bundle = open_bundle(tiny_translator.directory, "fp32")
     special = dataclasses.replace(bundle.manifest.special_tokens, bos=None)
     manifest = dataclasses.replace(bundle.manifest, special_tokens=special)
-    limits = Limits(max_rows=1, context=8, num_blocks=2)
+    limits = Limits(max_num_seqs=1, context=8, num_blocks=2)
     with pytest.raises(StartError, match="begin after"):
         open_engine(dataclasses.replace(bundle, manifest=manifest), EngineSettings(limits=limits))

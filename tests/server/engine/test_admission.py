@@ -4,7 +4,7 @@ import pytest
 
 from quill.server.engine.admission import Admission
 from quill.server.errors import CancelledError, DeadlineError, OverloadedError
-from quill.server.events import Batch, Event, FailEvent, StartEvent
+from quill.server.outputs import EngineOutputs, Event, FailEvent, StartEvent
 from quill.server.request import Request
 
 
@@ -30,7 +30,7 @@ class Door:
         raise AssertionError("there is no limit")
 
     def tell(self, event: Event) -> None:
-        self.admission.observe(Batch((event,), None))
+        self.admission.observe(EngineOutputs((event,), None))
 
 
 def test_full_queue_refuses_until_somebody_leaves() -> None:

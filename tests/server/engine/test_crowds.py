@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quill.model.reference.beam_search import BeamParameters, search
-from quill.server.events import HypothesisEvent
 from quill.server.grammar.matcher import Grammar
-from quill.server.request import Beams, Request, Sampling
+from quill.server.outputs import HypothesisEvent
+from quill.server.request import BeamParams, Request, SamplingParams
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
@@ -23,7 +23,7 @@ def grammar(name: str) -> Grammar:
 
 
 SAMPLINGS = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
     top_k=st.sampled_from([0, 5]),
     top_p=st.sampled_from([1.0, 0.8]),
@@ -58,7 +58,9 @@ FORMED = st.fixed_dictionaries(
         "stop_ids": st.sampled_from([frozenset[int](), frozenset({13, 14})]),
     }
 )
-SEARCHES = st.fixed_dictionaries({**FIELDS, "beams": st.builds(Beams, num_beams=st.integers(2, 3))})
+SEARCHES = st.fixed_dictionaries(
+    {**FIELDS, "beams": st.builds(BeamParams, num_beams=st.integers(2, 3))}
+)
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), DRAWN | SEARCHES),
     st.tuples(st.just("submit"), DRAWN),
@@ -73,8 +75,8 @@ ACTIONS = st.one_of(
 class Crowd(House):
     """Notes what searches find, too."""
 
-    def __init__(self, max_rows: int, num_blocks: int, step_s: float, **limits: Any) -> None:
-        super().__init__(max_rows, num_blocks, step_s, **limits)
+    def __init__(self, max_num_seqs: int, num_blocks: int, step_s: float, **limits: Any) -> None:
+        super().__init__(max_num_seqs, num_blocks, step_s, **limits)
         self.found: dict[tuple[str, int], tuple[int, ...]] = {}
         self.requests: list[Request] = []
         self.ended: set[str] = set()
@@ -119,7 +121,7 @@ class Crowd(House):
                 self._check_answer(request)
         scheduler = self.engine._scheduler
         assert scheduler.num_rows == scheduler.num_waiting == scheduler.num_blocks_held == 0
-        assert not scheduler._entrance._set_back
+        assert not scheduler._entrance._preempted
         assert not scheduler._entrance._overtaken
 
     def _check_answer(self, request: Request) -> None:
@@ -131,7 +133,7 @@ class Crowd(House):
         if request.prompt_logprobs is not None:
             assert [each.token_id for each in self.prompts[name]] == list(request.prompt_ids)
         usage = self.finished[name, 0].usage
-        assert 0 <= usage.accepted <= min(usage.guessed, usage.generated)
+        assert 0 <= usage.accepted <= min(usage.draft, usage.generated)
 
 
 def searched(request: Request) -> list[tuple[int, ...]]:
@@ -158,7 +160,7 @@ def searched(request: Request) -> list[tuple[int, ...]]:
     st.sampled_from([0.0, 0.001, 0.02]),
     st.fixed_dictionaries(
         {
-            "guess": st.booleans(),
+            "speculative": st.booleans(),
             "share": st.sampled_from([True, True, False]),
             "block_size": st.sampled_from([16, 16, 4]),
         }
@@ -167,7 +169,7 @@ def searched(request: Request) -> list[tuple[int, ...]]:
     st.lists(ACTIONS, max_size=40),
 )
 def test_any_crowd_gets_the_answers_of_requests_alone(
-    max_rows: int,
+    max_num_seqs: int,
     num_blocks: int,
     step_s: float,
     limits: dict[str, Any],
@@ -175,7 +177,7 @@ def test_any_crowd_gets_the_answers_of_requests_alone(
     actions: list[tuple[str, Any]],
 ) -> None:
     num_blocks *= 16 // limits["block_size"]
-    crowd = Crowd(max_rows, num_blocks, step_s, **limits)
+    crowd = Crowd(max_num_seqs, num_blocks, step_s, **limits)
     for kind, value in actions:
         crowd.act(kind, value, translates)
     crowd.run()
@@ -186,26 +188,26 @@ def test_any_crowd_gets_the_answers_of_requests_alone(
 def test_those_who_are_set_back_go_on_with_the_same_tokens(num_blocks: int) -> None:
     crowd = Crowd(8, num_blocks, 0.001)
     for number in range(8):
-        beams = Beams(num_beams=2) if number == 3 else None
+        beams = BeamParams(num_beams=2) if number == 3 else None
         fields = {"num_prompt": 16, "max_new_tokens": 70, "beams": beams, "seed": number}
-        crowd.act("submit", {**fields, "sampling": Sampling(temperature=0.5)}, False)
+        crowd.act("submit", {**fields, "sampling": SamplingParams(temperature=0.5)}, False)
     crowd.run()
     crowd.check()
-    assert (crowd.engine._scheduler.num_set_back > 0) == (num_blocks == 12)
+    assert (crowd.engine._scheduler.num_preempted > 0) == (num_blocks == 12)
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_answers_that_keep_to_a_form_survive_set_backs(guess: bool) -> None:
-    crowd = Crowd(8, 14, 0.001, guess=guess)
+@pytest.mark.parametrize("speculative", [True, False])
+def test_answers_that_keep_to_a_form_survive_preemptions(speculative: bool) -> None:
+    crowd = Crowd(8, 14, 0.001, speculative=speculative)
     for number in range(16):
         fields = {"num_prompt": 16, "max_new_tokens": 70, "seed": number, "num_sequences": 2}
         form = {"constraint": grammar("schema"), "eos_ids": frozenset({EOS})}
-        crowd.act("submit", {**fields, **form, "sampling": Sampling(temperature=1.2)}, False)
+        crowd.act("submit", {**fields, **form, "sampling": SamplingParams(temperature=1.2)}, False)
     crowd.run()
     crowd.check()
-    assert crowd.engine._scheduler.num_set_back > 0
+    assert crowd.engine._scheduler.num_preempted > 0
     finished = {key: event for key, event in crowd.finished.items() if event.reason == "eos"}
     assert len(finished) > 16
     for key, event in finished.items():
         json.loads(text_of(crowd.tokens[key]))
-        assert (event.usage.accepted > 0) == guess, "keys are forced"
+        assert (event.usage.accepted > 0) == speculative, "keys are forced"

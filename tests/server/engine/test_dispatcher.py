@@ -8,7 +8,15 @@ import pytest
 from quill.server.engine.admission import Admission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import SlowReaderError, UnavailableError
-from quill.server.events import Batch, Event, FinishEvent, FinishReason, Timings, TokenEvent, Usage
+from quill.server.outputs import (
+    EngineOutputs,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Timings,
+    TokenEvent,
+    Usage,
+)
 from quill.server.protocol.answer import Answer
 from quill.server.protocol.requests import ParsedRequest
 from quill.server.request import Request
@@ -52,8 +60,8 @@ def test_reader_that_was_away_gets_one_larger_chunk() -> None:
         dispatcher = open_dispatcher()
         with dispatcher.serve(REQUEST, Engine()) as inbox:
             for letter in "abc":
-                dispatcher.publish(Batch((token(letter),), None))
-            dispatcher.publish(Batch((FINISH,), None))
+                dispatcher.publish(EngineOutputs((token(letter),), None))
+            dispatcher.publish(EngineOutputs((FINISH,), None))
             await asyncio.sleep(0)  # the loop delivers
             return await inbox.take()
 
@@ -67,7 +75,7 @@ def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
     async def main(engine: Engine) -> list[Event]:
         dispatcher = open_dispatcher(max_held=2)
         with dispatcher.serve(REQUEST, engine) as inbox:
-            dispatcher.publish(Batch(tuple(token(letter) for letter in "abcd"), None))
+            dispatcher.publish(EngineOutputs(tuple(token(letter) for letter in "abcd"), None))
             await asyncio.sleep(0)
             return await inbox.take()
 
@@ -93,7 +101,7 @@ def test_request_that_ended_is_not_ended_again() -> None:
     async def main(engine: Engine) -> None:
         dispatcher = open_dispatcher()
         with dispatcher.serve(REQUEST, engine) as inbox:
-            dispatcher.publish(Batch((token("a"), FINISH), None))
+            dispatcher.publish(EngineOutputs((token("a"), FINISH), None))
             await inbox.take()
 
     engine = Engine()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quill.model.reference.sampling import log_probabilities
-from quill.server.request import Request, Sampling
+from quill.server.request import Request, SamplingParams
 from quill.server.scheduler.plan import Piece
 from quill.server.scheduler.session import Computed
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
@@ -31,13 +31,13 @@ def test_answer_is_the_oracles_and_its_account_is_right() -> None:
 
 def test_each_of_several_answers_is_the_one_its_own_seed_gives_alone() -> None:
     house = House()
-    request = make_request(num_sequences=3, seed=11, sampling=Sampling(temperature=2.0))
+    request = make_request(num_sequences=3, seed=11, sampling=SamplingParams(temperature=2.0))
     house.submit(request)
     house.run()
     assert house.answer(request) == oracle(request, CONTEXT)
     for sequence in range(3):
         seed = house.finished["r", sequence].seed
-        alone = make_request(seed=seed, sampling=Sampling(temperature=2.0))
+        alone = make_request(seed=seed, sampling=SamplingParams(temperature=2.0))
         assert oracle(alone, CONTEXT) == [house.tokens["r", sequence]]
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_shared_across_scopes() -> None:
 
 
 def test_those_who_come_together_read_their_common_beginning_once() -> None:
-    house = House(max_rows=6)
+    house = House(max_num_seqs=6)
     requests = [make_request("a" * (1 + 50 * i), num_prompt=70) for i in range(6)]
     for request in requests:
         house.submit(request)
@@ -101,7 +101,7 @@ def test_those_who_come_together_read_their_common_beginning_once() -> None:
 
 def test_logprobs_are_of_the_models_distribution_before_penalties() -> None:
     house = House()
-    sampling = Sampling(temperature=0.0, logit_bias={3: 100.0}, repetition_penalty=1.5)
+    sampling = SamplingParams(temperature=0.0, logit_bias={3: 100.0}, repetition_penalty=1.5)
     house.submit(make_request(logprobs=2, max_new_tokens=1, sampling=sampling))
     house.run()
     expected_V = log_probabilities(logits_after(make_request().prompt_ids))
@@ -138,7 +138,7 @@ def test_scored_prompt_of_one_token_has_nothing_to_report() -> None:
 
 
 def test_sources_that_fit_are_encoded_at_once_and_answered_in_the_same_step() -> None:
-    house = House(max_rows=4)
+    house = House(max_num_seqs=4)
     requests = [
         as_translation(make_request(name, num_prompt=num_prompt, num_sequences=num_sequences))
         for name, num_prompt, num_sequences in (("a", 5, 2), ("bb", 9, 1), ("ccc", 3, 2))
@@ -155,21 +155,21 @@ def test_sources_that_fit_are_encoded_at_once_and_answered_in_the_same_step() ->
     assert house.finished["bb", 0].usage.prompt == 9
 
 
-def test_steps_report_what_they_read_and_who_was_set_back() -> None:
-    house = House(max_rows=8, num_blocks=10, step_s=0.001)
+def test_steps_report_what_they_read_and_who_was_preempted() -> None:
+    house = House(max_num_seqs=8, num_blocks=10, step_s=0.001)
     requests = [make_request("x" * (n + 1), num_prompt=20, max_new_tokens=70) for n in range(5)]
     for request in requests:
         house.submit(request)
     reports = []
     while not house.engine.is_idle:
         batch = house.step()
-        assert batch.crowd is not None
-        assert batch.crowd.num_blocks <= 10
+        assert batch.queue is not None
+        assert batch.queue.num_blocks <= 10
         reports += [batch.step] if batch.step is not None else []
     assert {report.kind for report in reports} == {"prefill", "decode", "mixed"}
-    assert sum(report.num_set_back for report in reports) > 0
+    assert sum(report.num_preempted for report in reports) > 0
     usages = [finish.usage for finish in house.finished.values()]
-    assert sum(report.num_guessed for report in reports) == sum(each.guessed for each in usages)
+    assert sum(report.num_draft_tokens for report in reports) == sum(each.draft for each in usages)
     assert sum(report.num_accepted for report in reports) == sum(each.accepted for each in usages)
     assert sum(report.num_prompt_tokens for report in reports) > 5 * 20, "some were read again"
     assert sum(each.accepted for each in usages) > 0

@@ -5,14 +5,14 @@ import pytest
 
 from quill.server.engine.engine import MAX_FAILURES
 from quill.server.errors import CancelledError, DeadlineError, StepError, UnavailableError
-from quill.server.request import Beams, Sampling
+from quill.server.request import BeamParams, SamplingParams
 from tests.server import fake_session
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import VOCAB_SIZE, oracle
 
 
 def test_deadline_in_the_queue_is_an_error() -> None:
-    house = House(max_rows=1)
+    house = House(max_num_seqs=1)
     house.submit(make_request("running", max_new_tokens=50))
     house.submit(make_request("late", deadline_s=3.0))
     house.step()
@@ -36,7 +36,7 @@ def test_deadline_of_a_running_request_keeps_what_was_made() -> None:
 
 
 def test_cancelled_request_frees_its_row_before_the_next_step() -> None:
-    house = House(max_rows=1)
+    house = House(max_num_seqs=1)
     house.submit(make_request("gone", max_new_tokens=50))
     house.step()
     house.submit(make_request("next"))
@@ -71,7 +71,9 @@ def test_ending_what_has_ended_or_never_was_does_nothing() -> None:
 
 def test_one_sequence_stopped_leaves_the_others() -> None:
     house = House()
-    request = make_request(num_sequences=3, max_new_tokens=9, sampling=Sampling(temperature=3.0))
+    request = make_request(
+        num_sequences=3, max_new_tokens=9, sampling=SamplingParams(temperature=3.0)
+    )
     house.submit(request)
     house.step()
     house.engine.end("r", 0, "stop")
@@ -140,7 +142,7 @@ def test_row_whose_logits_are_not_finite_fails_alone() -> None:
 
 
 def test_abandoning_ends_everybody() -> None:
-    house = House(max_rows=1)
+    house = House(max_num_seqs=1)
     for name in ("a", "bb"):
         house.submit(make_request(name, max_new_tokens=50))
     house.step()
@@ -189,7 +191,7 @@ def test_blocks_whose_logits_were_not_finite_are_not_given_to_others() -> None:
 def test_search_whose_last_logits_were_not_finite_leaves_its_blocks_to_others() -> None:
     house = House(num_blocks=12, block_size=4, context=40)
     house.session.poisoned = {0}
-    house.submit(make_request("a", num_prompt=17, beams=Beams(num_beams=2), max_new_tokens=1))
+    house.submit(make_request("a", num_prompt=17, beams=BeamParams(num_beams=2), max_new_tokens=1))
     house.run()
     house.session.poisoned = set()
     requests = [make_request(name, num_prompt=30, max_new_tokens=8) for name in ("bb", "ccc")]
@@ -208,10 +210,10 @@ def test_search_with_more_beams_than_possible_tokens_fails_alone(
     few_V = np.full(VOCAB_SIZE, -np.inf, np.float32)
     few_V[:3] = 0.0
     monkeypatch.setattr(fake_session, "logits_after", lambda ids: few_V)
-    house = House(max_rows=8)
+    house = House(max_num_seqs=8)
     beside = make_request("a", max_new_tokens=10)
     house.submit(beside)
-    beams = Beams(num_beams=4)
+    beams = BeamParams(num_beams=4)
     house.submit(make_request("bb", beams=beams, num_sequences=4, max_new_tokens=max_new_tokens))
     house.run()
     assert isinstance(house.failed["bb"], StepError)

@@ -8,8 +8,8 @@ import pytest
 from quill.server.engine.engine import MAX_FAILURES, Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import RequestError, StepError, UnavailableError
-from quill.server.events import Batch, Event, FailEvent, FinishEvent, TokenEvent
 from quill.server.limits import Limits
+from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent, TokenEvent
 from quill.server.request import Request
 from tests.server.fake_session import FakeSession, oracle
 
@@ -22,13 +22,13 @@ class Served:
 
     def __init__(self) -> None:
         self.session = FakeSession(16)
-        limits = Limits(max_rows=2, context=CONTEXT, num_blocks=16)
+        limits = Limits(max_num_seqs=2, context=CONTEXT, num_blocks=16)
         self.engine = Engine(self.session, limits)
         self.events: queue.Queue[Event] = queue.Queue()
         self.health: queue.Queue[bool] = queue.Queue()
         self.thread = EngineThread(self.engine, self._publish, self.health.put)
 
-    def _publish(self, batch: Batch) -> None:
+    def _publish(self, batch: EngineOutputs) -> None:
         for event in batch.events:
             self.events.put(event)
 
@@ -95,7 +95,7 @@ def test_engine_that_breaks_down_fails_everybody_and_answers_later_requests(
 ) -> None:
     served = Served()
 
-    def break_down() -> Batch:
+    def break_down() -> EngineOutputs:
         raise AssertionError("a bug")
 
     monkeypatch.setattr(served.engine, "step", break_down)

@@ -7,7 +7,7 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.errors import InvalidFieldError
-from quill.server.request import Request, Sampling
+from quill.server.request import Request, SamplingParams
 from tests.server.engine_harness import CONTEXT, House, make_request
 from tests.server.fake_session import logits_after, oracle
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
@@ -20,16 +20,16 @@ def formed(kind: str, **fields: Any) -> Request:
 
 def test_tokens_that_are_forced_are_checked_in_the_step_of_the_one_before() -> None:
     steps = {}
-    for guess in (True, False):
-        house = House(guess=guess)
-        request = formed("schema", sampling=Sampling(temperature=0.0), logprobs=1)
+    for speculative in (True, False):
+        house = House(speculative=speculative)
+        request = formed("schema", sampling=SamplingParams(temperature=0.0), logprobs=1)
         house.submit(request)
         house.run()
         assert house.answer(request) == oracle(request, CONTEXT)
         assert house.finished["r", 0].reason == "eos"
-        steps[guess] = len(house.session.steps)
+        steps[speculative] = len(house.session.steps)
         usage = house.finished["r", 0].usage
-        assert (usage.guessed > 0) == (usage.accepted > 0) == guess
+        assert (usage.draft > 0) == (usage.accepted > 0) == speculative
         for place, report in enumerate(house.logprobs["r", 0]):
             assert report is not None
             text = [*request.prompt_ids, *house.tokens["r", 0][:place]]
@@ -41,15 +41,15 @@ def test_tokens_that_are_forced_are_checked_in_the_step_of_the_one_before() -> N
 
 def test_steps_report_what_was_forced_and_how_long_masks_took() -> None:
     house = House()
-    house.submit(formed("schema", sampling=Sampling(temperature=0.0)))
+    house.submit(formed("schema", sampling=SamplingParams(temperature=0.0)))
     house.submit(make_request("free", max_new_tokens=50))
     reports = []
     while not house.engine.is_idle:
         report = house.step().step
         reports += [] if report is None else [report]
     usage = house.finished["r", 0].usage
-    assert 0 < sum(each.num_forced for each in reports) <= usage.accepted
-    assert all(0 <= each.num_forced <= each.num_accepted for each in reports)
+    assert 0 < sum(each.num_jump_forward for each in reports) <= usage.accepted
+    assert all(0 <= each.num_jump_forward <= each.num_accepted for each in reports)
     assert reports[0].masks_s is not None
     assert reports[0].masks_s > 0
     assert reports[-1].masks_s is None, "the one that keeps to a form has ended"
@@ -93,13 +93,13 @@ def test_a_form_that_cannot_be_followed_any_more_ends_its_request_alone() -> Non
 
 def test_a_step_that_fails_leaves_no_mask_behind() -> None:
     house = House()
-    request = formed("schema", sampling=Sampling(temperature=0.0))
+    request = formed("schema", sampling=SamplingParams(temperature=0.0))
     house.submit(request)
     house.step()
     house.session.failures.append(RuntimeError("a bug"))
     house.step()
     assert "r" in house.failed
-    again = formed("schema", sampling=Sampling(temperature=0.0), name="again")
+    again = formed("schema", sampling=SamplingParams(temperature=0.0), name="again")
     house.submit(again)
     house.run()
     assert house.answer(again) == oracle(again, CONTEXT)

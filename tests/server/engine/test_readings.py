@@ -9,7 +9,7 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.errors import CancelledError, DeadlineError, StepError
-from quill.server.request import Pooling, Reading, Request
+from quill.server.request import Pooling, PoolingParams, Request
 from tests.server.engine_harness import CONTEXT, House, make_reading, make_request
 from tests.server.fake_session import hidden_after, logits_after, oracle
 
@@ -19,14 +19,14 @@ ENCODER: dict[str, Any] = {"reads_whole": True, "block_size": CONTEXT, "share": 
 
 def expected(request: Request, is_whole: bool) -> dict[int, list[float]]:
     """Token by token, in plain Python: float64, in order."""
-    assert request.reading is not None
+    assert request.pooling is not None
     vectors = {}
-    for number, text in enumerate(request.reading.texts):
+    for number, text in enumerate(request.pooling.texts):
         rows = [
             hidden_after([*text, i] if is_whole else text[: i + 1]).tolist()
             for i in range(len(text))
         ]
-        chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[request.reading.pooling]
+        chosen = {"mean": rows, "first": rows[:1], "last": rows[-1:]}[request.pooling.method]
         total = chosen[0]
         for row in chosen[1:]:
             total = [a + b for a, b in zip(total, row, strict=True)]
@@ -83,8 +83,8 @@ def test_range_is_the_vector_of_its_tokens_within_the_text(pooling: Pooling) -> 
     house = House(max_read=10, **{**ENCODER, "reads_whole": False})
     text = tuple(range(30))
     ranges = (range(3, 25), range(29, 30), range(0, 1))
-    reading = Reading(texts=(text,) * 3, pooling=pooling, ranges=ranges)
-    house.submit(Request(request_id="r", reading=reading, max_new_tokens=0))
+    reading = PoolingParams(texts=(text,) * 3, method=pooling, ranges=ranges)
+    house.submit(Request(request_id="r", pooling=reading, max_new_tokens=0))
     house.run()
     for number, of in enumerate(ranges):
         places = {"mean": of, "first": of[:1], "last": of[-1:]}[pooling]
@@ -134,11 +134,11 @@ def test_texts_that_are_set_back_end_with_the_same_vectors() -> None:
     reading = make_reading("young", [70 + n for n in range(20)])
     house.submit(old)
     house.submit(reading)
-    num_set_back = 0
+    num_preempted = 0
     while not house.engine.is_idle:
         batch = house.step()
-        num_set_back += batch.step.num_set_back if batch.step is not None else 0
-    assert num_set_back > 0
+        num_preempted += batch.step.num_preempted if batch.step is not None else 0
+    assert num_preempted > 0
     assert house.vectors["young"] == expected(reading, is_whole=False)
     assert house.answer(old) == oracle(old, CONTEXT)
 
@@ -159,7 +159,7 @@ def test_request_that_ends_early_ends_once_and_leaves_nothing(reason: Any, is_wh
     kind = DeadlineError if reason == "deadline" else CancelledError
     assert type(house.failed["r"]) is kind
     assert "before all texts were read" in str(house.failed["r"])
-    assert house.step().crowd == (0, 0, 0)
+    assert house.step().queue == (0, 0, 0, 0)
     again = make_reading("again", [20] * 9)
     house.submit(again)
     house.run()
@@ -190,8 +190,8 @@ def test_step_that_fails_fails_the_texts_in_it() -> None:
 def test_masks_are_given_the_likeliest_tokens_at_their_places() -> None:
     house = House(num_blocks=8, **ENCODER)
     text = (3, 1, 4, 1, 5)
-    reading = Reading(texts=(text,), masks=(1, 3))
-    house.submit(Request(request_id="r", reading=reading, max_new_tokens=0, prompt_logprobs=3))
+    reading = PoolingParams(texts=(text,), masks=(1, 3))
+    house.submit(Request(request_id="r", pooling=reading, max_new_tokens=0, prompt_logprobs=3))
     house.run()
     first, second = house.prompts["r"]
     for place, report in ((1, first), (3, second)):

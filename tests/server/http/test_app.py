@@ -91,7 +91,7 @@ def test_keys_are_wanted_and_known(tmp_path: Path) -> None:
 
 
 def test_full_queue_says_when_to_come_back() -> None:
-    with running_server(http_port=0, max_rows=1, max_waiting=1) as running:
+    with running_server(http_port=0, max_num_seqs=1, max_waiting=1) as running:
         running.session.hold()
         running.session.let_go(1)
         client = client_of(running)
@@ -113,7 +113,7 @@ def test_deadline_before_anything_is_a_408() -> None:
         client = client_of(running)
         reply = client.post(CHAT, ASKED, JSON | {"x-request-timeout": "0.05"})
         assert (reply.status, reply.error["type"]) == (408, "timeout_error")
-        assert running.next_record("DEADLINE_EXCEEDED").door == "http"
+        assert running.next_record("DEADLINE_EXCEEDED").frontend == "http"
 
 
 def test_deadline_in_the_middle_keeps_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,11 @@ def test_call_is_accounted_for_once_and_names_its_door(running: Running, stub: S
     record = running.next_record("OK")
     assert record.method == "ModelInfer"
     assert running.records.empty()
-    assert (record.door, record.num_generated, record.finish_reasons) == ("kserve", 4, ["length"])
+    assert (record.frontend, record.num_generated, record.finish_reasons) == (
+        "kserve",
+        4,
+        ["length"],
+    )
 
 
 def test_unary_call_streams_nothing(stub: Stub) -> None:
@@ -208,7 +212,7 @@ def test_who_leaves_a_stream_leaves_all_its_requests() -> None:
         conversation.end()
         server.wait_for_requests(0)
         for _ in range(2):
-            assert server.next_record("CANCELLED").door == "kserve"
+            assert server.next_record("CANCELLED").frontend == "kserve"
 
 
 def test_time_of_a_request_is_its_own(running: Running, stub: Stub) -> None:
@@ -246,7 +250,7 @@ def test_bytes_that_are_no_message_end_a_stream_in_words(running: Running) -> No
             list(call(iter([b"\xff\xff"]), timeout=TIMEOUT_S))
         assert no.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     record = running.next_record("INVALID_ARGUMENT")
-    assert (record.method, record.door, record.bad_field) == (
+    assert (record.method, record.frontend, record.bad_field) == (
         *("ModelStreamInfer", "kserve"),
         "message",
     )
@@ -260,7 +264,7 @@ def test_keys_are_asked_for_here_too(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as no:
             stub.ModelInfer(ask())
         assert no.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert server.next_record("UNAUTHENTICATED").door == "kserve"
+        assert server.next_record("UNAUTHENTICATED").frontend == "kserve"
         proof = (("authorization", f"Bearer {key}"),)
         assert text_of(stub.ModelInfer(ask(), metadata=proof)) == "abcdefg"
         assert server.next_record("OK").caller == "alice"
@@ -277,7 +281,7 @@ def test_reader_who_stops_reading_ends_the_stream_for_all_its_requests() -> None
             request.inputs.add(name="return_logprobs", datatype="BOOL", shape=[1])
             request.raw_input_contents.append(b"\1")
             conversation.send(request)
-        assert server.next_record("ABORTED").door == "kserve"
+        assert server.next_record("ABORTED").frontend == "kserve"
         server.wait_for_requests(0)
         conversation.end()
         assert text_of(Stub(channel).ModelInfer(ask())) == "abcdefg"

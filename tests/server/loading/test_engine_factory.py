@@ -11,9 +11,9 @@ import pytest
 from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
-from quill.server.events import TokenEvent
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.outputs import TokenEvent
 from quill.server.request import Request
 from tests.operators import SERVED
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
@@ -31,7 +31,7 @@ def _change(directory: Path, **entries: Any) -> None:
 
 
 def _settings(**fields: Any) -> EngineSettings:
-    limits = Limits(**{"max_rows": 2, "context": 64, "num_blocks": 16, **fields})
+    limits = Limits(**{"max_num_seqs": 2, "context": 64, "num_blocks": 16, **fields})
     return EngineSettings(limits=limits, num_threads=1, spinning=False)
 
 
@@ -79,7 +79,7 @@ def test_precision_that_is_not_there_is_refused(tiny_bundle: TinyBundle) -> None
         open_bundle(tiny_bundle.directory, "fp16")
 
 
-@pytest.mark.parametrize("wrong", [{"context": 1}, {"context": CONTEXT + 1}, {"max_rows": 0}])
+@pytest.mark.parametrize("wrong", [{"context": 1}, {"context": CONTEXT + 1}, {"max_num_seqs": 0}])
 def test_settings_out_of_range_are_refused(tiny_bundle: TinyBundle, wrong: dict[str, int]) -> None:
     with pytest.raises(StartError):
         open_engine(open_bundle(tiny_bundle.directory, "fp32"), _settings(**wrong))
@@ -89,7 +89,7 @@ def test_blocks_that_no_memory_is_enough_for_are_refused_with_advice(
     tiny_bundle: TinyBundle,
 ) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
-    with pytest.raises(StartError, match="Lower --cache"):
+    with pytest.raises(StartError, match="Lower --kv-cache-mb"):
         open_engine(bundle, _settings(num_blocks=10**12))
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = cuda_problem()
 without_cuda = pytest.mark.skipif(PROBLEM is None, reason="CUDA works here")
 
-LIMITS = Limits(max_rows=1, context=64, num_blocks=4)
+LIMITS = Limits(max_num_seqs=1, context=64, num_blocks=4)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_auto_names_what_cuda_lacks_here(
     tiny_for_both: TinyBundle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO):
-        prepare(tiny_for_both.directory, Settings(max_rows=2, threads=1))
+        prepare(tiny_for_both.directory, Settings(max_num_seqs=2, threads=1))
     said = [record for record in caplog.records if "CUDA" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
     name = tiny_for_both.manifest.name

@@ -26,19 +26,19 @@ LEAST = 13  # blocks, for a context of 200
 
 
 def sizes(available: int, **wishes: Any) -> Sizing:
-    wishes = {"max_rows": None, "context": None, "cache_bytes": None, **wishes}
+    wishes = {"max_num_seqs": None, "context": None, "cache_bytes": None, **wishes}
     return choose_sizes(MANIFEST, MANIFEST.graphs[0], available, **wishes)
 
 
 def test_blocks_take_half_of_what_the_model_leaves_up_to_a_limit() -> None:
     chosen = sizes(1000 + 2 * 20 * BLOCK_BYTES)
-    assert (chosen.max_rows, chosen.context, chosen.num_blocks) == (MAX_ROWS, 200, 20)
+    assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (MAX_ROWS, 200, 20)
     assert sizes(10**12).cache_bytes <= MAX_CACHE_BYTES
 
 
 def test_wishes_are_kept_where_they_fit() -> None:
-    chosen = sizes(1000 + 7 * BLOCK_BYTES, max_rows=2, context=100, cache_bytes=7 * BLOCK_BYTES)
-    assert (chosen.max_rows, chosen.context, chosen.num_blocks) == (2, 100, 7)
+    chosen = sizes(1000 + 7 * BLOCK_BYTES, max_num_seqs=2, context=100, cache_bytes=7 * BLOCK_BYTES)
+    assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (2, 100, 7)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_link_to_the_file_will_do(tmp_path: Path) -> None:
 
 def test_engine_has_nothing_of_its_bundle_mapped(tiny_bundle: TinyBundle) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
-    limits = Limits(max_rows=1, context=64, num_blocks=4)
+    limits = Limits(max_num_seqs=1, context=64, num_blocks=4)
     engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
     assert not is_mapped(tiny_bundle.directory)
     assert engine.is_idle

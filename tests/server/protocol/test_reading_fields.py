@@ -12,7 +12,7 @@ from quill.server.errors import InvalidFieldError, UnimplementedError, Unsupport
 from quill.server.protocol.reading_fields import MAX_INPUTS, MAX_MASKS, ReadingReader
 from quill.server.protocol.requests import Arrival, ParsedRequest
 from quill.server.protocol.served_model import ServedModel
-from quill.server.request import Reading
+from quill.server.request import PoolingParams
 from quill.server.text.tokenizer import Text
 from tests.server.running import CONTEXT, make_embedder, make_manifest, make_served
 from tests.server.scripted_session import D_MODEL
@@ -46,9 +46,9 @@ def fill(served: ServedModel = ENCODER, **fields: Any) -> ParsedRequest:
     return ReadingReader(served).read_fill(message, ARRIVAL)
 
 
-def reading(parsed: ParsedRequest) -> Reading:
-    assert parsed.request.reading is not None
-    return parsed.request.reading
+def reading(parsed: ParsedRequest) -> PoolingParams:
+    assert parsed.request.pooling is not None
+    return parsed.request.pooling
 
 
 def entry(**fields: Any) -> dict[str, Any]:
@@ -86,15 +86,15 @@ def test_what_breaks_a_rule_is_refused_by_name(field: str, fields: dict[str, Any
 
 def test_defaults_are_the_manifests_then_the_plain_mean() -> None:
     asked = embed()
-    assert (reading(asked).pooling, asked.normalise, asked.dimensions) == ("mean", False, None)
-    manifest = make_manifest(pooling="last", normalise=True)
+    assert (reading(asked).method, asked.normalize, asked.dimensions) == ("mean", False, None)
+    manifest = make_manifest(pooling="last", normalize=True)
     served = dataclasses.replace(EMBEDDER, manifest=manifest)
     message = pb.EmbedRequest(inputs=[pb.EmbedInput(text="abc")])
     asked = ReadingReader(served).read_embed(message, ARRIVAL)
-    assert (reading(asked).pooling, asked.normalise) == ("last", True)
-    message.pooling, message.normalise = pb.POOLING_FIRST, False
+    assert (reading(asked).method, asked.normalize) == ("last", True)
+    message.pooling, message.normalize = pb.POOLING_FIRST, False
     asked = ReadingReader(served).read_embed(message, ARRIVAL)
-    assert (reading(asked).pooling, asked.normalise) == ("first", False)
+    assert (reading(asked).method, asked.normalize) == ("first", False)
 
 
 def test_texts_may_fill_the_context_and_ranges_are_of_their_tokens() -> None:
@@ -107,9 +107,9 @@ def test_texts_may_fill_the_context_and_ranges_are_of_their_tokens() -> None:
         priority=3,
     )
     request = ReadingReader(EMBEDDER).read_embed(message, arrival).request
-    assert request.reading is not None
-    assert [len(text) for text in request.reading.texts] == [CONTEXT, 3]
-    assert request.reading.ranges == (range(CONTEXT), range(1, 3))
+    assert request.pooling is not None
+    assert [len(text) for text in request.pooling.texts] == [CONTEXT, 3]
+    assert request.pooling.ranges == (range(CONTEXT), range(1, 3))
     assert (request.num_prompt, request.priority) == (CONTEXT + 3, 3)
 
 

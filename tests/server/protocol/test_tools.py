@@ -9,8 +9,8 @@ import pytest
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnsupportedError
-from quill.server.events import FailEvent, FinishEvent, Timings, TokenEvent, Usage
 from quill.server.grammar.compiler import Compiler
+from quill.server.outputs import FailEvent, FinishEvent, Timings, TokenEvent, Usage
 from quill.server.protocol.answer import Answer, merge
 from quill.server.protocol.requests import Arrival, ParsedRequest, RequestReader
 from quill.server.protocol.responses import model_message, response_message
@@ -159,10 +159,10 @@ def test_auto_needs_a_template_that_knows_how() -> None:
 
 
 def test_model_says_how_it_writes_calls() -> None:
-    assert model_message(PARROT).tool_form == "hermes"
-    assert model_message(make_parrot(MISTRAL)).tool_form == "mistral"
-    assert model_message(plain()).tool_form == ""
-    assert model_message(replace(PARROT, grammars=None)).tool_form == ""
+    assert model_message(PARROT).tool_call_format == "hermes"
+    assert model_message(make_parrot(MISTRAL)).tool_call_format == "mistral"
+    assert model_message(plain()).tool_call_format == ""
+    assert model_message(replace(PARROT, grammars=None)).tool_call_format == ""
 
 
 def answered(parsed: ParsedRequest, text: Text, tokens: list[int]) -> pb.Sequence:

@@ -16,7 +16,7 @@ import pytest
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.request import Beams, Request, Sampling
+from quill.server.request import BeamParams, Request, SamplingParams
 from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
 from quill.server.runtime.copy_graph import identity_graph, input_name, output_name
 from quill.server.runtime.model_runner import OrtSession
@@ -75,11 +75,11 @@ def _requests(rng: random.Random) -> list[Request]:
         Request(
             request_id=str(number),
             prompt_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))),
-            sampling=Sampling(temperature=rng.choice([0.0, 1.0])),
+            sampling=SamplingParams(temperature=rng.choice([0.0, 1.0])),
             seed=number,
             max_new_tokens=rng.randint(1, 12),
             num_sequences=3 if number % 4 == 0 else 1,
-            beams=Beams(num_beams=3) if number % 8 == 0 else None,
+            beams=BeamParams(num_beams=3) if number % 8 == 0 else None,
             logprobs=2,
         )
         for number in range(16)
@@ -88,7 +88,7 @@ def _requests(rng: random.Random) -> list[Request]:
 
 def _answers(session: OrtSession, requests: list[Request]) -> Answers:
     rng = random.Random(1)
-    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=NUM_BLOCKS)
+    limits = Limits(max_num_seqs=4, context=CONTEXT, num_blocks=NUM_BLOCKS)
     return together(Engine(session, limits, clock=restless_clock(rng)), requests, rng)
 
 
@@ -131,5 +131,5 @@ def test_graph_of_copies_is_sound_and_copies() -> None:
 
 def test_memory_that_is_not_there_says_what_to_lower() -> None:
     for make in (Blocks, lambda num, shape: DeviceBlocks(num, shape, "cpu")):
-        with pytest.raises(StartError, match=r"GB of memory .* can't be had\. Lower --cache"):
+        with pytest.raises(StartError, match=r"GB of memory .* can't be had\. Lower --kv-cache-mb"):
             make(10**12, SHAPE)

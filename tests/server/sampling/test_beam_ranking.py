@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from quill.model.reference.sampling import log_probabilities
-from quill.server.request import Beams, Request
+from quill.server.request import BeamParams, Request
 from quill.server.sampling.beam_ranking import rank
 from quill.server.sampling.beam_search import Beam, Search
 
 
 def search(num_beams: int, logprobs: int | None = None) -> Search:
     request = Request(
-        request_id="r", prompt_ids=(1,), beams=Beams(num_beams=num_beams), logprobs=logprobs
+        request_id="r", prompt_ids=(1,), beams=BeamParams(num_beams=num_beams), logprobs=logprobs
     )
     found = Search(request, 8)
     found.running = [Beam((i,), -float(i)) for i in range(num_beams)]

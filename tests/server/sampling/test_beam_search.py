@@ -1,4 +1,4 @@
-"""Beams are rows beside other people's, and the answers are those of
+"""BeamParams are rows beside other people's, and the answers are those of
 model/reference/beam_search.py."""
 
 import dataclasses
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from quill.model.reference.beam_search import BeamParameters, beam_search, search
 from quill.server.engine.engine import Engine
 from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
-from quill.server.events import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
 from quill.server.limits import Limits
-from quill.server.request import Beams, Request, Sampling
+from quill.server.outputs import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
+from quill.server.request import BeamParams, Request, SamplingParams
 from tests.operators import SERVED
 from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
@@ -57,7 +57,7 @@ class Results:
 
 def parameters_of(request: Request) -> BeamParameters:
     assert request.beams is not None
-    names: dict[str, Any] = {"guess": False, "at_once": True, "never": "never"}
+    names: dict[str, Any] = {"heuristic": False, "at_once": True, "never": "never"}
     return BeamParameters(
         num_beams=request.beams.num_beams,
         length_penalty=request.beams.length_penalty,
@@ -88,10 +88,10 @@ def fake_search(request: Request) -> Sequence[Any]:
 
 
 BEAMS = st.builds(
-    Beams,
+    BeamParams,
     num_beams=st.integers(2, 4),
     length_penalty=st.sampled_from([1.0, 0.0, 2.5, -1.0]),
-    early_stopping=st.sampled_from(["guess", "at_once", "never"]),
+    early_stopping=st.sampled_from(["heuristic", "at_once", "never"]),
 )
 
 
@@ -106,9 +106,9 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
         prompt_ids=(0,) if translates else ids,
         source_ids=ids if translates else None,
         beams=beams,
-        sampling=Sampling(temperature=draw(st.sampled_from([0.0, 1.0])))
+        sampling=SamplingParams(temperature=draw(st.sampled_from([0.0, 1.0])))
         if not beams
-        else Sampling(),
+        else SamplingParams(),
         num_sequences=draw(st.integers(1, most)),
         max_new_tokens=max_new_tokens,
         min_new_tokens=draw(st.integers(0, max_new_tokens)),
@@ -121,11 +121,11 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(4, 7), st.integers(24, 40), st.booleans())
 def test_any_crowd_with_beams_gets_the_oracles_answers(
-    data: st.DataObject, max_rows: int, num_blocks: int, translates: bool
+    data: st.DataObject, max_num_seqs: int, num_blocks: int, translates: bool
 ) -> None:
     engine = Engine(
         FakeSession(num_blocks),
-        Limits(max_rows=max_rows, context=CONTEXT, num_blocks=num_blocks),
+        Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks),
     )
     results, asked, ended = Results(), list[Request](), set[str]()
     for number in range(data.draw(st.integers(1, 6))):
@@ -160,7 +160,7 @@ def test_beams_in_a_crowd_are_those_of_the_reference_and_of_the_request_alone(
     engine, plain = (
         Engine(
             bundle.session(precision, num_blocks),
-            Limits(max_rows=num_rows, context=CONTEXT, num_blocks=num_blocks),
+            Limits(max_num_seqs=num_rows, context=CONTEXT, num_blocks=num_blocks),
         )
         for num_rows, num_blocks in ((10, 40), (4, 40))
     )
@@ -194,10 +194,10 @@ def _random_request(name: str, family: str, rng: random.Random) -> Request:
     ids = tuple(rng.randrange(512) for _ in range(rng.randint(1, 40)))
     beams = None
     if rng.random() < 0.7:
-        beams = Beams(
+        beams = BeamParams(
             num_beams=rng.randint(2, 4),
             length_penalty=rng.choice([0.6, 1.0, 2.0]),
-            early_stopping=rng.choice(["guess", "at_once", "never"]),
+            early_stopping=rng.choice(["heuristic", "at_once", "never"]),
         )
     return Request(
         request_id=name,
@@ -214,13 +214,13 @@ def _random_request(name: str, family: str, rng: random.Random) -> Request:
 
 def _searching(**changes: Any) -> Request:
     request = Request(
-        request_id="r", prompt_ids=(1, 2, 3), beams=Beams(num_beams=3), max_new_tokens=20
+        request_id="r", prompt_ids=(1, 2, 3), beams=BeamParams(num_beams=3), max_new_tokens=20
     )
     return dataclasses.replace(request, **changes)
 
 
-def _engine(max_rows: int = 4, session: FakeSession | None = None) -> Engine:
-    limits = Limits(max_rows=max_rows, context=CONTEXT, num_blocks=NUM_BLOCKS)
+def _engine(max_num_seqs: int = 4, session: FakeSession | None = None) -> Engine:
+    limits = Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=NUM_BLOCKS)
     return Engine(session or FakeSession(NUM_BLOCKS), limits, clock=lambda: 5.0)
 
 
@@ -271,7 +271,7 @@ def test_beams_share_all_but_the_block_that_they_write_into() -> None:
 @pytest.mark.parametrize("penalty", [10.5, float("nan")])
 def test_length_penalty_out_of_range_is_refused_by_name(penalty: float) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        Beams(num_beams=2, length_penalty=penalty)
+        BeamParams(num_beams=2, length_penalty=penalty)
     assert caught.value.field == "length_penalty"
 
 

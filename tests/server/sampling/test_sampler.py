@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quill.model.randomness import uniform
 from quill.model.reference import sampling as reference
-from quill.server.request import Sampling
+from quill.server.request import SamplingParams
 from quill.server.sampling import exact_draw, native, sampler
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.sampler import Draw, choose
@@ -52,7 +52,7 @@ def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
 
 
 def _draw(row: Row, vocab_size: int) -> Draw:
-    sampling = Sampling(**row.sampling)
+    sampling = SamplingParams(**row.sampling)
     adjustments = None
     if sampling.adjusts or row.banned:
         adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1, row.banned)

@@ -39,16 +39,16 @@ def test_fewer_are_guessed_where_guesses_cost_more() -> None:
 def test_row_whose_guesses_are_wrong_is_left_in_peace_and_tried_now_and_then() -> None:
     rng = random.Random(1)
     guesses = Guesses([0, 1, 2] * 4)
-    num_steps = num_guessed = 0
+    num_steps = num_draft_tokens = 0
     for _ in range(400):
         found = guesses.next(8, 0.15)
-        num_guessed += len(found)
+        num_draft_tokens += len(found)
         if found:
             guesses.learn(len(found), 0)
         num_steps += 1
         for token in (rng.randrange(3, 99), 0, 1, 2):
             guesses.add(token)
-    assert 1 < num_guessed < 30 + num_steps / RETRY
+    assert 1 < num_draft_tokens < 30 + num_steps / RETRY
 
 
 def test_row_whose_guesses_are_right_is_trusted_more_and_more() -> None:

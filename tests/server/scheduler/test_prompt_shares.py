@@ -7,7 +7,7 @@ from quill.server.scheduler.prompt_shares import PromptShares
 from quill.server.scheduler.row import Group, group_of
 from quill.server.scheduler.step_budget import StepBudget
 
-LIMITS = Limits(max_rows=4, context=32, num_blocks=16, block_size=4)
+LIMITS = Limits(max_num_seqs=4, context=32, num_blocks=16, block_size=4)
 
 
 def _groups(shares: PromptShares, num_groups: int) -> list[Group]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quill.server.limits import Limits
-from quill.server.request import Beams, Request
+from quill.server.request import BeamParams, Request
 from quill.server.scheduler.entrance import LOOK_AHEAD
 from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
 from quill.server.scheduler.request_queue import cost
@@ -18,8 +18,13 @@ CONTEXT = 128
 class World:
     """Runs plans without a model: row i of a request says i, and then i + 1, and so on."""
 
-    def __init__(self, max_rows: int = 4, num_blocks: int = 64, **limits: Any) -> None:
-        fields = {"max_rows": max_rows, "context": CONTEXT, "num_blocks": num_blocks, **limits}
+    def __init__(self, max_num_seqs: int = 4, num_blocks: int = 64, **limits: Any) -> None:
+        fields = {
+            "max_num_seqs": max_num_seqs,
+            "context": CONTEXT,
+            "num_blocks": num_blocks,
+            **limits,
+        }
         self.scheduler = Scheduler(Limits(**fields))
         self.plans: list[Plan] = []
         self.finished: dict[tuple[str, int], str] = {}
@@ -81,7 +86,7 @@ def test_prompts_are_read_beside_running_rows_which_come_first() -> None:
 
 
 def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() -> None:
-    world = World(guess=False)
+    world = World(speculative=False)
     world.scheduler.add(_request(num_prompt=40, num_sequences=3))
     world.step()
     world.step()
@@ -112,7 +117,7 @@ def test_logits_are_wanted_at_a_prompts_end_only_or_everywhere_if_it_is_scored()
 
 
 def test_request_that_needs_much_is_overtaken_by_little() -> None:
-    world = World(max_rows=2)
+    world = World(max_num_seqs=2)
     world.scheduler.add(_request("one", max_new_tokens=100))
     world.step()
     world.scheduler.add(_request("two", num_sequences=2, num_prompt=100))
@@ -136,11 +141,11 @@ def test_request_starts_when_there_are_blocks_for_its_prompt(num_new: int) -> No
 
 
 def test_youngest_is_set_back_and_the_oldest_never() -> None:
-    world = World(num_blocks=8, guess=False)
+    world = World(num_blocks=8, speculative=False)
     for name in ("old", "young"):
         world.scheduler.add(_request(name, num_prompt=30, max_new_tokens=90))
     world.run()
-    assert world.scheduler.num_set_back >= 1
+    assert world.scheduler.num_preempted >= 1
     assert list(world.finished) == [("old", 0), ("young", 0)]
     assert world.starts() == ["old", "young"], "each is told once"
     old = [plan for plan in world.plans for p in plan.parts if p.row.request.request_id == "old"]
@@ -148,7 +153,7 @@ def test_youngest_is_set_back_and_the_oldest_never() -> None:
 
 
 def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
-    limits = Limits(max_rows=4, context=CONTEXT, num_blocks=8)
+    limits = Limits(max_num_seqs=4, context=CONTEXT, num_blocks=8)
     cases = {
         ("plain", 1, 30, 98): True,
         ("prompt and answer fill the context", 1, 100, 10**6): True,
@@ -165,21 +170,21 @@ def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
     assert not limits.fits(source)
     with pytest.raises(AssertionError):
         Scheduler(limits).add(source)
-    beams = _request(num_prompt=64, max_new_tokens=33, beams=Beams(num_beams=2))
+    beams = _request(num_prompt=64, max_new_tokens=33, beams=BeamParams(num_beams=2))
     assert not limits.fits(beams)
 
 
 @pytest.mark.parametrize(("stop", "reason"), [(99, "length"), (6, "stop")])
 def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> None:
     said: dict[bool, list[int]] = {}
-    for guess in (True, False):
-        world = World(guess=guess)
+    for speculative in (True, False):
+        world = World(speculative=speculative)
         prompt = (90, *range(20), 91)  # the answer will be 0, 1, 2 ...
         fields: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": frozenset({stop})}
         world.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
-        said[guess] = []
+        said[speculative] = []
         while (outcome := world.step()) is not None:
-            said[guess] += [each.token for each in outcome.said]
+            said[speculative] += [each.token for each in outcome.said]
             held = [
                 row.num_held - row.num_text
                 for group in world.scheduler._groups
@@ -188,8 +193,8 @@ def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> 
             assert set(held) <= {-1}
         assert world.finished["r", 0] == reason
         num_asked = [len(part.piece.ids) for plan in world.plans for part in plan.running]
-        assert (max(num_asked) > 1) == guess
-        assert (len(world.plans) < len(said[guess])) == guess
+        assert (max(num_asked) > 1) == speculative
+        assert (len(world.plans) < len(said[speculative])) == speculative
     assert said[True] == said[False] == list(range(min(12, stop + 1)))
 
 
@@ -207,7 +212,7 @@ def test_wrong_guesses_are_forgotten() -> None:
 
 
 def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> None:
-    world = World(max_rows=1)
+    world = World(max_num_seqs=1)
     world.scheduler.add(_request("gone", num_prompt=100))
     world.step()
     assert world.scheduler.num_blocks_held
@@ -227,14 +232,14 @@ def test_set_back_text_that_is_wholly_known_runs_on_though_nobody_else_runs() ->
     # It is set back; the first twin writes the same blocks, and then nobody is left but it.
     world.scheduler.add(_request("second", prompt_ids=twin.prompt_ids, max_new_tokens=30))
     world.run()
-    assert world.scheduler.num_set_back >= 1
+    assert world.scheduler.num_preempted >= 1
     assert set(world.finished) == {("old", 0), ("first", 0), ("second", 0)}
 
 
 @pytest.mark.parametrize("num_prompt", range(1, 9))
 def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
     # The long prompt may set the row back that takes its blocks, but not while it has to pause.
-    world = World(num_blocks=32, block_size=4, guess=False, max_read=4)
+    world = World(num_blocks=32, block_size=4, speculative=False, max_read=4)
     world.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
     world.step()
     world.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
@@ -245,7 +250,7 @@ def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_p
 
 
 def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
-    world = World(num_blocks=36, block_size=4, guess=False, share=False)
+    world = World(num_blocks=36, block_size=4, speculative=False, share=False)
     scheduler, overtaken = world.scheduler, 0
     big = _request("big", num_prompt=60, max_new_tokens=28, owner="big")
     for number in range(600):
@@ -260,5 +265,5 @@ def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_a
         if waiting[0] is big and "big" not in started:
             overtaken += sum(cost(each) for each in waiting if each.request_id in started)
         assert overtaken <= cost(big)
-    assert scheduler.num_set_back >= 1
+    assert scheduler.num_preempted >= 1
     assert ("big", 0) in world.finished

@@ -91,9 +91,9 @@ def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() 
     budget, rng = StepBudget(), random.Random(2)
     for num_rows in range(32, 0, -1):
         for _ in range(3):
-            num_guesses = rng.randint(1, 6)
+            num_draft_tokens = rng.randint(1, 6)
             blur = rng.uniform(0.95, 1.05)
-            budget.note(blur * _step_s(num_rows + num_guesses), num_rows, num_guesses, [])
+            budget.note(blur * _step_s(num_rows + num_draft_tokens), num_rows, num_draft_tokens, [])
         if num_rows < 30:
             expected = num_rows * 0.0007 / _step_s(num_rows)
             rate = budget.least_rate(num_rows) / (GAIN if num_rows > 1 else 1)
@@ -104,12 +104,12 @@ def test_forms_make_others_wait_for_a_tenth_of_a_step_and_no_longer() -> None:
     budget = StepBudget()
     for num_rows in [1, 8, 32] * 20:
         budget.note(_step_s(num_rows), num_rows, 0, [])
-    assert budget.num_forced(1) == MAX_FORCED, "there are no others"
-    assert budget.num_forced(2) == budget.num_forced(16) == 3, "nobody notices 2.5 ms"
-    assert budget.num_forced(32) == 0, "one by one they take hardly longer"
+    assert budget.num_jump_forward(1) == MAX_FORCED, "there are no others"
+    assert budget.num_jump_forward(2) == budget.num_jump_forward(16) == 3, "nobody notices 2.5 ms"
+    assert budget.num_jump_forward(32) == 0, "one by one they take hardly longer"
     for num_rows in [1, 8, 32] * 200:
         budget.note(0.1 + 0.001 * num_rows, num_rows, 0, [])
-    assert budget.num_forced(32) == pytest.approx(0.1 * 0.132 / 0.001, abs=1)
+    assert budget.num_jump_forward(32) == pytest.approx(0.1 * 0.132 / 0.001, abs=1)
 
 
 def test_clock_that_stands_still_breaks_nothing() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quill.server.engine.engine import Engine
-from quill.server.events import FailEvent, StartEvent, TokenEvent
 from quill.server.limits import Limits
-from quill.server.request import Request, Sampling
+from quill.server.outputs import FailEvent, StartEvent, TokenEvent
+from quill.server.request import Request, SamplingParams
 from quill.server.scheduler.plan import BlockCopy, Piece, Source
 from quill.server.scheduler.session import Computed
 
@@ -56,7 +56,7 @@ class SlowMachine:
 class Place:
     def __init__(self, **limits: Any) -> None:
         self.machine = SlowMachine()
-        fields = {"max_rows": 64, "context": CONTEXT, "num_blocks": 4000, **limits}
+        fields = {"max_num_seqs": 64, "context": CONTEXT, "num_blocks": 4000, **limits}
         self.engine = Engine(self.machine, Limits(**fields), lambda: self.machine.now_s)
         self.tokens_s: dict[str, list[float]] = defaultdict(list)
         self.asked_s: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Place:
             request_id=name,
             prompt_ids=ids,
             max_new_tokens=num_tokens,
-            sampling=Sampling(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
             **fields,
         )
         self.asked_s[name] = self.machine.now_s
@@ -193,7 +193,7 @@ def test_shared_beginning_is_read_once_and_then_each_first_token_is_near() -> No
 
 
 def test_two_hundred_streams_run_where_a_few_long_ones_fit() -> None:
-    place = Place(max_rows=256, num_blocks=1500)
+    place = Place(max_num_seqs=256, num_blocks=1500)
     for number in range(200):
         place.ask(str(number), 30, num_tokens=60)
     most = 0
@@ -213,14 +213,14 @@ def test_row_that_repeats_its_prompt_is_faster_and_others_are_not_slower(is_know
         for i, each in enumerate(text)
     ]
     took_s = {}
-    for guess in (True, False):
-        place = Place(guess=guess)
+    for speculative in (True, False):
+        place = Place(speculative=speculative)
         place.machine.script = said
         place.ask_ids("r", tuple(text), num_tokens=400)
         place.first_token_s("r")
         place.pass_time(60)
         assert len(place.tokens_s["r"]) == 400
-        took_s[guess] = place.tokens_s["r"][-1] - place.tokens_s["r"][0]
+        took_s[speculative] = place.tokens_s["r"][-1] - place.tokens_s["r"][0]
     assert took_s[False] > (1.7 if is_known else 0.99) * took_s[True]
 
 

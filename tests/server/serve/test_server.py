@@ -154,7 +154,7 @@ def test_text_goes_to_tokens_and_back(client: Client) -> None:
 def test_model_tells_its_limits(client: Client) -> None:
     model = client.model(timeout_s=TIMEOUT_S)
     assert (model.name, model.family, model.context) == ("reciter", pb.FAMILY_CAUSAL, 200)
-    assert (model.max_rows, model.max_num_sequences, model.max_waiting) == (4, 4, 4)
+    assert (model.max_num_seqs, model.max_num_sequences, model.max_waiting) == (4, 4, 4)
     assert dict(model.defaults) == {"temperature": 0.0}
 
 

@@ -51,15 +51,15 @@ def test_metrics_count_requests_tokens_and_steps(running: Running) -> None:
     assert growth('quill_tokens_total{kind="prompt"}') == 80
     assert growth('quill_tokens_total{kind="cached"}') == 32
     assert growth('quill_tokens_total{kind="generated"}') == 6
-    assert growth("quill_made_tokens_total") == 6
+    assert growth("quill_generation_tokens_total") == 6
     assert growth("quill_prefix_cache_hits_total") == 1
     assert growth("quill_prefix_cache_misses_total") == 1
     assert growth("quill_time_to_first_token_seconds_count") == 2
-    assert growth("quill_time_between_tokens_seconds_count") == 4
+    assert growth("quill_inter_token_latency_seconds_count") == 4
     assert growth("quill_queue_time_seconds_count") == 2
     assert growth('quill_step_time_seconds_count{kind="decode"}') == 4
-    assert after["quill_max_rows"] == 4
-    assert after["quill_running_rows"] == after["quill_queue_depth"] == 0
+    assert after["quill_max_num_seqs"] == 4
+    assert after["quill_sequences_running"] == after["quill_requests_waiting"] == 0
 
 
 def test_translations_are_no_misses_of_a_cache_that_they_dont_have() -> None:
@@ -75,7 +75,7 @@ def test_translations_are_no_misses_of_a_cache_that_they_dont_have() -> None:
 
 def test_forms_are_counted_and_timed_and_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     served = make_served()
-    served = replace(served, limits=replace(served.limits, guess=True))
+    served = replace(served, limits=replace(served.limits, speculative=True))
     form = pb.Constraint(choice=pb.Choice(choices=["qqsecretqq", "qqsecretly"]))
     with running_server(served=served, metrics_port=0) as running:
         with caplog.at_level(logging.INFO), Client(running.address) as client:
@@ -88,15 +88,15 @@ def test_forms_are_counted_and_timed_and_never_logged(caplog: pytest.LogCaptureF
                 running.next_record("OK")
             running.next_record("INVALID_ARGUMENT")
         after = scrape(running)
-    assert after["quill_form_cache_misses_total"] == 2
-    assert after["quill_form_cache_hits_total"] == 2
-    assert after["quill_form_compile_time_seconds_count"] == 2
+    assert after["quill_grammar_cache_misses_total"] == 2
+    assert after["quill_grammar_cache_hits_total"] == 2
+    assert after["quill_grammar_compile_time_seconds_count"] == 2
     assert 0 < after["quill_mask_time_seconds_sum"] < TIMEOUT_S
     # Of "qqsecretqq" all but the first token and the choice between q and l was forced.
-    assert after["quill_forced_tokens_total"] == 3 * 8
-    assert after["quill_mask_time_seconds_count"] < after["quill_made_tokens_total"]
+    assert after["quill_jump_forward_tokens_total"] == 3 * 8
+    assert after["quill_mask_time_seconds_count"] < after["quill_generation_tokens_total"]
     lines = [json.loads(JsonFormatter().format(each)) for each in caplog.records]
-    assert [("compile_ms" in each) for each in lines if "has_form" in each] == [
+    assert [("compile_ms" in each) for each in lines if "has_constraint" in each] == [
         True,
         False,
         False,
@@ -115,7 +115,7 @@ def test_row_whose_client_left_between_two_steps_is_not_counted_any_more(running
     running.next_record("CANCELLED")
     running.session.let_go()
     registry = running.server.metrics.registry
-    running.wait_for(lambda: registry.get_sample_value("quill_running_rows") == 0)
+    running.wait_for(lambda: registry.get_sample_value("quill_sequences_running") == 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,16 @@ def test_bench_affinity_asks_new_servers_the_same_and_tells_who_found_more(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--servers", "2", "--users", "3", "--requests", "24", "--rounds", "1"]
-    options += ["--precision", "fp32", "--cache", "1", "--context", "64", "--out", str(tmp_path)]
+    options += [
+        "--precision",
+        "fp32",
+        "--kv-cache-mb",
+        "1",
+        "--context",
+        "64",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(["bench", "affinity", str(bundle), *options]) == 0
     assert "affinity / round robin: hit rate " in capsys.readouterr().out
     rounds = json.loads((tmp_path / "affinity.json").read_text())["rounds"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quill.loadtest.bench.fleet.outcome import is_good, summarise
+from quill.loadtest.bench.fleet.outcome import is_good, summarize
 from quill.loadtest.bench.fleet.replica import Replica, StepCost
 from quill.loadtest.bench.fleet.simulation import (
     CallState,
@@ -18,7 +18,7 @@ from quill.server.client.balancing.target import BALANCES, Balance
 from quill.server.limits import Limits
 from quill.server.request import Request
 
-LIMITS = Limits(max_rows=16, context=512, num_blocks=120, guess=False)
+LIMITS = Limits(max_num_seqs=16, context=512, num_blocks=120, speculative=False)
 SHAPE = FleetShape(num_replicas=4, num_clients=2, limits=LIMITS)
 RATE, DURATION_S = 20.0, 5.0
 
@@ -70,7 +70,7 @@ def test_every_call_ends_and_a_repetition_is_the_same_to_the_last_bit(balance: B
 
 def test_affinity_finds_more_in_the_caches_than_turns() -> None:
     outcomes = {
-        balance: summarise(balance, simulate(balance), 1.0, DURATION_S) for balance in BALANCES
+        balance: summarize(balance, simulate(balance), 1.0, DURATION_S) for balance in BALANCES
     }
     assert outcomes["affinity"].hit_rate > 1.2 * outcomes["round-robin"].hit_rate
     assert outcomes["affinity"].p50_first_s < outcomes["round-robin"].p50_first_s
@@ -90,7 +90,7 @@ def test_calls_of_dead_replicas_are_made_again_elsewhere(balance: Balance) -> No
 def test_slow_replica_keeps_turns_waiting_and_not_those_who_look_at_its_load() -> None:
     trouble = Trouble([3], 0.0, 100.0, slowness=6.0)
     loads = {
-        balance: summarise(balance, simulate(balance, trouble), 1.0, DURATION_S)
+        balance: summarize(balance, simulate(balance, trouble), 1.0, DURATION_S)
         for balance in BALANCES
     }
     assert loads["round-robin"].imbalance > 2
@@ -99,12 +99,12 @@ def test_slow_replica_keeps_turns_waiting_and_not_those_who_look_at_its_load() -
 
 
 def test_full_queues_send_calls_elsewhere_and_at_last_away() -> None:
-    shape = replace(SHAPE, max_waiting=1, limits=replace(LIMITS, max_rows=1))
+    shape = replace(SHAPE, max_waiting=1, limits=replace(LIMITS, max_num_seqs=1))
     result = simulate("least", shape=shape, rate=100.0)
     failed = [each for each in result.calls if each.has_failed]
     assert 0 < len(failed) < len(result.calls)
     assert all(each.num_tries == 6 and each.end_s is None for each in failed)
-    outcome = summarise("least", result, 0.0, DURATION_S)
+    outcome = summarize("least", result, 0.0, DURATION_S)
     assert outcome.num_failed == len(failed)
     assert outcome.share_good < 1
 

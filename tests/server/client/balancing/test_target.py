@@ -42,7 +42,7 @@ def test_what_names_no_servers_is_refused_in_words(given: str, reason: str) -> N
 
 def test_commands_that_ask_take_several_and_those_that_operate_one() -> None:
     several = "quill://a:1,b:1"
-    for words in (["generate", "hi"], ["chat"], ["embed", "hi"], ["fill", "hi"]):
+    for words in (["generate", "hi"], ["chat"], ["embed", "hi"], ["fill-mask", "hi"]):
         args = build_parser().parse_args([*words, "--address", several])
         assert args.address == several
     for words in (["health"], ["reload"]):

@@ -192,7 +192,7 @@ def test_killed_in_the_middle_it_loses_no_line(
 
 def test_a_full_server_is_waited_for(files: tuple[Path, Path], run: Run) -> None:
     write(files[0], *prompts(20))
-    with running_server(max_rows=1, max_waiting=1) as server:
+    with running_server(max_num_seqs=1, max_waiting=1) as server:
         assert run("--concurrency", "10", address=server.address)[0] == 0
         assert server.next_record("RESOURCE_EXHAUSTED")
     assert all("answer" in each for each in read(files[1]))
@@ -207,7 +207,7 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
         address = server.address
         server.session.hold()
         command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
-        command += ["--address", address, "--patience", "0.5", "--concurrency", "2"]
+        command += ["--address", address, "--unavailable-timeout", "0.5", "--concurrency", "2"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         server.wait_for_requests(2)
     _, said = process.communicate()
@@ -314,7 +314,7 @@ def test_openais_lines_wait_for_full_servers_and_know_keys(
     write(files[0], *(posted(number, prompt="abc", max_tokens=9) for number in range(20)))
     keys, key = tmp_path / "keys.json", tmp_path / "key"
     key.write_text(add_key(keys, "me"))
-    with running_server(max_rows=1, max_waiting=1, http_port=0, api_keys=keys) as server:
+    with running_server(max_num_seqs=1, max_waiting=1, http_port=0, api_keys=keys) as server:
         http = ("--http", f"127.0.0.1:{server.http_port}", "--api-key-file", str(key))
         assert run("--concurrency", "5", *http, address=server.address)[0] == 0
         assert server.next_record("RESOURCE_EXHAUSTED")

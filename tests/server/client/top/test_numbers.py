@@ -8,8 +8,8 @@ from prometheus_client import generate_latest
 from quill.server.client.top.numbers import numbers, quantile, share, total
 from quill.server.client.top.page import Look, PageError, read_page
 from quill.server.client.top.table import HEADS, Row, table
-from quill.server.events import Batch, Crowd, StepReport
 from quill.server.limits import Limits
+from quill.server.outputs import EngineOutputs, QueueStats, StepStats
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
 
@@ -30,10 +30,14 @@ def work(metrics: Metrics, num_calls: int, first_token_ms: float, num_made: int)
 def make_metrics() -> Metrics:
     metrics = Metrics()
     metrics.watch_health(lambda: True)
-    metrics.set_limits(Limits(max_rows=4, context=100, num_blocks=50))
-    step = StepReport(kind="decode", duration_s=0.01, num_tokens=1, num_guessed=4, num_accepted=3)
+    metrics.set_limits(Limits(max_num_seqs=4, context=100, num_blocks=50))
+    step = StepStats(
+        kind="decode", duration_s=0.01, num_tokens=1, num_draft_tokens=4, num_accepted=3
+    )
     metrics.observe(
-        Batch(events=(), step=step, crowd=Crowd(num_rows=3, num_blocks=20, num_waiting=7))
+        EngineOutputs(
+            events=(), step=step, queue=QueueStats(num_rows=3, num_blocks=20, num_waiting=7)
+        )
     )
     return metrics
 
@@ -44,14 +48,14 @@ def test_rates_and_quantiles_are_of_the_time_between_looks() -> None:
     before = seen(metrics, 10.0)
     work(metrics, num_calls=4, first_token_ms=20, num_made=50)
     found = numbers(seen(metrics, 12.0), before, before)
-    assert (found.running, found.max_rows, found.waiting, found.serving) == (3, 4, 7, 1)
+    assert (found.running, found.max_num_seqs, found.waiting, found.serving) == (3, 4, 7, 1)
     assert (found.held, found.blocks) == (20, 50)
     assert found.tokens_per_s == 25.0
     assert (found.hits, found.misses) == (4, 0)
     assert quantile(found.first_token, 0.5) == pytest.approx(0.0175)  # in the middle of its bucket
     assert quantile(found.gap, 0.5) is None
     ever = numbers(seen(metrics, 12.0), before, None)
-    assert (ever.hits, ever.right, ever.wrong) == (104, 3, 1)
+    assert (ever.hits, ever.draft, ever.accepted) == (104, 4, 3)
     assert quantile(ever.first_token, 0.5) == pytest.approx(5 + 5 * 48 / 100)
 
 
@@ -72,7 +76,7 @@ def test_totals_are_of_all_servers_together() -> None:
     work(fast, num_calls=19, first_token_ms=20, num_made=0)
     both = [numbers(seen(each, 1.0), None, None) for each in (slow, fast)]
     every = total(both)
-    assert (every.running, every.max_rows, every.waiting, every.serving) == (6, 8, 14, 2)
+    assert (every.running, every.max_num_seqs, every.waiting, every.serving) == (6, 8, 14, 2)
     assert every.hits == 20
     assert quantile(every.first_token, 0.94) == pytest.approx(0.01 + 0.015 * 18.8 / 19)
     assert quantile(every.first_token, 0.99) == pytest.approx(5 + 5 * 0.8)

@@ -103,7 +103,7 @@ def test_batch_is_one_call_of_its_key(tmp_path: Path) -> None:
     with with_key(tmp_path / "keys.json", **limits) as (running, client):
         assert complete(client, ["a", "b", "c"]).status == 200
         record = running.next_record("OK")
-        assert (record.num_prompt, record.caller, record.door) == (3, "alice", "http")
+        assert (record.num_prompt, record.caller, record.frontend) == (3, "alice", "http")
         refused = complete(client, ["a"])
         assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
         assert 0 < int(refused.headers["retry-after-ms"]) <= 10_000

@@ -231,7 +231,7 @@ def test_other_forms(template: str, open: str, close: str) -> None:
         said = choice(client, "Nothing {is} called [TOOL].")
         assert said["message"]["content"] == "Nothing {is} called [TOOL]."
         facts = client.get("/model").json
-        assert facts["tool_form"] == ("llama3" if template == LLAMA3 else "mistral")
+        assert facts["tool_call_format"] == ("llama3" if template == LLAMA3 else "mistral")
 
 
 def test_template_that_writes_calls_in_another_way() -> None:
@@ -243,7 +243,7 @@ def test_template_that_writes_calls_in_another_way() -> None:
         assert "in a way that isn't known here" in error["message"]
         said = choice(client, NOW, tool_choice="required")
         assert calls_of(said["message"]) == [("now", "{}")]
-        assert client.get("/model").json["tool_form"] == ""
+        assert client.get("/model").json["tool_call_format"] == ""
 
 
 def function(**changes: Any) -> Any:

@@ -58,7 +58,7 @@ def test_an_answer_comes_as_it_is_made_and_says_what_it_took(
     expect(page.locator(".user")).to_have_count(2)
     finished(page.locator(".answer").last)
     record = reciter.next_record("OK")
-    assert record.door == "http"
+    assert record.frontend == "http"
 
 
 def test_escape_stops_an_answer_and_the_server_hears_of_it(

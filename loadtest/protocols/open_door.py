@@ -5,12 +5,12 @@ Knows: all doors. Does not know: who asks, or what.
 
 from collections.abc import Callable
 
-from quill.loadtest.doors.door import Door
-from quill.loadtest.doors.fleet_door import shared_door
-from quill.loadtest.doors.grpc_door import GrpcDoor
-from quill.loadtest.doors.http_door import HttpDoor
-from quill.loadtest.doors.kserve_door import KserveDoor
-from quill.loadtest.doors.names import DoorName
+from quill.loadtest.protocols.door import Door
+from quill.loadtest.protocols.fleet_door import shared_door
+from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.http_door import HttpDoor
+from quill.loadtest.protocols.kserve_door import KserveDoor
+from quill.loadtest.protocols.names import DoorName
 from quill.server.client.access import Access
 from quill.server.client.balancing.target import is_several
 

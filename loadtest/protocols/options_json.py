@@ -44,7 +44,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _form_json(constraint: pb.Constraint) -> dict[str, Any]:
-    kind = constraint.WhichOneof("form")
+    kind = constraint.WhichOneof("kind")
     if kind is None:
         return {}
     value = list(constraint.choice.choices) if kind == "choice" else getattr(constraint, kind)

@@ -1,4 +1,4 @@
-"""Quantised weights in the layout of Quill's own operators, without changing a single value.
+"""Quantized weights in the layout of Quill's own operators, without changing a single value.
 
 Knows: the records that export/operators/kernels/matrix.h describes.
 Does not know: graphs, compilers.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
 
 # N columns · I inputs · G = I / 32 blocks along the inputs · C = N / 16 groups of columns
 
@@ -33,7 +33,7 @@ class Records(NamedTuple):
     halves: bool  # scales and minima are kept in 16 bits
 
 
-def lay_out(weight: QuantisedWeight, gated: bool = False) -> Records:
+def lay_out(weight: QuantizedWeight, gated: bool = False) -> Records:
     """`gated`: the first half of the columns gates the second. Their groups take turns."""
     values_NI = weight.values_NI()
     scale_NG, minimum_NG = weight.scale_NG, weight.minimum_NG
@@ -88,7 +88,7 @@ def _body(values: Tensor, is_8bit: bool) -> Tensor:
     return in_turn.flatten(2)
 
 
-def in_halves_already(weight: QuantisedWeight) -> bool:
+def in_halves_already(weight: QuantizedWeight) -> bool:
     """Whether 16 bits can hold its scales and minima as they are."""
     heads = (weight.scale_NG, weight.minimum_NG)
     return all(_are_halves(each) for each in heads if each is not None)
@@ -98,10 +98,10 @@ def _are_halves(numbers: Tensor) -> bool:
     return torch.equal(numbers.half().to(numbers.dtype), numbers)
 
 
-def with_halves(weight: QuantisedWeight) -> QuantisedWeight:
+def with_halves(weight: QuantizedWeight) -> QuantizedWeight:
     """The same integers with scales and minima that 16 bits can hold, if they nearly are already.
 
-    For weights that were quantised here: a step is then moved by less than a hundredth of itself.
+    For weights that were quantized here: a step is then moved by less than a hundredth of itself.
     """
     if weight.minimum_NG is None:
         return weight

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from quill.loadtest.doors.door import CallError, Chunks
+from quill.loadtest.protocols.door import CallError, Chunks
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.balancing.balancer import ServerState

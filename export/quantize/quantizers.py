@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quill.model.checkpoint.quantised_weight import BLOCK_SIZE, QuantisedWeight
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
 
 # N outputs · I inputs · G = I / 32 blocks along the inputs · B = 32 inputs of a block
 
 
 @contextlib.contextmanager
 def _logging_left_alone() -> Iterator[None]:
-    """The runtime's quantisers turn on everybody's INFO messages when they are imported."""
+    """The runtime's quantizers turn on everybody's INFO messages when they are imported."""
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
         yield
@@ -43,7 +43,7 @@ with _logging_left_alone():
     from onnxruntime.quantization.neural_compressor import weight_only
 
 
-def k_quant(weight_NI: Tensor) -> QuantisedWeight:
+def k_quant(weight_NI: Tensor) -> QuantizedWeight:
     """4 bits by llama.cpp's search for the scale with the smallest weighted error:
     blocks of scale * q + minimum."""
     with np.errstate(divide="ignore", invalid="ignore"):  # blocks of equal weights
@@ -51,7 +51,7 @@ def k_quant(weight_NI: Tensor) -> QuantisedWeight:
     scale_NG = torch.from_numpy(scale.astype(np.float32)).reshape(weight_NI.shape[0], -1)
     zero_NG = torch.from_numpy(zero.astype(np.float32)).reshape_as(scale_NG)
     q_NI = torch.from_numpy(q.astype(np.uint8)).reshape_as(weight_NI)
-    return QuantisedWeight(
+    return QuantizedWeight(
         kind="q4_1",
         q=q_NI[:, 0::2] | (q_NI[:, 1::2] << 4),
         scale_NG=scale_NG.contiguous(),
@@ -59,9 +59,9 @@ def k_quant(weight_NI: Tensor) -> QuantisedWeight:
     )
 
 
-def eight_bits(weight_NI: Tensor) -> QuantisedWeight:
+def eight_bits(weight_NI: Tensor) -> QuantizedWeight:
     """The largest weight of a block becomes 127, the others are rounded to nearest."""
     blocks_NGB = weight_NI.reshape(weight_NI.shape[0], -1, BLOCK_SIZE)
     scale_NG = blocks_NGB.abs().amax(dim=-1) / 127
     steps_NGB = blocks_NGB / scale_NG.clamp_min(1e-30).unsqueeze(-1)
-    return QuantisedWeight("q8_0", steps_NGB.round().to(torch.int8).flatten(1), scale_NG)
+    return QuantizedWeight("q8_0", steps_NGB.round().to(torch.int8).flatten(1), scale_NG)

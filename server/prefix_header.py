@@ -8,11 +8,11 @@ beginning. Eight digits are enough for that, and tell nobody the text.
 
 import hashlib
 
-BEGINNING_HEADER = "quill-beginning"
+BEGINNING_HEADER = "quill-prefix-hash"
 NUM_DIGITS = 8
 
 
-def write_beginning(key: bytes | None) -> tuple[tuple[str, str], ...]:
+def write_prefix_hash(key: bytes | None) -> tuple[tuple[str, str], ...]:
     """None: it begins with nothing."""
     if key is None:
         return ()

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from quill.loadtest.doors.door import CallError, Chunks
-from quill.loadtest.doors.grpc_door import CHANNEL_OPTIONS, call_error
-from quill.loadtest.doors.options_json import messages_json, options_json
+from quill.loadtest.protocols.door import CallError, Chunks
+from quill.loadtest.protocols.grpc_door import CHANNEL_OPTIONS, call_error
+from quill.loadtest.protocols.options_json import messages_json, options_json
 from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
 from quill.protos import kserve_pb2_grpc as kserve_grpc

@@ -41,7 +41,7 @@ class Usage:
     prompt: int
     cached: int  # of the prompt: not computed, taken from the prefix cache
     generated: int  # of one sequence
-    guessed: int = 0  # checked, beside those that were generated one by one
+    draft: int = 0  # checked, beside those that were generated one by one
     accepted: int = 0  # of the guessed: they were right
 
 
@@ -72,7 +72,7 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VectorEvent:
+class EmbeddingEvent:
     """One of a request's texts was read."""
 
     request_id: str
@@ -122,38 +122,45 @@ class FailEvent:
 
 
 Event = (
-    StartEvent | PromptEvent | VectorEvent | TokenEvent | HypothesisEvent | FinishEvent | FailEvent
+    StartEvent
+    | PromptEvent
+    | EmbeddingEvent
+    | TokenEvent
+    | HypothesisEvent
+    | FinishEvent
+    | FailEvent
 )
 StepKind = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class StepStats:
     """One step in numbers, for metrics."""
 
     kind: StepKind
     duration_s: float
     num_tokens: int  # read by the step: one for each running row, guesses, pieces of prompts
     num_prompt_tokens: int = 0  # of these: of prompts, sources, and what was set back
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0  # of the guessed: they were right
-    num_set_back: int = 0  # requests that gave their blocks away
-    num_forced: int = 0  # of the accepted: a form left no choice
+    num_preempted: int = 0  # requests that gave their blocks away
+    num_jump_forward: int = 0  # of the accepted: a form left no choice
     masks_s: float | None = None  # until all masks were made; None: no row keeps to a form
 
 
-class Crowd(NamedTuple):
+class QueueStats(NamedTuple):
     """Who is there, whether or not a step was run: a client may leave between two."""
 
     num_rows: int
     num_waiting: int
     num_blocks: int = 0  # that they hold
+    num_requests: int = 0  # with a running row
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EngineOutputs:
     """What one round of the engine produced. `step` is None if only messages were handled."""
 
     events: tuple[Event, ...]
-    step: StepReport | None
-    crowd: Crowd | None = None  # afterwards; None if it isn't the engine that speaks
+    step: StepStats | None
+    queue: QueueStats | None = None  # afterwards; None if it isn't the engine that speaks

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from quill.export.quantise.quantisers import eight_bits, k_quant
+from quill.export.quantize.quantizers import eight_bits, k_quant
 
 ROWS, COLUMNS = 40, 128
 
@@ -19,7 +19,7 @@ def test_four_bits_stay_near_the_weights() -> None:
     weight = make_weight()
     found = k_quant(weight.clone())
     assert found.shape == weight.shape
-    error = (found.dequantise() - weight).square().mean().sqrt() / weight.std()
+    error = (found.dequantize() - weight).square().mean().sqrt() / weight.std()
     # 16 levels over about four standard deviations leave an error of about a twelfth.
     assert 0.02 < error < 0.1
 
@@ -33,13 +33,13 @@ def test_four_bits_leave_the_weights_as_they_are() -> None:
 def test_weights_on_a_grid_of_sixteen_levels_are_found_again() -> None:
     steps = torch.arange(32).remainder(16).repeat(ROWS, COLUMNS // 32)
     weight = (steps - 8) * 0.25
-    torch.testing.assert_close(k_quant(weight).dequantise(), weight, atol=1e-2, rtol=0)
+    torch.testing.assert_close(k_quant(weight).dequantize(), weight, atol=1e-2, rtol=0)
 
 
 def test_blocks_of_zeros_stay_zero() -> None:
     weight = make_weight()
     weight[:, :32] = 0
-    found = k_quant(weight).dequantise()
+    found = k_quant(weight).dequantize()
     assert torch.isfinite(found).all()
     assert found[:, :32].abs().max() < 1e-6
 
@@ -47,18 +47,18 @@ def test_blocks_of_zeros_stay_zero() -> None:
 def test_eight_bits_err_by_half_a_step_at_most() -> None:
     weight = make_weight()
     found = eight_bits(weight)
-    steps = (found.dequantise() - weight).abs().reshape(ROWS, -1, 32) / found.scale_NG.unsqueeze(-1)
+    steps = (found.dequantize() - weight).abs().reshape(ROWS, -1, 32) / found.scale_NG.unsqueeze(-1)
     assert steps.max() <= 0.5001
     assert found.q.abs().max() == 127
 
 
 def test_eight_bits_of_zeros_are_zeros() -> None:
-    assert eight_bits(torch.zeros(2, 32)).dequantise().abs().max() == 0
+    assert eight_bits(torch.zeros(2, 32)).dequantize().abs().max() == 0
 
 
-def test_loading_the_runtimes_quantisers_turns_on_nobodys_messages() -> None:
+def test_loading_the_runtimes_quantizers_turns_on_nobodys_messages() -> None:
     code = (
-        "import logging, quill.export.quantise.quantisers\n"
+        "import logging, quill.export.quantize.quantizers\n"
         "assert logging.root.handlers == [], logging.root.handlers\n"
         "assert logging.root.level == logging.WARNING\n"
     )

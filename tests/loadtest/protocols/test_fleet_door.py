@@ -5,10 +5,10 @@ from contextlib import closing
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.doors.door import CallError
-from quill.loadtest.doors.fleet_door import FleetDoor
-from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import OwnServer
+from quill.loadtest.protocols.door import CallError
+from quill.loadtest.protocols.fleet_door import FleetDoor
+from quill.loadtest.protocols.open_door import open_door
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quill.loadtest.doors.door import CallError, Door
-from quill.loadtest.doors.grpc_door import GrpcDoor
-from quill.loadtest.doors.names import DOORS, DoorName
-from quill.loadtest.doors.open_door import open_door
 from quill.loadtest.environment.own_server import OwnServer, own_server
+from quill.loadtest.protocols.door import CallError, Door
+from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.names import DOORS, DoorName
+from quill.loadtest.protocols.open_door import open_door
 from quill.loadtest.results.verify import verify
 from quill.loadtest.workload.ask import Ask, Facts
 from quill.loadtest.workload.call import call
@@ -148,7 +148,7 @@ def guarded(
     proof = ours.sign("client")
     access = Access(ca=ours.cert, cert=proof.cert, key=proof.key, api_key=add_key(keys, "alice"))
     options = ["--tls-cert", files.cert, "--tls-key", files.key, "--client-ca", ca]
-    options += ["--api-keys", keys, "--threads", "1", "--max-rows", "2"]
+    options += ["--api-keys", keys, "--threads", "1", "--max-num-seqs", "2"]
     with own_server(directory / "log", bundle, *map(str, options), access=access) as running:
         yield running, access
 

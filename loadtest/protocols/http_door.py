@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quill.loadtest.doors.door import CallError, Chunks
-from quill.loadtest.doors.openai_json import failure, path_and_body, read_chunks
+from quill.loadtest.protocols.door import CallError, Chunks
+from quill.loadtest.protocols.openai_json import failure, path_and_body, read_chunks
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quill.loadtest.doors.door import CallError
-from quill.loadtest.doors.options_json import messages_json, options_json
+from quill.loadtest.protocols.door import CallError
+from quill.loadtest.protocols.options_json import messages_json, options_json
 from quill.protos import generation_pb2 as pb
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -1,4 +1,4 @@
-"""Weights that were quantised at their source, kept exactly as they came.
+"""Weights that were quantized at their source, kept exactly as they came.
 
 Knows: three block formats of GGUF, a fourth that holds q4_1's values in whole bytes, and what they
 stand for. Does not know: files, graphs.
@@ -17,7 +17,7 @@ Kind = Literal["q4_0", "q4_1", "q8_0", "q8_1"]
 
 
 @dataclass(frozen=True)
-class QuantisedWeight:
+class QuantizedWeight:
     """A matrix as integers with a scale (and for q4_1 and q8_1 a minimum) for each 32 inputs.
 
     q4_0: weight = scale * (q - 8)      q4_1, q8_1: scale * q + minimum      q8_0: scale * q
@@ -47,7 +47,7 @@ class QuantisedWeight:
             return self.q
         return torch.stack((self.q & 15, self.q >> 4), dim=-1).flatten(1)
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The matrix in float32."""
         q_NGB = self.values_NI().unflatten(1, (-1, BLOCK_SIZE)).to(torch.float32)  # type: ignore[no-untyped-call]
         if self.kind == "q4_0":
@@ -59,18 +59,18 @@ class QuantisedWeight:
         return w_NI
 
 
-def in_order(weight: QuantisedWeight, rows_N: Tensor) -> QuantisedWeight:
+def in_order(weight: QuantizedWeight, rows_N: Tensor) -> QuantizedWeight:
     """The same matrix with its outputs in another order."""
     minimum_NG = None if weight.minimum_NG is None else weight.minimum_NG[rows_N]
-    return QuantisedWeight(weight.kind, weight.q[rows_N], weight.scale_NG[rows_N], minimum_NG)
+    return QuantizedWeight(weight.kind, weight.q[rows_N], weight.scale_NG[rows_N], minimum_NG)
 
 
-def concatenate(parts: list[QuantisedWeight]) -> QuantisedWeight | None:
+def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
     """Stacks the outputs of several matrices over the same inputs; None if their kinds differ."""
     if len({part.kind for part in parts}) != 1:
         return None
     minima = [part.minimum_NG for part in parts if part.minimum_NG is not None]
-    return QuantisedWeight(
+    return QuantizedWeight(
         kind=parts[0].kind,
         q=torch.cat([part.q for part in parts]),
         scale_NG=torch.cat([part.scale_NG for part in parts]),

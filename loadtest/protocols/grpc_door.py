@@ -5,7 +5,7 @@ Knows: gRPC. Does not know: what is asked, clocks.
 
 import grpc
 
-from quill.loadtest.doors.door import CallError, Chunks
+from quill.loadtest.protocols.door import CallError, Chunks
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access
