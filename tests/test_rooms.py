@@ -20,11 +20,11 @@ BETWEEN = {
     "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
     "export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
+    "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
-    "server.events server.errors server.serve.default_model export.operators.library "
+    "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }
 
@@ -37,12 +37,10 @@ WITHIN = {
         "auth": "",
         "grammar": "machine",
         "sampling": "machine",
-        "scheduler": "sampling",
-        "runtime": "machine scheduler sampling",
-        "engine": "runtime scheduler sampling machine",
+        "engine": "sampling machine",
         "protocol": "text grammar",
         "telemetry": "",
-        "loading": "engine runtime scheduler sampling protocol text grammar machine",
+        "loading": "engine sampling protocol text grammar machine",
         "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
         "http/wire": "service auth",

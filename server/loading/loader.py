@@ -22,11 +22,11 @@ from quill.server.loading.instance import ModelInstance
 from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from quill.server.machine.heap import drop_startup_pages
+from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import PoolingParams, Request
-from quill.server.runtime.onnx_session import cuda_free_bytes
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text

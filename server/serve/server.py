@@ -20,8 +20,7 @@ from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.limiting import Limiting
-from quill.server.engine.admission import Admission
-from quill.server.engine.dispatcher import Dispatcher
+from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError, StartError
 from quill.server.http.app import App
 from quill.server.http.wire.http_server import HttpServer

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from quill.server.engine.engine import Engine
+from quill.server.engine.model_runner import Computed
+from quill.server.engine.step import BlockCopy, Piece, Source
 from quill.server.limits import Limits
 from quill.server.outputs import FailEvent, StartEvent, TokenEvent
 from quill.server.request import Request, SamplingParams
-from quill.server.scheduler.plan import BlockCopy, Piece, Source
-from quill.server.scheduler.session import Computed
 
 CONTEXT = 9000
 STEP_S, ROW_S, TOKEN_S, PAST_S = 0.012, 0.0012, 0.0011, 0.0000003

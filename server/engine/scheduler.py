@@ -13,13 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quill.server.limits import Limits
-from quill.server.request import Request
-from quill.server.sampling.arrays import Hidden
-from quill.server.scheduler.blocks import BlockPool
-from quill.server.scheduler.entrance import Entrance
-from quill.server.scheduler.guesses import MAX_GUESSES, Guesses
-from quill.server.scheduler.plan import (
+from quill.server.engine.block_pool import BlockPool
+from quill.server.engine.entrance import Entrance
+from quill.server.engine.prefill import PromptShares
+from quill.server.engine.sequence import Group, Row
+from quill.server.engine.speculation import MAX_GUESSES, Guesses
+from quill.server.engine.step import (
     BlockCopy,
     Choice,
     Finished,
@@ -33,9 +32,10 @@ from quill.server.scheduler.plan import (
     StepResult,
     Vector,
 )
-from quill.server.scheduler.prompt_shares import PromptShares
-from quill.server.scheduler.row import Group, Row
-from quill.server.scheduler.step_budget import Chunk, StepBudget
+from quill.server.engine.step_budget import Chunk, StepBudget
+from quill.server.limits import Limits
+from quill.server.request import Request
+from quill.server.sampling.native import Hidden
 
 MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
 

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quill.server.engine.entrance import LOOK_AHEAD
+from quill.server.engine.fair_queue import cost
+from quill.server.engine.scheduler import Scheduler
+from quill.server.engine.step import Choice, Outcome, Plan, StepResult
 from quill.server.limits import Limits
 from quill.server.request import BeamParams, Request
-from quill.server.scheduler.entrance import LOOK_AHEAD
-from quill.server.scheduler.plan import Choice, Outcome, Plan, StepResult
-from quill.server.scheduler.request_queue import cost
-from quill.server.scheduler.scheduler import Scheduler
 
 CONTEXT = 128
 

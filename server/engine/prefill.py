@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quill.server.engine.block_pool import BlockPool, Key
+from quill.server.engine.sequence import Group, Row
+from quill.server.engine.step_budget import MIN_CHUNK, StepBudget
 from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.blocks import BlockPool, Key
-from quill.server.scheduler.row import Group, Row
-from quill.server.scheduler.step_budget import MIN_CHUNK, StepBudget
 
 QUANTUM = 256
 # Logits are wanted for every token of such prompts: 64 x 49,152 of them are 12 MB.

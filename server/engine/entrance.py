@@ -6,12 +6,12 @@ All start that find a place. One that doesn't may be overtaken, by its own cost 
 that was set back waits here, too, with all that it has said.
 """
 
+from quill.server.engine.block_pool import BlockPool
+from quill.server.engine.fair_queue import RequestQueue, cost
+from quill.server.engine.prefill import PromptShares
+from quill.server.engine.sequence import Group, group_of
 from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.blocks import BlockPool
-from quill.server.scheduler.prompt_shares import PromptShares
-from quill.server.scheduler.request_queue import RequestQueue, cost
-from quill.server.scheduler.row import Group, group_of
 
 LOOK_AHEAD = 64  # requests in the queue that may start before a step
 

@@ -19,7 +19,6 @@ import onnxruntime
 from quill.export.operators.library import library_path, operators_problem
 from quill.export.precisions import Device
 from quill.server.errors import StartError
-from quill.server.runtime.copy_graph import identity_graph
 
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # What the CUDA provider of ONNX Runtime 1.31 is linked to.
@@ -127,3 +126,52 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         onnxruntime.set_default_logger_severity(2)  # the runtime's own default: warnings
+
+
+IR_VERSION = 10
+OPSET = 19  # CUDA has Identity for every type since long before
+UINT8 = 2
+
+
+def input_name(index: int) -> str:
+    return f"from_{index}"
+
+
+def output_name(index: int) -> str:
+    return f"to_{index}"
+
+
+def identity_graph(num_copies: int) -> bytes:
+    """An ONNX model: each of its outputs is one of its inputs, as bytes of any number."""
+    pairs = [(input_name(i).encode(), output_name(i).encode()) for i in range(num_copies)]
+    nodes = (
+        _field(1, source) + _field(2, target) + _field(4, b"Identity") for source, target in pairs
+    )
+    graph = b"".join(_field(1, node) for node in nodes) + _field(2, b"copies")
+    graph += b"".join(_field(11, _bytes_named(source)) for source, _ in pairs)
+    graph += b"".join(_field(12, _bytes_named(target)) for _, target in pairs)
+    return _number(1, IR_VERSION) + _field(8, _number(2, OPSET)) + _field(7, graph)
+
+
+def _bytes_named(name: bytes) -> bytes:
+    """A ValueInfoProto: a row of as many bytes as there are."""
+    any_number = _field(1, b"")
+    tensor_type = _number(1, UINT8) + _field(2, any_number)
+    return _field(1, name) + _field(2, _field(1, tensor_type))
+
+
+def _field(tag: int, content: bytes) -> bytes:
+    return _varint(tag << 3 | 2) + _varint(len(content)) + content
+
+
+def _number(tag: int, value: int) -> bytes:
+    return _varint(tag << 3) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    """Protobuf's way: seven bits a byte, the lowest first, the eighth says that more follow."""
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*encoded, value))

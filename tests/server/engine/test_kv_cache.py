@@ -14,14 +14,19 @@ import onnx
 import pytest
 
 from quill.server.engine.engine import Engine
+from quill.server.engine.kv_cache import Blocks, BlockShape, DeviceBlocks
+from quill.server.engine.model_runner import OrtSession
+from quill.server.engine.step import BlockCopy
 from quill.server.errors import StartError
 from quill.server.limits import Limits
+from quill.server.machine.onnx_session import (
+    SessionSettings,
+    identity_graph,
+    input_name,
+    open_graph,
+    output_name,
+)
 from quill.server.request import BeamParams, Request, SamplingParams
-from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
-from quill.server.runtime.copy_graph import identity_graph, input_name, output_name
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.onnx_session import SessionSettings, open_graph
-from quill.server.scheduler.plan import BlockCopy
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

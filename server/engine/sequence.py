@@ -8,16 +8,48 @@ Does not know: the other requests, time.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from quill.server.constraint import Masks, Matcher
+from quill.server.engine.speculation import Guesses
 from quill.server.outputs import FinishReason
-from quill.server.request import Request
-from quill.server.sampling.arrays import Mask
+from quill.server.request import Pooling, Request
 from quill.server.sampling.beam_search import Search
+from quill.server.sampling.native import Hidden, Mask
 from quill.server.sampling.penalties import Adjustments
-from quill.server.sampling.randomness import sequence_seed
-from quill.server.sampling.sampler import Draw
-from quill.server.scheduler.guesses import Guesses
-from quill.server.scheduler.pooled import Pooled
+from quill.server.sampling.sampler import Draw, sequence_seed
+
+
+class Pooled:
+    """One text, or some of its tokens. `num_seen` have come; they come in order, but some may come
+    again."""
+
+    def __init__(self, pooling: Pooling, of: range) -> None:
+        self._of = {"mean": of, "first": of[:1], "last": of[-1:]}[pooling]
+        self._sum_D: npt.NDArray[np.float64] | None = None
+        self.num_seen = 0
+
+    def wanted(self, start: int, stop: int) -> range:
+        """Whose hidden states it needs, of the tokens that a step reads."""
+        start = max(start, self.num_seen, self._of.start)
+        return range(start, max(start, min(stop, self._of.stop)))
+
+    def add(self, hidden_MD: Hidden, stop: int) -> None:
+        """What was wanted of the tokens up to `stop`."""
+        self.num_seen = max(self.num_seen, stop)
+        if not len(hidden_MD):
+            return
+        rows_MD = hidden_MD.astype(np.float64)
+        if self._sum_D is not None:
+            rows_MD = np.concatenate([self._sum_D[None], rows_MD])
+        # `sum` may add in another order; `accumulate` can't.
+        self._sum_D = np.add.accumulate(rows_MD, axis=0)[-1]
+
+    def vector_D(self) -> Hidden:
+        """Once all of the text was read."""
+        assert self._sum_D is not None
+        return (self._sum_D / len(self._of)).astype(np.float32)
 
 
 @dataclass(eq=False)
@@ -224,3 +256,6 @@ def _row(request: Request, sequence: int, max_tokens: int) -> Row:
         adjustments = Adjustments(request.sampling, request.prompt_ids, max_tokens, banned)
     seed = sequence_seed(request.seed, sequence)
     return Row(request, sequence, seed, max_tokens, adjustments, matcher)
+
+
+# M tokens · D model size

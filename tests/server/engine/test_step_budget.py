@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quill.server.scheduler.step_budget import (
+from quill.server.engine.step_budget import (
     GAIN,
     IDLE_S,
     MAX_FORCED,

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quill.server.engine.fair_queue import PLACES_PER_LEVEL, RequestQueue
 from quill.server.request import MAX_PRIORITY, Request
-from quill.server.scheduler.request_queue import PLACES_PER_LEVEL, RequestQueue
 
 
 def _request(

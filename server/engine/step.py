@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quill.server.engine.sequence import Group, Row
 from quill.server.outputs import FinishReason, PositionLogprobs, StepKind
 from quill.server.request import Request
-from quill.server.sampling.arrays import Hidden
 from quill.server.sampling.beam_search import Continuation, Search
-from quill.server.scheduler.row import Group, Row
+from quill.server.sampling.native import Hidden
 
 
 class Piece(NamedTuple):

@@ -1,11 +1,11 @@
 """Who reads, and who waits for what another reads."""
 
+from quill.server.engine.block_pool import BlockPool
+from quill.server.engine.prefill import PromptShares
+from quill.server.engine.sequence import Group, group_of
+from quill.server.engine.step_budget import StepBudget
 from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.blocks import BlockPool
-from quill.server.scheduler.prompt_shares import PromptShares
-from quill.server.scheduler.row import Group, group_of
-from quill.server.scheduler.step_budget import StepBudget
 
 LIMITS = Limits(max_num_seqs=4, context=32, num_blocks=16, block_size=4)
 

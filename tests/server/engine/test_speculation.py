@@ -2,7 +2,7 @@
 
 import random
 
-from quill.server.scheduler.guesses import MAX_GUESSES, RETRY, Guesses
+from quill.server.engine.speculation import MAX_GUESSES, RETRY, Guesses
 
 
 def test_what_followed_the_longest_match_is_guessed() -> None:

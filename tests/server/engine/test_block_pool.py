@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.server.scheduler.blocks import BlockPool
+from quill.server.engine.block_pool import BlockPool
 
 SIZE = 2
 

@@ -19,11 +19,16 @@ import onnxruntime
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import CacheType, Graphs, Sizes
 from quill.export.precisions import Device
+from quill.server.engine.step import BlockCopy
 from quill.server.errors import StartError
 from quill.server.machine.huge_pages import small_pages
-from quill.server.runtime.copy_graph import identity_graph, input_name, output_name
-from quill.server.runtime.onnx_session import SessionSettings, open_graph
-from quill.server.scheduler.plan import BlockCopy
+from quill.server.machine.onnx_session import (
+    SessionSettings,
+    identity_graph,
+    input_name,
+    open_graph,
+    output_name,
+)
 
 # Y layers · N blocks · E numbers of one side of a block
 
