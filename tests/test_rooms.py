@@ -17,8 +17,8 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
-    "export.bundle",
+    "loadtest": "protos server.fields server.client server.cli.access_options "
+    "server.cli.argument_types export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
     "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quill.server.engine.fair_queue import PLACES_PER_LEVEL, RequestQueue
-from quill.server.request import MAX_PRIORITY, Request
+from quill.server.fields import MAX_PRIORITY
+from quill.server.request import Request
 
 
 def _request(
