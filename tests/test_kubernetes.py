@@ -88,7 +88,7 @@ def test_pod_serves_protected_and_has_time_to_drain_before_it_is_killed() -> Non
     assert found.tls is not None
     assert found.api_keys is not None
     _, pause = container()["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod()["terminationGracePeriodSeconds"] > float(pause) + found.grace_s
+    assert pod()["terminationGracePeriodSeconds"] > float(pause) + found.drain_timeout_s
 
 
 def test_every_path_of_an_argument_is_mounted() -> None:
@@ -104,7 +104,7 @@ def test_every_path_of_an_argument_is_mounted() -> None:
 def test_ports_are_the_servers_own() -> None:
     ports = {each["name"]: each["containerPort"] for each in container()["ports"]}
     found = settings()
-    served = {"grpc": found.port, "metrics": found.metrics_port, "http": found.http_port}
+    served = {"grpc": found.port, "metrics": found.metrics_ports[0], "http": found.http_ports[0]}
     assert ports == served
     for name in ("quill", "quill-http"):
         service = documents("base")[f"Service/{name}"]["spec"]

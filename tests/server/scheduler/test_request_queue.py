@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.server.request import MAX_PRIORITY, Request
+from quill.server.fields import MAX_PRIORITY
+from quill.server.request import Request
 from quill.server.scheduler.request_queue import PLACES_PER_LEVEL, RequestQueue
 
 
