@@ -18,11 +18,12 @@ BETWEEN = {
     "server/client": "protos",
     "protos": "",
     "loadtest": "protos server.fields server.client server.cli.access_options "
-    "server.cli.argument_types export.bundle",
+    "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
     "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
+    "server.prometheus_text server.addresses "
     "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
