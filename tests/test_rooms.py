@@ -33,6 +33,7 @@ BETWEEN = {
 # folder to the highest. A name without a folder is a module at the root that isn't a value.
 WITHIN = {
     "server": {
+        "deploy": "",
         "machine": "",
         "text": "",
         "auth": "",
