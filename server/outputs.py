@@ -151,10 +151,10 @@ class StepStats:
 class QueueStats(NamedTuple):
     """Who is there, whether or not a step was run: a client may leave between two."""
 
-    num_rows: int
+    num_sequences: int  # that run
     num_waiting: int
-    num_blocks: int = 0  # that they hold
-    num_requests: int = 0  # with a running row
+    num_blocks: int = 0  # that they use
+    num_requests: int = 0  # with running sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,13 +135,13 @@ class Request:
         return len(self.prompt_ids)
 
     @property
-    def ends(self) -> frozenset[int]:
+    def all_stop_ids(self) -> frozenset[int]:
         """All tokens that end a sequence."""
         return self.eos_ids | self.stop_ids
 
     @property
-    def num_rows(self) -> int:
-        """How many slots it needs."""
+    def num_seqs(self) -> int:
+        """Answers, or beams: how many of the server's sequences the request takes."""
         return self.num_sequences if self.beams is None else self.beams.num_beams
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:
