@@ -50,7 +50,7 @@ def predict(model: Network, batch: Batch) -> Predicted:
     targets_N = batch.targets_BT.flatten()
     if isinstance(model, Transformer) and model.config.family == "encoder":
         counts_N = targets_N != IGNORED
-        hidden_ND = model.states(batch.inputs_BT).flatten(0, 1)[counts_N]
+        hidden_ND = model.hidden_states(batch.inputs_BT).flatten(0, 1)[counts_N]
         return Predicted(model.project(hidden_ND), targets_N[counts_N])
     logits_BTV = model(batch.inputs_BT, encode_source(model, batch))
     return Predicted(logits_BTV.flatten(0, 1), targets_N)

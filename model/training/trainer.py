@@ -40,9 +40,9 @@ class Trainer:
     """Computes one step after another. The network's weights change in place."""
 
     def __init__(self, model: Network, batches: Batches, recipe: Recipe, peers: Peers) -> None:
-        if recipe.num_pieces % peers.num_processes:
+        if recipe.num_micro_batches % peers.num_processes:
             raise ConfigError(
-                f"{recipe.num_pieces} pieces of a batch can't be shared among "
+                f"{recipe.num_micro_batches} pieces of a batch can't be shared among "
                 f"{peers.num_processes} processes; --micro-batches must be a multiple of that"
             )
         self.model = model.to(peers.device)
@@ -89,12 +89,14 @@ class Trainer:
     def _accumulate_gradients(self, batch: Batch) -> float:
         """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""
         num_targets = batch.num_targets
-        pieces = range(self._peers.rank, self._recipe.num_pieces, self._peers.num_processes)
+        pieces = range(self._peers.rank, self._recipe.num_micro_batches, self._peers.num_processes)
         total = 0.0
         for piece in pieces:
             torch.manual_seed(mix(self._recipe.seed, self.step, piece))  # for dropout
             with self._sync_only_if(piece == pieces[-1]):
-                loss = self._piece_loss(batch.piece(piece, self._recipe.num_pieces), num_targets)
+                loss = self._piece_loss(
+                    batch.piece(piece, self._recipe.num_micro_batches), num_targets
+                )
                 # DDP averages over processes; the sum is wanted.
                 (loss * self._peers.num_processes).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
