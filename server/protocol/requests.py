@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnimplementedError
+from quill.server.fields import MAX_SEED
 from quill.server.grammar.constraint_source import Constraint
 from quill.server.protocol.constraint_fields import read_constraint
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.sampling_fields import SamplingReader
 from quill.server.protocol.served_model import ServedModel
 from quill.server.protocol.tool_fields import ToolUse, read_tools
-from quill.server.request import MAX_SEED, Request
+from quill.server.request import Request
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256

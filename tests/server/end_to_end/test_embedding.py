@@ -27,7 +27,14 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle, precision: str) -> None:
-        settings = Settings(port=0, max_num_seqs=8, threads=1, precision=precision)
+        settings = Settings(
+            port=0,
+            http_port="off",
+            metrics_port="off",
+            max_num_seqs=8,
+            threads=1,
+            precision=precision,
+        )
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 

@@ -141,7 +141,7 @@ def test_stopping_finishes_what_runs_and_refuses_the_rest() -> None:
 
 @pytest.mark.parametrize(("grace_s", "num_signals"), [(0.0, 1), (1000.0, 2)])
 def test_what_doesnt_end_in_time_ends_with_unavailable(grace_s: float, num_signals: int) -> None:
-    with running_server(grace_s=grace_s) as running:
+    with running_server(drain_timeout_s=grace_s) as running:
         caller = start_one(running)
         for _ in range(num_signals):
             running.stop()

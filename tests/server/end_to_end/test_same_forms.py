@@ -16,12 +16,12 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.constraint import Constraint
 from quill.server.engine.engine import Engine
+from quill.server.engine.model_runner import OrtSession
+from quill.server.engine.step import Piece
 from quill.server.grammar import constraint_source as source
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Request, SamplingParams
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.scheduler.plan import Piece
 from quill.server.tools import TOOL_CALL_FORMATS, ToolCallFormat
 from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import restless_clock, together

@@ -28,7 +28,9 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle) -> None:
-        settings = Settings(port=0, max_num_seqs=4, threads=1, precision="fp32")
+        settings = Settings(
+            port=0, http_port="off", metrics_port="off", max_num_seqs=4, threads=1, precision="fp32"
+        )
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 
