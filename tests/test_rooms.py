@@ -17,7 +17,7 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.cli.access_options "
+    "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
     "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
     "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
