@@ -33,7 +33,7 @@ class Batch:
     def num_targets(self) -> int:
         return int((self.targets_BT != IGNORED).sum())
 
-    def piece(self, index: int, num_micro_batches: int) -> "Batch":
+    def micro_batch(self, index: int, num_micro_batches: int) -> "Batch":
         """Every num_micro_batches-th row, from row `index` on."""
         rows = slice(index, None, num_micro_batches)
         return Batch(

@@ -1,5 +1,4 @@
-"""What training makes smaller: the cross-entropy of the next token, or of the hidden ones, summed
-over a piece.
+"""The training loss: cross-entropy of the next token, or of masked tokens, summed over a micro-batch.
 
 Knows: the network's outputs and targets. Does not know: optimizers, data, devices.
 """
@@ -16,10 +15,10 @@ from quill.model.network.transformer import Transformer
 
 
 class Objective(nn.Module):
-    """Wraps the network so that one call gives a loss: what DDP wants to see.
+    """Wraps the network so that one call computes the loss, as DDP needs.
 
-    The sum, not the mean: the caller divides by the targets of the whole batch, so that pieces
-    of different sizes weigh what they should.
+    The sum, not the mean: the caller divides by the targets of the whole batch, so that every
+    target has the same weight.
     """
 
     def __init__(self, model: Network, label_smoothing: float = 0.0) -> None:

@@ -134,7 +134,7 @@ def test_a_run_on_ones_own_text_is_exported_with_what_it_held_out(
     train(["export", str(own_text_run), "--out", str(tmp_path / "bundle"), "--precision", "fp32"])
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     found = manifest["graphs"][0]["verification"]
-    assert found["text"] == "the run's own data, held out"
+    assert found["text"] == "the training run's data, held out"
     assert str(own_text_run.parent) not in json.dumps(manifest)
     # The run's own last measurement on the same text, in other windows.
     loss = [line["held_out_loss"] for line in log_lines(own_text_run)][-1]
@@ -151,7 +151,7 @@ def test_a_run_on_ones_own_pairs_is_compared_on_those_it_held_out(tmp_path: Path
     train(pair_arguments(path, tmp_path / "run", "--steps", "2"))
     checkpoint = load_checkpoint(last_checkpoint(tmp_path / "run"))
     found = held_out(checkpoint, None)
-    assert found.name == "the run's own data, held out"
+    assert found.name == "the training run's data, held out"
     assert found.passages == held_out(checkpoint, path).passages
 
 
@@ -170,7 +170,7 @@ def test_a_text_that_is_gone_or_changed_gives_way_to_the_models_own_in_words(
     assert held_out(checkpoint, None).name == "sampled from the model"
     assert "moved.txt isn't what the run was begun with" in capfd.readouterr().err
     (tmp_path / "moved.txt").write_text(text.read_text())
-    assert held_out(checkpoint, None).name == "the run's own data, held out"
+    assert held_out(checkpoint, None).name == "the training run's data, held out"
 
 
 def test_a_checkpoint_taken_from_its_run_is_not_measured_on_another_corpus(
