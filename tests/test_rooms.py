@@ -45,7 +45,7 @@ WITHIN = {
         "loading": "engine sampling protocol text grammar machine",
         "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
-        "http/wire": "service auth",
+        "http/wire": "service auth telemetry",
         "http/openai": "http/wire service protocol",
         "http": "http/openai http/wire service auth telemetry",
         "kserve": "api service protocol auth telemetry",
