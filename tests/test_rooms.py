@@ -17,7 +17,7 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.cli.access_options "
+    "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
     "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
     "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
@@ -45,7 +45,7 @@ WITHIN = {
         "loading": "engine sampling protocol text grammar machine",
         "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
-        "http/wire": "service auth",
+        "http/wire": "service auth telemetry",
         "http/openai": "http/wire service protocol",
         "http": "http/openai http/wire service auth telemetry",
         "kserve": "api service protocol auth telemetry",
@@ -53,11 +53,10 @@ WITHIN = {
         "cluster/keeper": "auth",
         "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
         "cluster": "cluster/replica cluster/keeper serve auth",
-        "client/balancing": "",
-        "client": "client/balancing",
-        "client/batch": "client client/balancing",
-        "client/top": "client client/balancing",
-        "cli": "client client/balancing serve auth",
+        "client": "",
+        "client/batch": "client",
+        "client/top": "client",
+        "cli": "client serve auth",
         "commands": "cli",
     },
     "export": {

@@ -131,7 +131,7 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(bundle, text),
-        grammars=_open_grammars(bundle),
+        grammars=_open_grammars(bundle, text),
     )
 
 
@@ -146,15 +146,21 @@ def _open_text(bundle: Bundle) -> Text | None:
     return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
 
 
-def _open_grammars(bundle: Bundle) -> Compiler | None:
+def _open_grammars(bundle: Bundle, text: Text | None) -> Compiler | None:
     manifest = bundle.manifest
-    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
+    if (
+        manifest.tokenizer is None
+        or text is None
+        or manifest.family == "encoder"
+        or not manifest.stop_ids
+    ):
         return None
     tokenizer_json = (bundle.directory / manifest.tokenizer).read_text("utf-8")
     try:
-        return Compiler(tokenizer_json, manifest.sizes.vocab_size, manifest.stop_ids)
+        sizes, stop_ids = manifest.sizes, manifest.stop_ids
+        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids, text.split)
     except ValueError as error:
-        logger.info("answers can't be kept to a form by this tokenizer: %s", error)
+        logger.info("constraints can't be followed with this tokenizer: %s", error)
         return None
 
 

@@ -1,6 +1,5 @@
-"""Several servers behind one address, for both clients."""
+"""The endpoint pool: several servers behind one address, for both clients."""
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,25 +10,28 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2 as grpc_health
 
 from quill.protos import generation_pb2 as pb
+from quill.protos import health_pb2
 from quill.server.auth.key_file import add_key
-from quill.server.client import fleet
+from quill.server.client import async_pool, primitives, sync_pool
 from quill.server.client.access import Access, AccessError
 from quill.server.client.async_client import AsyncClient
-from quill.server.client.balancing.balancer import ServerState
-from quill.server.client.call_error import CallError
-from quill.server.client.fleet_state import make_stub
-from quill.server.client.health import HEAR_S
+from quill.server.client.balancer import ServerState
+from quill.server.client.errors import CallError
+from quill.server.client.pool_state import FIRST_STATUS_S, is_serving, make_stub, read_watch_end
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.load_header import TELL_LOAD, read_load
 from tests.server.authority import Authority, write
+from tests.server.client.conftest import MakeClient
 from tests.server.process import wait_until
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
 NEVER = Retries(max_retries=0)
+NAME = "quill.example:50051"
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def address_of(servers: list[Running]) -> str:
 
 
 def begun(client: Client | AsyncClient) -> dict[str, int]:
-    return {each.address: each.num_begun for each in client.servers()}
+    return {each.address: each.num_started for each in client.servers()}
 
 
 def ask(client: Client, prompt: str) -> str:
@@ -66,8 +68,10 @@ def num_outstanding(client: Client) -> list[int]:
     return [each.num_outstanding for each in client.servers()]
 
 
-def test_texts_that_begin_alike_meet_one_server_and_others_are_spread() -> None:
-    with several(3) as servers, Client(address_of(servers), NEVER) as client:
+def test_requests_with_a_shared_prefix_go_to_one_server(
+    make_client: MakeClient,
+) -> None:
+    with several(3) as servers, make_client(address_of(servers), NEVER) as client:
         homes = {prompt: home_of(client, prompt) for prompt in "abcdefghijklmnop"}
         assert set(homes.values()) == {each.address for each in servers}
         assert homes == {prompt: home_of(client, prompt) for prompt in homes}
@@ -75,25 +79,8 @@ def test_texts_that_begin_alike_meet_one_server_and_others_are_spread() -> None:
         assert all(not each.num_outstanding for each in client.servers())
 
 
-def test_client_for_asyncio_sends_the_same_to_the_same() -> None:
-    async def main(address: str) -> dict[str, int]:
-        async with AsyncClient(address, NEVER) as client:
-            for prompt in "abcdefgh":
-                await client.generate(prompt, max_new_tokens=1, timeout_s=TIMEOUT_S)
-            chunks = client.stream("i", max_new_tokens=3, timeout_s=TIMEOUT_S)
-            assert "".join([chunk.text async for chunk in chunks]) == "jkl"
-            return begun(client)
-
-    with several(3) as servers:
-        with Client(address_of(servers), NEVER) as client:
-            for prompt in "abcdefghi":
-                ask(client, prompt)
-            expected = begun(client)
-        assert asyncio.run(main(address_of(servers))) == expected
-
-
-def test_loaded_server_is_spared() -> None:
-    with several(3) as servers, Client(address_of(servers), NEVER) as client:
+def test_loaded_server_gets_no_more_calls(make_client: MakeClient) -> None:
+    with several(3) as servers, make_client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")
         for each in servers:
             each.session.hold()
@@ -109,7 +96,7 @@ def test_loaded_server_is_spared() -> None:
         assert home_of(client, "abc") == home
 
 
-def test_server_tells_of_its_load_when_a_request_is_taken_in_and_when_it_ends() -> None:
+def test_server_reports_its_load_at_the_start_and_the_end_of_a_call() -> None:
     """The first before there is a token: a loaded server would tell too late."""
     with running_server() as running:
         running.session.hold()
@@ -139,65 +126,44 @@ def test_server_tells_of_its_load_when_a_request_is_taken_in_and_when_it_ends() 
             assert read_load(cast("Any", refused.value).initial_metadata()) is None
 
 
-def test_server_that_others_load_is_spared_by_both_clients() -> None:
-    async def ask_in_asyncio(address: str) -> None:
-        async with AsyncClient(address, NEVER) as client:
-            first = asyncio.ensure_future(client.generate("abc", max_new_tokens=2))
-            while not any(each.num_others for each in client.servers()):
-                await asyncio.sleep(0.001)
-            second = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
-            assert second.sequences[0].text == "de"
-            assert sorted(each.num_outstanding for each in client.servers()) == [0, 1]
-            first.cancel()
-
+def test_load_of_other_clients_counts(make_client: MakeClient) -> None:
     with (
         running_server(max_waiting=40) as one,
         running_server(max_waiting=40) as other,
-        Client(address_of([one, other]), NEVER) as client,
+        make_client(address_of([one, other]), NEVER) as client,
         ThreadPoolExecutor(21) as threads,
     ):
         address = home_of(client, "abc")
         home = one if one.address == address else other
         home.session.hold()
-        with Client(address, NEVER) as rude:
+        with make_client(address, NEVER) as rude:
             running = [threads.submit(ask, rude, "abc") for _ in range(20)]
             home.wait_for_requests(20)
             running.append(threads.submit(ask, client, "abc"))
             wait_until(lambda: state_of(client, address).num_others == 20, "it has told")
             assert home_of(client, "abc") != address
-            asyncio.run(ask_in_asyncio(address_of([one, other])))
             home.session.let_go()
             assert {each.result(TIMEOUT_S) for each in running} == {"de"}
         assert state_of(client, address).num_others < 20
         home.wait_for_requests(0)
-        with Client(address_of([one, other]), NEVER) as new:
+        with make_client(address_of([one, other]), NEVER) as new:
             assert home_of(new, "abc") == address
 
 
-def test_server_that_refuses_is_not_taken_for_one_that_never_tells() -> None:
+def test_rejection_is_not_taken_for_a_missing_load_report(make_client: MakeClient) -> None:
     """Else a client whose first call met a full queue would believe nobody."""
 
-    async def ask_in_asyncio(address: str) -> None:
-        async with AsyncClient(address, NEVER) as client:
-            with pytest.raises(CallError):
-                await client.generate("", timeout_s=TIMEOUT_S)
-            with pytest.raises(CallError):
-                [chunk async for chunk in client.stream("", timeout_s=TIMEOUT_S)]
-            assert sum(begun(client).values()) == 2
-            assert not any(each.is_silent for each in client.servers())
-
-    with several(2) as servers, Client(address_of(servers), NEVER) as client:
+    with several(2) as servers, make_client(address_of(servers), NEVER) as client:
         with pytest.raises(CallError):
             client.generate("", timeout_s=TIMEOUT_S)
         with pytest.raises(CallError):
             list(client.stream("", timeout_s=TIMEOUT_S))
         assert sum(begun(client).values()) == 2
-        assert not any(each.is_silent for each in client.servers())
-        asyncio.run(ask_in_asyncio(address_of(servers)))
+        assert not any(each.never_reports for each in client.servers())
 
 
-def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
-    with several(2) as servers, Client(address_of(servers), NEVER) as client:
+def test_draining_server_gets_no_new_calls(make_client: MakeClient) -> None:
+    with several(2) as servers, make_client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")
         leaving = next(each for each in servers if each.address == home)
         leaving.session.hold()
@@ -212,36 +178,30 @@ def test_server_that_drains_is_left_before_it_refuses_anything() -> None:
         assert state_of(client, home).num_failed == 0
 
 
-def test_first_call_minds_neither_the_dead_nor_the_silent() -> None:
+def test_first_call_goes_past_dead_and_unresponsive_servers(make_client: MakeClient) -> None:
     with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"quill://127.0.0.1:1,127.0.0.1:{silent.getsockname()[1]},{running.address}"
-        with Client(address, NEVER) as client:
+        with make_client(address, NEVER) as client:
             assert {home_of(client, prompt) for prompt in "abcdefgh"} == {running.address}
             assert [each.is_serving for each in client.servers()].count(True) == 1
 
 
-def test_first_call_keeps_half_of_its_time_for_those_who_speak() -> None:
-    async def main(address: str) -> str:
-        async with AsyncClient(address, NEVER) as client:
-            answer = await client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
-            return answer.sequences[0].text
-
+def test_first_call_waits_half_of_its_deadline_at_most_for_health(make_client: MakeClient) -> None:
     with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"quill://127.0.0.1:{silent.getsockname()[1]},{running.address}"
-        with Client(address, NEVER) as client:
-            answer = client.generate("abc", max_new_tokens=2, timeout_s=HEAR_S / 2)
+        with make_client(address, NEVER) as client:
+            answer = client.generate("abc", max_new_tokens=2, timeout_s=FIRST_STATUS_S / 2)
             assert answer.sequences[0].text == "de"
-        assert asyncio.run(main(address)) == "de"
 
 
-def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:
+def test_call_that_a_full_server_rejects_goes_elsewhere_at_once(make_client: MakeClient) -> None:
     """Full queues: the server says when to come back, and another has room now."""
     waits: list[float] = []
     with (
         running_server(max_num_seqs=1, max_waiting=1) as full,
         running_server() as other,
-        Client(full.address, NEVER) as rude,
-        Client(address_of([full, other]), Retries(), waits.append) as client,
+        make_client(full.address, NEVER) as rude,
+        make_client(address_of([full, other]), sleep=waits.append) as client,
     ):
         full.session.hold()
         full.session.let_go(1)
@@ -259,26 +219,33 @@ def test_call_that_one_server_refuses_is_asked_elsewhere_at_once() -> None:
         waiting.join(TIMEOUT_S)
 
 
-def test_nobody_who_answers_is_told_as_that() -> None:
-    with Client("quill://127.0.0.1:1,127.0.0.1:2", Retries(first_s=0.001)) as client:
+def test_no_server_that_answers_is_reported(make_client: MakeClient) -> None:
+    with make_client("quill://127.0.0.1:1,127.0.0.1:2", Retries(first_s=0.001)) as client:
         with pytest.raises(CallError, match="no server answers"):
             client.model()
-        assert sum(each.num_begun for each in client.servers()) == 6
+        assert sum(each.num_started for each in client.servers()) == 6
 
 
-def test_name_is_followed_as_its_addresses_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dns_name_is_resolved_again(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known: list[str] = []
 
     def resolve(name: str) -> tuple[str, ...]:
-        assert name == "quill.example:50051"
+        assert name == NAME
         if not known:
             raise OSError("no such name")
         return tuple(known)
 
-    monkeypatch.setattr(fleet, "resolve", resolve)
-    monkeypatch.setattr(fleet, "RESOLVE_S", 0.01)
-    monkeypatch.setattr(fleet, "HEAR_S", 0.5)
-    with several(2) as (first, second), Client("quill+dns://quill.example:50051", NEVER) as client:
+    monkeypatch.setattr(primitives, "resolve", resolve)
+    monkeypatch.setattr(sync_pool, "resolve", resolve)
+    for module in (async_pool, sync_pool):
+        monkeypatch.setattr(module, "RESOLVE_S", 0.01)
+        monkeypatch.setattr(module, "FIRST_STATUS_S", 0.5)
+    with (
+        several(2) as (first, second),
+        make_client(f"quill+dns://{NAME}", NEVER) as client,
+    ):
         with pytest.raises(
             CallError, match=r"known by the name quill\.example:50051: no such name"
         ):
@@ -291,66 +258,80 @@ def test_name_is_followed_as_its_addresses_change(monkeypatch: pytest.MonkeyPatc
         assert home_of(client, "abc") == second.address
 
 
-def test_name_that_stands_for_this_machine() -> None:
+def test_dns_name_of_this_machine(make_client: MakeClient) -> None:
     with running_server() as running:
         address = f"quill+dns://localhost:{running.server.port}"
-
-        async def main() -> str:
-            async with AsyncClient(address) as client:
-                answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
-                return answer.sequences[0].text
-
-        with Client(address) as client:
+        with make_client(address) as client:
             assert ask(client, "abc") == "de"
-        assert asyncio.run(main()) == "de"
 
 
 @pytest.mark.parametrize("form", ["quill://127.0.0.1:{}", "quill+dns://localhost:{}"])
-def test_each_server_is_known_by_its_certificate_and_asks_for_the_key(
-    form: str, tmp_path: Path
+def test_certificates_and_api_key_work_in_a_pool(
+    make_client: MakeClient, form: str, tmp_path: Path
 ) -> None:
     ours = Authority("ours")
     secret = add_key(tmp_path / "keys.json", "alice")
     files = write(tmp_path, ours.sign("server"))
     with running_server(tls=files, api_keys=tmp_path / "keys.json", metrics_port=0) as running:
         address = form.format(running.server.port)
-
-        async def main(access: Access) -> str:
-            async with AsyncClient(address, NEVER, access=access) as client:
-                answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
-                return answer.sequences[0].text
-
         access = Access(ca=ours.cert, api_key=secret)
-        with Client(address, NEVER, access=access) as client:
+        with make_client(address, NEVER, access=access) as client:
             assert ask(client, "abc") == "de"
-        assert asyncio.run(main(access)) == "de"
-        with (
-            Client(address, NEVER, access=Access(ca=ours.cert)) as client,
-            pytest.raises(CallError, match="UNAUTHENTICATED"),
+        for access, problem in (
+            (Access(ca=ours.cert), "UNAUTHENTICATED"),
+            (Access(ca=Authority("theirs").cert), "isn't trusted by the authority"),
         ):
-            ask(client, "abc")
-        with pytest.raises(CallError, match="isn't good for the authority"):
-            asyncio.run(main(Access(ca=Authority("theirs").cert)))
+            with (
+                make_client(address, NEVER, access=access) as client,
+                pytest.raises(CallError, match=problem),
+            ):
+                ask(client, "abc")
 
 
 @pytest.mark.parametrize("scheme", ["", "quill://"])
-def test_this_machine_is_asked_by_no_proxy(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be shown the API key, which goes to this machine in the clear."""
+def test_loopback_calls_bypass_the_proxy(
+    make_client: MakeClient, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy would see the API key, which goes to this machine in plaintext."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
 
-    async def ask_in_asyncio(address: str) -> str:
-        async with AsyncClient(address, NEVER) as client:
-            answer = await client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
-            return answer.sequences[0].text
-
-    with running_server() as running, Client(scheme + running.address, NEVER) as client:
+    with running_server() as running, make_client(scheme + running.address, NEVER) as client:
         assert ask(client, "abc") == "de"
-        assert asyncio.run(ask_in_asyncio(scheme + running.address)) == "de"
 
 
-def test_key_is_shown_to_no_machine_in_the_clear() -> None:
+def test_api_key_is_never_sent_in_plaintext(make_client: MakeClient) -> None:
     access = Access(api_key="secret")
-    for make in (Client, AsyncClient):
-        for address in ("quill://127.0.0.1:1,example.org:1", "quill+dns://example.org:1"):
-            with pytest.raises(AccessError, match=r"example\.org could read"):
-                make(address, access=access)
+    for address in ("quill://127.0.0.1:1,example.org:1", "quill+dns://example.org:1"):
+        with pytest.raises(AccessError, match=r"on its way to example\.org"):
+            make_client(address, access=access)
+
+
+def test_health_service_has_grpcs_own_messages() -> None:
+    states = grpc_health.HealthCheckResponse
+    for status in (states.SERVING, states.NOT_SERVING, states.SERVICE_UNKNOWN, states.UNKNOWN):
+        message = states(status=status).SerializeToString()
+        response = health_pb2.HealthCheckResponse.FromString(message)
+        assert is_serving(response) == (status == states.SERVING)
+    assert health_pb2.HealthCheckRequest().SerializeToString() == b""
+
+
+def test_watch_that_ends_means_death_unless_its_time_was_over() -> None:
+    over = grpc.StatusCode.DEADLINE_EXCEEDED
+    assert read_watch_end(over, had_status=True).is_serving is None
+    assert read_watch_end(over, had_status=False).is_serving is False
+    for code in (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        assert read_watch_end(code, had_status=True).is_serving is False
+    assert read_watch_end(grpc.StatusCode.UNIMPLEMENTED, had_status=False).is_serving
+
+
+def test_server_without_a_health_service_is_called(make_client: MakeClient) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    address = f"quill://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with make_client(address, NEVER) as client:
+            with pytest.raises(CallError, match="UNIMPLEMENTED"):
+                client.model(timeout_s=TIMEOUT_S)
+            assert [each.is_serving for each in client.servers()] == [True]
+    finally:
+        server.stop(None).wait(TIMEOUT_S)

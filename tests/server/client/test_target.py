@@ -6,7 +6,7 @@ import pytest
 
 from quill.__main__ import build_parser
 from quill.server.cli.argument_types import addresses
-from quill.server.client.balancing.target import Target, TargetError, read_target, resolve
+from quill.server.client.target import Target, TargetError, read_target, resolve
 
 
 def test_one_server_is_asked_as_ever() -> None:

@@ -1,11 +1,11 @@
-"""How one or several servers are written as one address.
+"""Parses the address of one or several servers.
 
-Knows: the forms, looking names up. Does not know: channels. Imports nothing heavy.
+Knows: the syntax, DNS. Does not know: channels. Imports nothing heavy.
 
     HOST:PORT                       one server
-    quill://HOST:PORT,HOST:PORT     these
-    quill+dns://NAME:PORT           all addresses of a name, which may change
-    …?balance=least                 how they are balanced: affinity, least, round-robin
+    quill://HOST:PORT,HOST:PORT     these servers
+    quill+dns://NAME:PORT           all addresses of a DNS name, which may change
+    …?balance=least                 the balancing policy: affinity, least, round-robin
 """
 
 import socket
@@ -21,25 +21,25 @@ LISTED, NAMED = "quill://", "quill+dns://"
 
 
 class TargetError(ServerError):
-    """An address that names no servers."""
+    """An address that can't be parsed."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """`name`, if there is one, is NAME:PORT, and has to be looked up."""
+    """`name`, if there is one, is NAME:PORT and has to be resolved."""
 
     servers: tuple[str, ...] = ()
     name: str | None = None
     balance: Balance = "affinity"
-    is_watched: bool = True  # the servers' health; who has one server alone learns nothing by it
+    is_watched: bool = True  # the servers' health, where there are several to choose from
 
 
-def is_several(address: str) -> bool:
+def is_multiple(address: str) -> bool:
     return address.startswith((LISTED, NAMED))
 
 
 def read_target(address: str) -> Target:
-    if not is_several(address):
+    if not is_multiple(address):
         return Target((address,), is_watched=False)
     rest, _, query = address.partition("?")
     if rest.startswith(NAMED):
@@ -52,7 +52,7 @@ def read_target(address: str) -> Target:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """All addresses of a NAME:PORT, in an order of their own. OSError if there are none."""
+    """All addresses of a NAME:PORT, sorted. OSError if there are none."""
     host, _, port = name.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     return tuple(sorted({write_address(str(place[0]), int(port)) for *_, place in found}))

@@ -1,12 +1,14 @@
 """Who is asked next: affinity up to a bound, health, counts that add up."""
 
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
-from quill.server.client.balancing.balancer import WORD_S, Balancer, bound
-from quill.server.client.balancing.target import BALANCES, Balance
+from quill.server.client.balancer import REPORT_S, Balancer, Ring, bound
+from quill.server.client.target import BALANCES, Balance
 
 SERVERS = ("a:1", "b:1", "c:1")
 KEYS = [str(number).encode() for number in range(50)]
@@ -79,11 +81,11 @@ def test_same_calls_are_balanced_in_the_same_way(balance: Balance) -> None:
 @pytest.mark.parametrize("balance", BALANCES)
 def test_server_that_does_not_serve_is_left_and_comes_back(balance: Balance) -> None:
     given = balancer(balance)
-    assert given.note("b:1", False)
-    assert not given.note("b:1", False)
+    assert given.set_serving("b:1", False)
+    assert not given.set_serving("b:1", False)
     asked = {given.begin(str(number).encode()) for number in range(50)}
     assert asked == {"a:1", "c:1"}
-    given.note("b:1", True)
+    given.set_serving("b:1", True)
     assert "b:1" in {given.begin(str(number).encode()) for number in range(50)}
 
 
@@ -93,7 +95,7 @@ def test_whoever_failed_is_avoided_while_another_serves(balance: Balance) -> Non
     for _ in range(20):
         assert given.begin(b"one", {"a:1", "b:1"}) == "c:1"
     assert given.has_other({"a:1", "b:1"})
-    given.note("c:1", False)
+    given.set_serving("c:1", False)
     assert not given.has_other({"a:1", "b:1"})
     assert given.begin(b"one", {"a:1", "b:1"}) in {"a:1", "b:1"}
 
@@ -101,7 +103,7 @@ def test_whoever_failed_is_avoided_while_another_serves(balance: Balance) -> Non
 def test_if_nobody_is_said_to_serve_somebody_is_asked() -> None:
     given = balancer()
     for server in SERVERS:
-        given.note(server, False)
+        given.set_serving(server, False)
     assert given.begin(b"one") in SERVERS
 
 
@@ -145,9 +147,9 @@ def test_server_that_others_load_is_spared_until_it_says_otherwise() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
-        given.hear(server, 20 if server == home else 2, 0.0)
+        given.set_load(server, 20 if server == home else 2, 0.0)
     assert home_of(given, b"one") != home
-    given.hear(home, 4, 1.0)
+    given.set_load(home, 4, 1.0)
     assert home_of(given, b"one", 1.0) == home
 
 
@@ -155,7 +157,7 @@ def test_server_that_others_load_is_spared_until_it_says_otherwise() -> None:
 def test_call_without_a_key_goes_where_everybody_has_the_fewest(balance: Balance) -> None:
     given = balancer(balance)
     for server, num_calls in zip(SERVERS, (7, 3, 5), strict=True):
-        given.hear(server, num_calls, 0.0)
+        given.set_load(server, num_calls, 0.0)
     asked = [given.begin(None) for _ in range(9)]
     assert asked[:2] == ["b:1", "b:1"]
     assert Counter(asked) == {"a:1": 1, "b:1": 5, "c:1": 3}
@@ -176,25 +178,25 @@ def test_own_calls_are_not_counted_twice() -> None:
             server = silent.begin(key)
             assert told.begin(key, now_s=0.01 * step) == server
             running.append(server)
-        told.hear(server, running.count(server), 0.01 * step)
+        told.set_load(server, running.count(server), 0.01 * step)
 
 
 def test_old_word_is_forgotten_so_that_nobody_is_spared_for_ever() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
-        given.hear(server, 20 if server == home else 2, 100.0)
-    assert home_of(given, b"one", 100.0 + WORD_S) != home
-    assert home_of(given, b"one", 101.0 + WORD_S) == home
+        given.set_load(server, 20 if server == home else 2, 100.0)
+    assert home_of(given, b"one", 100.0 + REPORT_S) != home
+    assert home_of(given, b"one", 101.0 + REPORT_S) == home
 
 
 def test_server_that_comes_back_is_not_held_to_what_it_said_before() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
-        given.hear(server, 20 if server == home else 2, 0.0)
-    given.note(home, False)
-    given.note(home, True)
+        given.set_load(server, 20 if server == home else 2, 0.0)
+    given.set_serving(home, False)
+    given.set_serving(home, True)
     assert home_of(given, b"one") == home
 
 
@@ -202,13 +204,13 @@ def test_nobody_is_believed_while_somebody_is_silent() -> None:
     """As while old servers are replaced by those that tell: the old ones would attract all."""
     given = balancer()
     homes = [home_of(given, key) for key in KEYS]
-    given.hear("a:1", 40, 0.0)
+    given.set_load("a:1", 40, 0.0)
     assert "a:1" not in {home_of(given, key) for key in KEYS}
-    given.hear("b:1", None, 0.0)
+    given.set_load("b:1", None, 0.0)
     assert [home_of(given, key) for key in KEYS] == homes
-    given.hear("b:1", 0, 0.0)  # it was replaced
-    given.hear("b:1", None, 0.0)  # a call that was refused
-    given.hear("gone:1", 40, 0.0)  # one that has left meanwhile
+    given.set_load("b:1", 0, 0.0)  # it was replaced
+    given.set_load("b:1", None, 0.0)  # a call that was refused
+    given.set_load("gone:1", 40, 0.0)  # one that has left meanwhile
     assert "a:1" not in {home_of(given, key) for key in KEYS}
 
 
@@ -230,5 +232,58 @@ def test_bound_holds_for_several_clients_together(num_clients: int) -> None:
             server = client.begin(b"one", now_s=now_s)
             running.append((client, server))
             load[server] += 1
-        client.hear(server, load[server], now_s)
+        client.set_load(server, load[server], now_s)
         assert step < 1000 or max(load.values()) <= 2.4 * len(running) / len(servers)
+
+
+MANY_KEYS = [f"key {number}".encode() for number in range(3000)]
+
+
+def names(number: int) -> list[str]:
+    return [f"10.0.0.{each}:50051" for each in range(number)]
+
+
+def homes(ring: Ring) -> dict[bytes, str]:
+    return {key: next(ring.order(key)) for key in MANY_KEYS}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_order_has_every_server_once(number: int) -> None:
+    ring = Ring(names(number))
+    for key in MANY_KEYS[:50]:
+        assert sorted(ring.order(key)) == names(number)
+    assert list(Ring(()).order(b"key")) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_removed_server_moves_only_its_own_keys_each_to_its_next(seed: int) -> None:
+    chance = random.Random(seed)
+    servers = names(chance.randrange(2, 12))
+    gone = chance.choice(servers)
+    ring, rest = Ring(servers), Ring(each for each in servers if each != gone)
+    for key in MANY_KEYS[:500]:
+        assert list(rest.order(key)) == [each for each in ring.order(key) if each != gone]
+
+
+def test_shares_are_about_even() -> None:
+    shares = Counter(homes(Ring(names(5))).values())
+    assert max(shares.values()) < 1.3 * len(MANY_KEYS) / 5
+    assert min(shares.values()) > 0.7 * len(MANY_KEYS) / 5
+
+
+def test_servers_that_are_listed_in_another_order_have_the_same_keys() -> None:
+    assert homes(Ring(names(5))) == homes(Ring(reversed(names(5))))
+
+
+def test_every_process_sends_a_key_to_the_same_server() -> None:
+    program = (
+        f"from quill.server.client.balancer import Ring;print(list(Ring({names(9)}).order(b'key')))"
+    )
+    others = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert others == {str(list(Ring(names(9)).order(b"key")))}

@@ -1,7 +1,11 @@
-"""Whatever the schema: an answer that ends by itself is valid."""
+"""Whatever the schema: output that ends by itself is valid. The table of keywords in
+server/docs/structured-output.md is tried: fifty schemas are followed, others are errors."""
 
 import json
 import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quill.loadtest.bench.forms.validity import Validity
+from quill.loadtest.workload.forms import CHOICES, GRAMMARS, REFUSED, REGEXES
+from quill.loadtest.workload.forms import SCHEMAS as FIFTY
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.compiler import Form
-from tests.server.running import make_grammars
 from tests.server.scripted_session import END, VOCAB_SIZE
+from tests.server.small_grammars import byte_grammar
 
 MAX_TOKENS = 600
 NAMES = st.sampled_from(["a", "name", "é", 'q"', "long name"])
@@ -76,9 +82,9 @@ SCHEMAS = st.recursive(
 PAIR = _tuple([{"type": "integer"}, {"enum": ["l", "r"]}])
 
 
-def answer(schema: dict[str, Any], rng: random.Random) -> bytes | None:
+def output(schema: dict[str, Any], rng: random.Random) -> bytes | None:
     """Random tokens among those that are allowed; None: it was cut."""
-    matcher = make_grammars().compile_now(Form("json_schema", json.dumps(schema))).matcher()
+    matcher = byte_grammar("json_schema", json.dumps(schema)).matcher()
     tokens: list[int] = []
     while len(tokens) < MAX_TOKENS:
         (mask,) = matcher.masks((), (), 0)
@@ -94,33 +100,16 @@ def answer(schema: dict[str, Any], rng: random.Random) -> bytes | None:
 
 @settings(max_examples=150, deadline=None)
 @given(SCHEMAS, st.randoms(use_true_random=False))
-def test_an_answer_that_ends_is_valid(schema: dict[str, Any], rng: random.Random) -> None:
+def test_output_that_ends_is_valid(schema: dict[str, Any], rng: random.Random) -> None:
     schema = {**schema, "$defs": {"pair": PAIR}}
     try:
-        said = answer(schema, rng)
+        text = output(schema, rng)
     except InvalidFieldError:
         return  # such as an enum of nothing that is left
-    if said is not None:
+    if text is not None:
         validator = jsonschema.Draft202012Validator
         checker = validator.FORMAT_CHECKER
-        jsonschema.validate(json.loads(said), schema, validator, format_checker=checker)
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [{"properties": {"a": {"type": "null"}}}, {"patternProperties": {"^a": {"type": "null"}}}],
-)
-def test_a_name_that_is_known_is_no_other_in_another_spelling(schema: dict[str, Any]) -> None:
-    form = json.dumps({"type": "object", "additionalProperties": {"type": "integer"}, **schema})
-    matcher = make_grammars().compile_now(Form("json_schema", form)).matcher()
-    for said, is_allowed in (
-        ('{"a": null}', True),
-        (r'{"b\"": 1}', True),
-        ('{"a": 1}', False),
-        (r'{"\u0061": 1}', False),
-    ):
-        tokens = [byte + 1 for byte in said.encode()]
-        assert (matcher.num_allowed(tokens) == len(tokens)) == is_allowed, said
+        jsonschema.validate(json.loads(text), schema, validator, format_checker=checker)
 
 
 @pytest.mark.parametrize("text", ["\b", "\0", "\x1f", "\x7f"])
@@ -128,6 +117,68 @@ def test_a_name_that_is_known_is_no_other_in_another_spelling(schema: dict[str, 
 def test_constants_and_names_may_have_control_characters(text: str, as_name: bool) -> None:
     value = {text: None} if as_name else text
     named = _object({text: {"type": "null"}}, [text], False)
-    said = answer(named if as_name else {"const": text}, random.Random(0))
-    assert said is not None
-    assert json.loads(said) == value
+    generated = output(named if as_name else {"const": text}, random.Random(0))
+    assert generated is not None
+    assert json.loads(generated) == value
+
+
+PAGE = Path(__file__).parents[3] / "server" / "docs" / "structured-output.md"
+NUM_ANSWERS = 12
+# Annotations constrain nothing.
+ANNOTATIONS = {"$schema", "$comment", "title", "description", "default", "examples"}
+ANNOTATIONS |= {"deprecated", "readOnly"}
+
+
+@pytest.mark.parametrize("name", FIFTY)
+def test_output_of_each_of_the_fifty_is_valid(name: str) -> None:
+    validity, num_whole = Validity(FIFTY[name]), 0
+    for seed in range(NUM_ANSWERS):
+        text = output(FIFTY[name], random.Random(f"{name}/{seed}"))
+        if text is not None:
+            num_whole += 1
+            assert validity.problem(text.decode()) == ""
+    assert num_whole >= NUM_ANSWERS // 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_errors(name: str) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        byte_grammar("json_schema", json.dumps(REFUSED[name]))
+    if name.isidentifier() or name[0] == "$":  # a keyword
+        assert name.removeprefix("min").removeprefix("max") in str(caught.value)
+
+
+def test_other_constraints_of_the_load_test_compile() -> None:
+    for regex in REGEXES.values():
+        byte_grammar("regex", regex)
+    for some in CHOICES:
+        byte_grammar("choice", json.dumps(some))
+    for grammar in GRAMMARS.values():
+        byte_grammar("lark", grammar)
+
+
+def documented(row: str) -> set[str]:
+    (line,) = re.findall(rf"^\| {row} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    return set(re.findall(r"`([^`]+)`", line))
+
+
+def keywords(schema: Any) -> Iterator[str]:
+    """Of a schema and all within it, not of what it lists as values."""
+    if not isinstance(schema, dict):
+        return
+    yield from schema
+    for name, inner in schema.items():
+        if name in ("properties", "patternProperties", "$defs", "definitions"):
+            for each in inner.values():
+                yield from keywords(each)
+        elif name not in ("const", "enum", "default", "examples"):
+            for each in inner if isinstance(inner, list) else [inner]:
+                yield from keywords(each)
+
+
+def test_page_names_all_that_was_tried_and_nothing_else() -> None:
+    kept = {name for schema in FIFTY.values() for name in keywords(schema)} - ANNOTATIONS
+    formats = {s["format"] for s in FIFTY.values() if "format" in s}
+    assert documented("supported") | documented("in part") == kept | formats
+    refused = {name for name in REFUSED if name.isidentifier() or name[0] == "$"}
+    assert documented("rejected by name") == refused - {"minProperties", "maxProperties"}
