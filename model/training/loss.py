@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of the next token, or of masked tokens, summed over a micro-batch.
+"""The training loss: cross-entropy of the next token, or of masked tokens, over a micro-batch.
 
 Knows: the network's outputs and targets. Does not know: optimizers, data, devices.
 """
