@@ -89,13 +89,13 @@ class Trainer:
     def _accumulate_gradients(self, batch: Batch) -> float:
         """Adds up the gradients of this process's micro-batches; returns the batch's mean loss."""
         num_targets = batch.num_targets
-        total = self._recipe.num_micro_batches
-        indices = range(self._peers.rank, total, self._peers.num_processes)
+        num_parts = self._recipe.num_micro_batches
+        indices = range(self._peers.rank, num_parts, self._peers.num_processes)
         total = 0.0
         for index in indices:
             torch.manual_seed(mix(self._recipe.seed, self.step, index))  # for dropout
             with self._sync_only_if(index == indices[-1]):
-                loss = self._loss(batch.micro_batch(index, total), num_targets)
+                loss = self._loss(batch.micro_batch(index, num_parts), num_targets)
                 # DDP averages over processes; the sum is wanted.
                 (loss * self._peers.num_processes).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
