@@ -1,6 +1,7 @@
 """Who may import whom: the rooms, and the folders within them, checked in the source itself."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.cli.access_options "
+    "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
     "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
     "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
@@ -45,7 +46,7 @@ WITHIN = {
         "loading": "engine sampling protocol text grammar machine",
         "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
-        "http/wire": "service auth",
+        "http/wire": "service auth telemetry",
         "http/openai": "http/wire service protocol",
         "http": "http/openai http/wire service auth telemetry",
         "kserve": "api service protocol auth telemetry",
@@ -53,11 +54,10 @@ WITHIN = {
         "cluster/keeper": "auth",
         "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
         "cluster": "cluster/replica cluster/keeper serve auth",
-        "client/balancing": "",
-        "client": "client/balancing",
-        "client/batch": "client client/balancing",
-        "client/top": "client client/balancing",
-        "cli": "client client/balancing serve auth",
+        "client": "",
+        "client/batch": "client",
+        "client/top": "client",
+        "cli": "client serve auth",
         "commands": "cli",
     },
     "export": {
@@ -66,8 +66,9 @@ WITHIN = {
         "quantize": "",
         "graph": "quantize bundle",
         "verify": "quantize bundle operators",
-        "pipeline": "quantize graph verify bundle",
-        "cli": "pipeline verify quantize bundle operators",
+        "exportability": "quantize graph operators",
+        "pipeline": "exportability quantize graph verify bundle",
+        "cli": "exportability pipeline verify quantize bundle operators",
         "commands": "",
     },
     "model": {
@@ -82,15 +83,15 @@ WITHIN = {
     },
     "loadtest": {
         "environment": "",
-        "doors": "",
-        "workload": "doors",
-        "results": "workload doors environment",
-        "locust_users": "workload doors environment",
-        "locustfile": "locust_users workload doors environment",
-        "run": "workload doors environment results",
-        "bench/contenders": "environment doors",
-        "bench": "bench/contenders doors workload environment results",
-        "bench/fleet": "bench doors workload environment results",
+        "protocols": "",
+        "workload": "protocols",
+        "results": "workload protocols environment",
+        "locust_users": "workload protocols environment",
+        "locustfile": "locust_users workload protocols environment",
+        "run": "workload protocols environment results",
+        "bench/contenders": "environment protocols",
+        "bench": "bench/contenders protocols workload environment results",
+        "bench/fleet": "bench protocols workload environment results",
         "bench/forms": "bench workload environment results",
         "compare": "bench environment results",
         "commands": "run bench compare",
@@ -113,9 +114,14 @@ def source_files(room: str) -> list[Path]:
 SOURCES = [path for room in ROOMS for path in source_files(room)]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports, at the top or inside a function, with what it takes."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -206,7 +212,7 @@ def test_a_serving_room_never_imports_torch(room: str) -> None:
 def test_a_module_opens_by_saying_what_it_is(path: Path) -> None:
     if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
         return
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = parsed(path)
     assert ast.get_docstring(tree), path
     if path.name == "__init__.py":
         assert len(tree.body) == 1, "a package is its modules"

@@ -150,7 +150,7 @@ class Speculation:
         most = min(most, MAX_DRAFT, self._num_jump_forward)
         if sequence.matcher is None or most <= 0:
             return []
-        return self._fit(sequence, sequence.matcher.forced()[:most])
+        return self._fit(sequence, sequence.matcher.jump_forward()[:most])
 
     def _fit(self, sequence: "Sequence", draft: list[int]) -> list[int]:
         """The draft tokens that there are blocks for."""
