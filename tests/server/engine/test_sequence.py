@@ -25,7 +25,7 @@ def _sequence(status: SequenceStatus) -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize(("before", "after"), product(SequenceStatus, SequenceStatus))
+@pytest.mark.parametrize(("before", "after"), [*product(SequenceStatus, SequenceStatus)])
 def test_sequence_makes_the_transitions_of_the_table_and_no_others(
     before: SequenceStatus, after: SequenceStatus
 ) -> None:
