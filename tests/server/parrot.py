@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quill.server.protocol.served_model import ServedModel
+from quill.server.frontend.served_model import ServedModel
 from quill.server.scheduler.plan import BlockCopy, Piece
 from quill.server.scheduler.session import Computed
 from quill.server.text.chat_template import ChatTemplate

@@ -20,7 +20,7 @@ from quill.server.engine.engine import Engine
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
-from quill.server.protocol.served_model import ServedModel
+from quill.server.frontend.served_model import ServedModel
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record

@@ -13,9 +13,8 @@ from email.utils import formatdate
 from typing import Any
 
 from quill.server.errors import CancelledError, SlowReaderError
+from quill.server.frontend.json_values import MAX_INLINE_BYTES, Json, JsonError, parse_json
 from quill.server.http.wire.refusals import Headers, RefusalError
-from quill.server.service.json_fields import Json
-from quill.server.service.json_text import MAX_INLINE_BYTES, JsonError, parse_json
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -46,6 +45,7 @@ class Exchange:
         self.is_over = False  # all was said
         self.has_left = False  # the client
         self._is_stream = False
+        self.num_bytes = 0  # of the body
 
     def headers(self, name: str) -> list[str]:
         """All values of one, in order."""
@@ -62,6 +62,7 @@ class Exchange:
             # Any web page may send other types to any server, without asking it first.
             raise RefusalError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
+        self.num_bytes = len(body)
         if len(body) <= MAX_INLINE_BYTES:
             return read(_parse(body))
         # By another thread: nothing slower than a millisecond on the event loop.
@@ -190,8 +191,9 @@ class Events:
         self._said_s = time.monotonic()
         self._writing = asyncio.Lock()
 
-    async def send(self, content: Json) -> None:
-        await self._say(event(content))
+    async def send(self, events: bytes) -> None:
+        """One event or several, as `event` writes them."""
+        await self._say(events)
 
     async def end(self) -> None:
         await self._say(b"data: [DONE]\n\n")

@@ -1,16 +1,19 @@
-"""Puts a request's events together to what the client is told.
+"""Turns the engine's events into text: chunks of a stream, or one whole result.
 
-Knows: events, text, what was asked. Does not know: protobuf, gRPC, the event loop.
+Knows: events, detokenizing, stop strings, tool calls. Does not know: wires, the event loop.
 """
 
+import hashlib
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from quill.server.errors import InvalidFieldError, RequestError
+from quill.server.frontend.spec import ParsedRequest
 from quill.server.outputs import (
     EmbeddingEvent,
     Event,
@@ -20,31 +23,79 @@ from quill.server.outputs import (
     PositionLogprobs,
     PromptEvent,
     StartEvent,
+    Timings,
     TokenEvent,
+    Usage,
 )
-from quill.server.protocol.call_ids import CallIds
-from quill.server.protocol.requests import ParsedRequest
+from quill.server.request import Request
 from quill.server.text.call_reader import CallReader
 from quill.server.text.detokenizer import Decoder
 from quill.server.text.stop_strings import StopStrings
 from quill.server.text.tokenizer import Text
 from quill.server.tools import CallPiece, add_piece
 
-Vector = npt.NDArray[np.float32]
+# N texts · D model size, or as many of its numbers as were requested
+Embeddings = npt.NDArray[np.float32]
+# Ids of tool calls. Mistral's templates take nine letters and digits, and nothing else.
+_CHARACTERS = string.ascii_letters + string.digits
+_LENGTH = 9
 
 
 @dataclass
 class Chunk:
-    """What came to one sequence since the chunk before."""
+    """What one sequence generated since the chunk before."""
 
     sequence: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    vectors: dict[int, Vector] = field(default_factory=dict)  # by text
+    embeddings: dict[int, Embeddings] = field(default_factory=dict)  # by text
     calls: list[CallPiece] = field(default_factory=list)
     finish: FinishEvent | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer: one chunk for each sequence, all finished."""
+
+    sequences: list[Chunk]
+
+    @property
+    def finishes(self) -> list[FinishEvent]:
+        return [each.finish for each in self.sequences if each.finish is not None]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all sequences together; the prompt counts once."""
+        usages = [finish.usage for finish in self.finishes]
+        return replace(
+            usages[0],
+            generated=sum(each.generated for each in usages),
+            draft=sum(each.draft for each in usages),
+            accepted=sum(each.accepted for each in usages),
+        )
+
+    @property
+    def timings(self) -> Timings:
+        """Up to the end of the last sequence."""
+        return max((each.timings for each in self.finishes), key=lambda each: each.total_ms)
+
+
+class _CallIds:
+    """Ids of tool calls: the same request and seed give the same ids."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def of(self, sequence: int, index: int) -> str:
+        digest = hashlib.sha256(self._prompt + f"{sequence} {index}".encode()).digest()
+        return "".join(_CHARACTERS[byte % len(_CHARACTERS)] for byte in digest[:_LENGTH])
+
+    @cached_property
+    def _prompt(self) -> bytes:
+        text = f"{self._request.seed} {self._request.prompt_ids}"
+        return hashlib.sha256(text.encode()).digest()
 
 
 class Answer:
@@ -55,7 +106,7 @@ class Answer:
     ) -> None:
         self._parsed = parsed
         self._end = end
-        ids, numbers = CallIds(parsed.request), range(parsed.request.num_sequences)
+        ids, numbers = _CallIds(parsed.request), range(parsed.request.num_sequences)
         self._sequences = [_Sequence(parsed, text, partial(ids.of, each)) for each in numbers]
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._num_open = len(self._sequences)
@@ -75,21 +126,21 @@ class Answer:
         chunks: dict[int, Chunk] = {}
         for event in events:
             if isinstance(event, FailEvent):
-                raise self._as_asked(event.error)
+                raise self._of_field(event.error)
             if isinstance(event, PromptEvent):
                 self._prompt_logprobs += event.logprobs
             elif isinstance(event, StartEvent):
                 self.num_cached = event.cached
             elif isinstance(event, EmbeddingEvent):
-                chunks.setdefault(0, Chunk(0)).vectors[event.text] = event.vector_D
+                chunks.setdefault(0, Chunk(0)).embeddings[event.text] = event.vector_D
             else:
                 self._begin(chunks)
                 chunk = chunks.setdefault(event.sequence, Chunk(event.sequence))
                 self._add(chunk, event)
         return [chunks[sequence] for sequence in sorted(chunks)]
 
-    def _as_asked(self, error: RequestError) -> RequestError:
-        """What failed to keep to a form was asked for by its own field."""
+    def _of_field(self, error: RequestError) -> RequestError:
+        """A grammar that failed names the field that asked for it."""
         form = self._parsed.form
         is_tools = form is not None and form.kind == "tools"
         if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
@@ -108,7 +159,7 @@ class Answer:
             self._end(event.sequence)
 
     def _begin(self, chunks: dict[int, Chunk]) -> None:
-        """Before the first token: the prompt, if it was asked for."""
+        """Before the first token: the prompt's logprobs and its echo, if they were requested."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -150,7 +201,7 @@ class _Sequence:
         return "".join(map(self._decoder.add, prompt_ids))
 
     def add(self, chunk: Chunk, event: TokenEvent) -> bool:
-        """Whether a stop string ends here. What the engine made after that is dropped."""
+        """Whether a stop string ends here. Tokens generated after it are dropped."""
         if self._is_stopped:
             return False
         self.num_tokens += 1
@@ -165,7 +216,7 @@ class _Sequence:
         if self._decoder is not None and not self._is_stopped:
             self._show(chunk, self._decoder.end())
             if not self._is_stopped:
-                self._tell(chunk, self._stops.end())
+                self._emit(chunk, self._stops.end())
         if self._calls is not None:
             chunk.text += self._calls.end()
         usage = replace(event.usage, generated=self.num_tokens)
@@ -174,10 +225,10 @@ class _Sequence:
 
     def _show(self, chunk: Chunk, text: str) -> None:
         released = self._stops.add(text)
-        self._tell(chunk, released.text)
+        self._emit(chunk, released.text)
         self._is_stopped = released.found
 
-    def _tell(self, chunk: Chunk, text: str) -> None:
+    def _emit(self, chunk: Chunk, text: str) -> None:
         if self._calls is None:
             chunk.text += text
         else:
@@ -203,7 +254,7 @@ def _shortened(logprobs: Sequence[PositionLogprobs], num_top: int) -> list[Posit
     return [replace(each, top=each.top[:num_top]) for each in logprobs]
 
 
-def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
+def merge(chunks: Iterable[Chunk], num_sequences: int) -> Result:
     """All chunks of an answer, as one for each sequence."""
     whole = [Chunk(sequence) for sequence in range(num_sequences)]
     for chunk in chunks:
@@ -212,7 +263,23 @@ def merge(chunks: Iterable[Chunk], num_sequences: int) -> list[Chunk]:
         into.token_ids += chunk.token_ids
         into.logprobs += chunk.logprobs
         into.prompt_logprobs += chunk.prompt_logprobs
-        into.vectors |= chunk.vectors
+        into.embeddings |= chunk.embeddings
         into.calls += chunk.calls
         into.finish = chunk.finish or into.finish
-    return whole
+    return Result(whole)
+
+
+def whole_embeddings(parsed: ParsedRequest, whole: Chunk) -> Embeddings:
+    """Truncated and normalized as requested."""
+    embeddings_ND = np.stack([whole.embeddings[text] for text in range(len(whole.embeddings))])
+    return shaped(embeddings_ND, parsed.dimensions, parsed.normalize)
+
+
+def shaped(embeddings_ND: Embeddings, dimensions: int | None, normalize: bool) -> Embeddings:
+    """Truncated, then scaled to the length 1: each summed in one order, so batch-invariant."""
+    embeddings_ND = embeddings_ND[:, :dimensions]
+    if not normalize:
+        return embeddings_ND
+    wide_ND = embeddings_ND.astype(np.float64)
+    lengths_N1 = np.sqrt(np.add.accumulate(wide_ND**2, axis=1)[:, -1:])
+    return (wide_ND / np.where(lengths_N1 == 0, 1, lengths_N1)).astype(np.float32)

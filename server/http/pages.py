@@ -1,17 +1,19 @@
-"""`/openapi.json` and `/docs`: what may be sent, from the tables that are checked.
+"""What a browser gets: the page at `/`, `/docs` and `/openapi.json`, from the tables of fields.
 
-Knows: routes and their fields, OpenAPI, HTML. Does not know: what routes do.
+Knows: routes and their fields, OpenAPI, HTML, headers. Does not know: what routes do.
 """
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from html import escape
-from importlib import metadata
+from importlib import metadata, resources
 
+from quill.server.frontend.json_values import Json, JsonField
+from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.guards import TIMEOUT_HEADER
 from quill.server.http.wire.route import Route
-from quill.server.service.json_fields import Field, Json
 
 _ERRORS = {
     "400": "a field is wrong, or isn't supported: `error.param` names it",
@@ -45,6 +47,39 @@ DOCS_HEADERS = (
     ),
 )
 
+_KINDS = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Scripts, styles and connections of this server only, and no inline ones.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'"
+)
+_PAGE_HEADERS = (
+    ("content-security-policy", _POLICY),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cache-control", "no-cache"),
+)
+
+
+def page_files() -> Mapping[str, Callable[[Exchange], Awaitable[None]]]:
+    """What answers each path. They need no API key: they contain nothing of the model."""
+    paths = {}
+    for file in resources.files("quill.server.http").joinpath("page").iterdir():
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        kind = _KINDS[file.name.rpartition(".")[2]]
+        paths[path] = partial(_send_file, file.read_bytes(), kind)
+    return paths
+
+
+async def _send_file(body: bytes, kind: str, exchange: Exchange) -> None:
+    await exchange.answer(body, kind, headers=_PAGE_HEADERS)
+
 
 def openapi(routes: Iterable[Route]) -> Json:
     return {
@@ -57,13 +92,13 @@ def openapi(routes: Iterable[Route]) -> Json:
 
 
 def _operation(route: Route) -> Json:
-    ok = {"description": route.says, "content": {"application/json": {}}}
+    ok = {"description": route.help, "content": {"application/json": {}}}
     responses: Json = {"200": ok}
-    operation: Json = {"summary": route.says, "parameters": [_TIMEOUT], "responses": responses}
+    operation: Json = {"summary": route.help, "parameters": [_TIMEOUT], "responses": responses}
     if any(field.name == "stream" for field in route.fields):
         ok["content"] = {"application/json": {}, "text/event-stream": {}}
-    for status, says in _ERRORS.items():
-        responses[status] = {"description": says}
+    for status, meaning in _ERRORS.items():
+        responses[status] = {"description": meaning}
     if route.verb == "POST":
         content = {"application/json": {"schema": _schema(route)}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -74,14 +109,14 @@ def _schema(route: Route) -> Json:
     return {
         "type": "object",
         "description": "Unknown fields are ignored; null is the same as leaving a field out. "
-        f"Refused by name: {', '.join(each.name for each in route.refused) or 'none'}.",
+        f"Rejected by name: {', '.join(each.name for each in route.unsupported) or 'none'}.",
         "properties": {field.name: _property(field) for field in route.fields},
         "required": [field.name for field in route.fields if field.is_required],
     }
 
 
-def _property(field: Field) -> Json:
-    return {**field.kind.schema, "description": field.says}
+def _property(field: JsonField) -> Json:
+    return {**field.kind.schema, "description": field.help}
 
 
 def docs_page(api: Json) -> bytes:
@@ -97,7 +132,7 @@ def docs_page(api: Json) -> bytes:
         for verb, operation in operations.items():
             parts.append(_section(verb, path, operation))
     parts.append("<h2>When something is wrong</h2><table>")
-    parts += [f"<tr><td>{status}<td>{escape(says)}" for status, says in _ERRORS.items()]
+    parts += [f"<tr><td>{status}<td>{escape(each)}" for status, each in _ERRORS.items()]
     return "".join((*parts, "</table></html>\n")).encode()
 
 

@@ -1,16 +1,17 @@
-"""What is served, and within which limits: all that a client may rely upon.
+"""The model that is served, and the limits that clients may rely upon.
 
 Knows: the manifest, the limits that the server was started with.
 Does not know: who is being served, protobuf.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.fields import MODEL_DEFAULTS
+from quill.server.frontend.spec import ToolCache
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Pooling, SamplingParams
@@ -33,9 +34,10 @@ class ServedModel:
     limits: Limits
     max_waiting: int
     max_message_bytes: int
-    text: Text | None  # None: the model speaks token ids only
+    text: Text | None  # None: the model takes and gives token ids only
     template: ChatTemplate | None
-    grammars: Compiler | None = None  # None: it can't keep to a form
+    grammars: Compiler | None = None  # None: it can't follow a constraint
+    tool_cache: ToolCache = field(default_factory=ToolCache, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -63,11 +65,11 @@ class ServedModel:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it writes nothing."""
+        """Whether it generates nothing."""
         return self.manifest.family == "encoder"
 
     @property
-    def gives_vectors(self) -> bool:
+    def gives_embeddings(self) -> bool:
         return self.is_encoder or self.graphs.hidden
 
     @property
@@ -76,7 +78,7 @@ class ServedModel:
 
     @property
     def mask(self) -> int | None:
-        """The token that it fills, if it does."""
+        """The token that FillMask fills; None: the model has none."""
         return self.manifest.special_tokens.mask if self.is_encoder else None
 
     @property
@@ -98,6 +100,6 @@ class ServedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """The author's, by field name; what isn't here is off."""
+        """The bundle's own, by field name; what isn't here is off."""
         generation = self.manifest.generation
         return {name: generation[name] for name in MODEL_DEFAULTS if name in generation}
