@@ -1,6 +1,6 @@
 """KServe v2 over gRPC, as Triton's clients speak it: a stream for each request.
 
-Knows: the tensors of server/README.md, on their way there and back. Does not know: clocks.
+Knows: the tensors of server/docs/kserve-triton.md, both ways. Does not know: clocks.
 """
 
 import json

@@ -54,13 +54,14 @@ def make_server(
     `also_open`: how methods begin that need no key, and that the caller adds.
     """
     services = (SERVICE, ADMINISTRATION, KSERVE)
-    interceptor = Interceptor(services, calls, keyring, settings.open_reflection, also_open)
+    open_reflection = "reflection" in settings.allow_unauthenticated
+    interceptor = Interceptor(services, calls, keyring, open_reflection, also_open)
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
+        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_queue)),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
         ("grpc.server.max_pending_requests", MAX_UNREAD),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),

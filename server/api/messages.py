@@ -26,7 +26,7 @@ from quill.server.frontend.answer import Chunk, Result, whole_embeddings
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import (
     ChatMessage,
-    Constraint,
+    ConstraintSpec,
     Conversation,
     EmbedInput,
     EmbedSpec,
@@ -42,7 +42,7 @@ from quill.server.frontend.spec import (
 )
 from quill.server.outputs import PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
-from quill.server.tools import whole_calls
+from quill.server.tools import merge_deltas
 
 
 def _numbers(choices: Choices) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _text_or_ids(
     return Prompt(f"{path}{kind}", message.text if kind == "text" else message.token_ids.ids)
 
 
-def _constraint(message: pb.Constraint) -> Constraint:
+def _constraint(message: pb.Constraint) -> ConstraintSpec:
     kind = message.WhichOneof("kind")
     if kind is None:
         kinds = "json_schema, json_object, regex, choice or lark"
@@ -157,7 +157,7 @@ def _constraint(message: pb.Constraint) -> Constraint:
         return choice_constraint(field, message.choice.choices)
     if kind == "json_object":
         return object_constraint(field, message.json_object)
-    return Constraint(field, kind, getattr(message, kind))
+    return ConstraintSpec(kind, getattr(message, kind))
 
 
 def _tool_choice(message: pb.ToolChoice) -> ToolChoice:
@@ -208,7 +208,7 @@ def _sequence(whole: Chunk, text: Text | None) -> pb.Sequence:
         score=whole.finish.score,
         tool_calls=[
             pb.ToolCall(id=each.id, name=each.name, arguments=each.arguments)
-            for each in whole_calls(whole.calls)
+            for each in merge_deltas(whole.calls)
         ],
     )
 
@@ -311,7 +311,7 @@ def _candidates(logprobs: PositionLogprobs, text: Text | None) -> list[pb.Fillin
 
 def model_message(served: ServedModel) -> pb.Model:
     manifest = served.manifest
-    call_form = None if served.template is None else served.template.call_form
+    call_form = None if served.template is None else served.template.tool_call_format
     mask_text = (
         None if served.mask is None or served.text is None else served.text.piece(served.mask)
     )

@@ -239,14 +239,14 @@ class Call:
     async def _compiled(self, parsed: ParsedRequest) -> ParsedRequest:
         """Requests of one call have one grammar: the first of them compiles it."""
         grammars = self.served.grammars
-        if parsed.form is None or grammars is None:
+        if parsed.constraint is None or grammars is None:
             return parsed
         self._record.has_constraint = True
-        grammar = grammars.known(parsed.form)
+        grammar = grammars.cached(parsed.constraint)
         if grammar is None:
             began_s = time.monotonic()
             try:
-                grammar = await grammars.compile(parsed.form)
+                grammar = await grammars.compile(parsed.constraint)
             finally:
                 self._record.compile_ms = 1000 * (time.monotonic() - began_s)
         return replace(parsed, request=replace(parsed.request, constraint=grammar))

@@ -1,9 +1,9 @@
 """Structured output and tools: what they go with, and the grammar that a request asks for.
 
-Knows: the rules for constraints and tools, how a model writes calls, the cache of tool grammars.
-Does not know: wires, how a grammar is compiled or followed.
+Knows: the rules for constraints and tools, how a model writes calls.
+Does not know: wires, how a grammar is compiled, cached and followed.
 
-A tool grammar is found by the tools as the client sent them, before a schema is parsed.
+A schema is parsed once: HTTP's with its body; gRPC's for the chat template, which shows it.
 """
 
 import json
@@ -14,12 +14,16 @@ from typing import Any
 from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import Conversation, GenerateSpec, ToolChoice, ToolSpec, ToolUse
-from quill.server.grammar.compiler import MAX_BYTES, Form
-from quill.server.grammar.nesting import MAX_DEPTH, inside
-from quill.server.grammar.tool_calls import calls_form
+from quill.server.grammar.constraint_source import (
+    MAX_BYTES,
+    Constraint,
+    ToolSchema,
+    tool_constraint,
+)
+from quill.server.grammar.json_schema import MAX_DEPTH, nested
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import PLAIN, CallForm, Tool
+from quill.server.tools import PLAIN, Tool, ToolCallFormat
 
 MAX_TOOLS = 128
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
@@ -27,11 +31,11 @@ _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
 def read_constraint(
     spec: GenerateSpec, options: Mapping[str, Any], served: ServedModel
-) -> Form | None:
+) -> Constraint | None:
     if spec.constraint is None:
         return None
     _check_can_constrain("constraint", options, served)
-    return Form(spec.constraint.kind, spec.constraint.text)
+    return Constraint(*spec.constraint)
 
 
 def _check_can_constrain(field: str, options: Mapping[str, Any], served: ServedModel) -> None:
@@ -63,41 +67,32 @@ def read_tools(
         if spec.constraint is not None:
             rule = 'tools may be called. Leave out one of them, or set tool_choice to "none"'
             raise InvalidFieldError("constraint", f"is set, and {rule}")
-    sent = json.dumps((spec.tools, choice, spec.parallel_tool_calls))
-    use = served.tool_cache.get(sent)
-    if use is None:
-        use = _tool_use(spec, served)
-        served.tool_cache.put(sent, use)
-    return use
-
-
-def _tool_use(spec: GenerateSpec, served: ServedModel) -> ToolUse:
-    choice, tools = spec.tool_choice, _tools(spec.tools)
+    tools = _tools(spec.tools)
     names = _called_names(choice, tools)
     if choice.mode == "none" or served.template is None or served.text is None:
-        return ToolUse(tools=tools, mode="none")  # without a template the messages are refused
-    call_form = _call_format(choice, served.template)
-    called = {
-        f"{each.field}.parameters": tool
-        for each, tool in zip(spec.tools, tools, strict=True)
-        if tool.name in names
-    }
+        return ToolUse(tools=tools, mode="none")  # without a template the messages are rejected
+    format_ = _tool_call_format(choice, served.template)
+    called = [
+        ToolSchema(f"{each.field}.parameters", each.name, _written(each.parameters))
+        for each in spec.tools
+        if each.name in names
+    ]
     is_named = choice.mode == "required" and len(choice.names) == 1
-    form = calls_form(
-        called,
-        call_form,
-        served.text.split,
-        may_speak=choice.mode == "auto",
-        several=spec.parallel_tool_calls and not is_named,
+    several = spec.parallel_tool_calls and not is_named
+    return ToolUse(
+        tools=tools,
+        mode=choice.mode,
+        tool_call_format=format_,
+        marker_id=_marker_id(format_, served.text),
+        constraint=tool_constraint(
+            called, format_, may_speak=choice.mode == "auto", several=several
+        ),
     )
-    marker_id = _marker_id(call_form, served.text)
-    mode = choice.mode
-    return ToolUse(tools=tools, mode=mode, call_form=call_form, marker_id=marker_id, form=form)
 
 
-def _call_format(choice: ToolChoice, template: ChatTemplate) -> CallForm:
-    if template.call_form is not None:
-        return template.call_form
+def _tool_call_format(choice: ToolChoice, template: ChatTemplate) -> ToolCallFormat:
+    if template.tool_call_format is not None:
+        return template.tool_call_format
     if choice.mode == "auto":
         unknown = "writes calls in a way that isn't known here"
         reason = unknown if template.knows_tools else "knows no tools"
@@ -107,8 +102,8 @@ def _call_format(choice: ToolChoice, template: ChatTemplate) -> CallForm:
     return PLAIN
 
 
-def _marker_id(form: CallForm, text: Text) -> int | None:
-    first = next(iter(text.split(form.marker)), "")
+def _marker_id(format_: ToolCallFormat, text: Text) -> int | None:
+    first = next(iter(text.split(format_.marker)), "")
     return first if isinstance(first, int) else None
 
 
@@ -116,7 +111,7 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
     if len(specs) > MAX_TOOLS:
         rule = f"at most {MAX_TOOLS} are allowed"
         raise InvalidFieldError("tools", f"has {len(specs)} entries; {rule}")
-    num_bytes = sum(_num_bytes(each.parameters) for each in specs)
+    num_bytes = sum(len(_written(each.parameters).encode()) for each in specs)
     if num_bytes > MAX_BYTES:
         rule = f"they may have {MAX_BYTES} at most together"
         raise InvalidFieldError("tools", f"have {num_bytes} bytes of parameters; {rule}")
@@ -129,10 +124,10 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
     return tuple(map(_tool, specs))
 
 
-def _num_bytes(parameters: str | dict[str, Any] | None) -> int:
+def _written(parameters: str | dict[str, Any] | None) -> str:
     if isinstance(parameters, dict):
-        return len(json.dumps(parameters, ensure_ascii=False).encode())
-    return len((parameters or "").encode())
+        return json.dumps(parameters, ensure_ascii=False)
+    return parameters or ""
 
 
 def _tool(spec: ToolSpec) -> Tool:
@@ -175,6 +170,6 @@ def read_object(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
         raise InvalidFieldError(field, f"isn't JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "isn't a JSON object")
-    if any(depth > MAX_DEPTH for depth, _ in inside(value)):
+    if any(depth > MAX_DEPTH for depth, _ in nested(value)):
         raise InvalidFieldError(field, too_deep)
     return value

@@ -29,7 +29,7 @@ from quill.server.frontend.json_values import (
 from quill.server.frontend.prompts import ROLES
 from quill.server.frontend.spec import (
     ChatMessage,
-    Constraint,
+    ConstraintSpec,
     Conversation,
     GenerateSpec,
     Prompt,
@@ -98,29 +98,29 @@ def _choice_kind(choices: fields.Choices) -> Kind:
 # --------------------------------------------------------------------------------- constraints
 
 
-def _schema(name: str, value: Any) -> Constraint:
+def _schema(name: str, value: Any) -> ConstraintSpec:
     """An object, or one that is written down already."""
     if not isinstance(value, dict | str):
         raise wrong_type(name, value, "a JSON Schema, as an object or as a string")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return Constraint(name, "json_schema", text)
+    return ConstraintSpec("json_schema", text)
 
 
-def _regex(name: str, value: Any) -> Constraint:
-    return Constraint(name, "regex", read_string(name, value))
+def _regex(name: str, value: Any) -> ConstraintSpec:
+    return ConstraintSpec("regex", read_string(name, value))
 
 
-def _grammar(name: str, value: Any) -> Constraint:
-    return Constraint(name, "lark", read_string(name, value))
+def _grammar(name: str, value: Any) -> ConstraintSpec:
+    return ConstraintSpec("lark", read_string(name, value))
 
 
-def _choices(name: str, value: Any) -> Constraint:
+def _choices(name: str, value: Any) -> ConstraintSpec:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise wrong_type(name, value, "a list of strings")
     return choice_constraint(name, value)
 
 
-def _json_object(name: str, value: Any) -> Constraint:
+def _json_object(name: str, value: Any) -> ConstraintSpec:
     return object_constraint(name, read_boolean(name, value))
 
 
@@ -133,7 +133,7 @@ _STRUCTURED = {
 }
 
 
-def _structured(name: str, value: Any) -> Constraint:
+def _structured(name: str, value: Any) -> ConstraintSpec:
     given = {key: each for key, each in read_object(name, value).items() if each is not None}
     for key in ("structural_tag", "whitespace_pattern"):
         if key in given:
@@ -146,7 +146,7 @@ def _structured(name: str, value: Any) -> Constraint:
     return _STRUCTURED[kind](f"{name}.{kind}", given[kind])
 
 
-def _response_format(name: str, value: Any) -> Constraint | None:
+def _response_format(name: str, value: Any) -> ConstraintSpec | None:
     given = read_object(name, value)
     kind = given.get("type")
     if kind == "text":

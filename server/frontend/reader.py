@@ -71,7 +71,7 @@ class RequestReader:
             raise UnimplementedError(GENERATES_NOTHING)
         # From the quickest check to the longest: the prompt is read last.
         options = self._generate_options(spec)
-        form = read_constraint(spec, options, self._served)
+        constraint = read_constraint(spec, options, self._served)
         tools = read_tools(spec, options, self._served)
         request = self._request(spec, options, arrival, tools)
         self._check_fits(request)
@@ -81,7 +81,7 @@ class RequestReader:
             echo=options["echo"],
             logprobs=options["logprobs"],
             prompt_logprobs=options["prompt_logprobs"],
-            form=form if tools is None or tools.form is None else tools.form,
+            constraint=constraint if tools is None else tools.constraint or constraint,
             tools=tools,
             names=spec.names,
         )

@@ -4,14 +4,13 @@ Knows: the manifest, the limits that the server was started with.
 Does not know: who is being served, protobuf.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.fields import MODEL_DEFAULTS
-from quill.server.frontend.spec import ToolCache
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Pooling, SamplingParams
@@ -37,7 +36,6 @@ class ServedModel:
     text: Text | None  # None: the model takes and gives token ids only
     template: ChatTemplate | None
     grammars: Compiler | None = None  # None: it can't follow a constraint
-    tool_cache: ToolCache = field(default_factory=ToolCache, compare=False)
 
     def __post_init__(self) -> None:
         try:

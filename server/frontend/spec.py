@@ -6,22 +6,17 @@ Each value carries the name that the client wrote it under, so an error names th
 """
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.compiler import Form
+from quill.server.grammar.constraint_source import Constraint
 from quill.server.request import Request
-from quill.server.tools import PLAIN, CallForm, Tool
+from quill.server.tools import PLAIN, Tool, ToolCallFormat
 
 ToolMode = Literal["auto", "none", "required"]
 MAX_CHOICES = 1024
-MAX_CACHED = 64  # sets of tools
-MAX_CACHED_CHARACTERS = 2**17  # of each
 
 
 class ToolCall(NamedTuple):
@@ -67,27 +62,26 @@ class ToolChoice(NamedTuple):
     names: Sequence[str] = ()
 
 
-class Constraint(NamedTuple):
-    """What an answer must match. `kind` and `text` are those of the grammar compiler."""
+class ConstraintSpec(NamedTuple):
+    """What an answer must match, as server/grammar's Constraint has it."""
 
-    field: str
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     text: str
 
 
-def choice_constraint(field: str, choices: Sequence[str]) -> Constraint:
+def choice_constraint(field: str, choices: Sequence[str]) -> ConstraintSpec:
     if not 1 <= len(choices) <= MAX_CHOICES:
         rule = f"it must have from 1 to {MAX_CHOICES}"
         raise InvalidFieldError(field, f"has {len(choices)} entries; {rule}")
     if not all(choices):
         raise InvalidFieldError(field, "has an empty entry; each must have a character")
-    return Constraint(field, "choice", json.dumps(list(choices)))
+    return ConstraintSpec("choice", json.dumps(list(choices)))
 
 
-def object_constraint(field: str, wanted: bool) -> Constraint:
+def object_constraint(field: str, wanted: bool) -> ConstraintSpec:
     if not wanted:
         raise InvalidFieldError(field, "is false: leave it out")
-    return Constraint(field, "json_object", "true")
+    return ConstraintSpec("json_object", "true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +91,7 @@ class GenerateSpec:
     prompt: Prompt | None
     options: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    constraint: Constraint | None = None
+    constraint: ConstraintSpec | None = None
     tools: Sequence[ToolSpec] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
@@ -131,32 +125,9 @@ class ToolUse:
 
     tools: tuple[Tool, ...]
     mode: ToolMode
-    call_form: CallForm = PLAIN
+    tool_call_format: ToolCallFormat = PLAIN
     marker_id: int | None = None  # the format's marker, if it is a special token
-    form: Form | None = None  # the grammar of the answer; None: nothing is called
-
-
-class ToolCache:
-    """The sets of tools that were used last with one model, by what the client sent."""
-
-    def __init__(self) -> None:
-        self._uses: OrderedDict[bytes, ToolUse] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, sent: str) -> ToolUse | None:
-        key = sha256(sent.encode()).digest()
-        with self._lock:
-            if key in self._uses:
-                self._uses.move_to_end(key)
-            return self._uses.get(key)
-
-    def put(self, sent: str, use: ToolUse) -> None:
-        if len(sent) > MAX_CACHED_CHARACTERS:
-            return
-        with self._lock:
-            self._uses[sha256(sent.encode()).digest()] = use
-            while len(self._uses) > MAX_CACHED:
-                self._uses.popitem(last=False)
+    constraint: Constraint | None = None  # None: nothing is called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +141,7 @@ class ParsedRequest:
     prompt_logprobs: int | None = None  # of masks, too
     normalize: bool = False  # embeddings
     dimensions: int | None = None  # of embeddings; None: all
-    form: Form | None = None  # the grammar of the answer, before it is compiled
+    constraint: Constraint | None = None  # whose grammar the request gets
     tools: ToolUse | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # as in GenerateSpec
 

@@ -12,16 +12,15 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
-from quill.server.addresses import write_address
+from quill.server.addresses import open_first, write_address
 from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.limiting import Limiting
-from quill.server.engine.admission import Admission
-from quill.server.engine.dispatcher import Dispatcher
-from quill.server.errors import ReloadError, StartError
+from quill.server.engine.dispatcher import Admission, Dispatcher
+from quill.server.errors import ReloadError
 from quill.server.frontend.call import Calls
 from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App
@@ -62,16 +61,16 @@ class Server:
         self.metrics.watch_health(lambda: self.health.is_serving)
         self._tracing = open_tracing() if settings.tracing else None
         loop = asyncio.get_running_loop()
-        self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
+        self.dispatcher = Dispatcher(loop, Admission(settings.max_queue), self.metrics.observe)
         self.reloader = Reloader(
-            self.dispatcher.publish, self.health.note_soon, settings.max_step_s
+            self.dispatcher.publish, self.health.note_soon, settings.watchdog_s
         )
         self.calls = Calls(
             self.dispatcher,
             lambda: self.reloader.instance,
             self._report,
             limits,
-            settings.share_cache,
+            settings.share_prefix_cache,
         )
         self.port = 0
         self.metrics_port: int | None = None
@@ -157,7 +156,7 @@ class Server:
         return InferenceService(self.calls, registry, lambda: health.is_serving, timeout_s)
 
     async def _open_http(self) -> None:
-        if self._settings.http_port is None:
+        if not self._settings.http_ports:
             return
         settings, health = self._settings, self.health
         registry = self.metrics.registry
@@ -184,20 +183,12 @@ class Server:
         return True
 
     def _open_metrics(self) -> None:
-        settings, port = self._settings, self._settings.metrics_port
-        if port is None:
-            return
-        try:
-            self._serve_metrics(port)
-        except StartError:
-            if not settings.any_metrics_port:
-                raise
-            logger.warning("port %d is taken: the metrics get a free one", port)
-            self._serve_metrics(0)
+        if self._settings.metrics_ports:
+            open_first(self._settings.metrics_ports, self._serve_metrics, "the metrics page")
 
     def _serve_metrics(self, port: int) -> None:
         settings = self._settings
-        keyring = None if settings.open_metrics else self._keyring
+        keyring = None if "metrics" in settings.allow_unauthenticated else self._keyring
         self.metrics_port, self._stop_metrics = serve_metrics(
             self._shown_registry(), settings.host, port, settings.tls, keyring
         )
@@ -231,7 +222,7 @@ class Server:
             asyncio.ensure_future(self._stopping_at_once.wait()),
         }
         await asyncio.wait(
-            waits, timeout=self._settings.grace_s, return_when=asyncio.FIRST_COMPLETED
+            waits, timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         for wait in waits:
             wait.cancel()

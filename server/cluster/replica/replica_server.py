@@ -101,9 +101,9 @@ class ReplicaServer(Server):
         return self.reloader.instance.served
 
     def _open_metrics(self) -> None:
-        first = self._settings.metrics_port
-        if first is None:
+        if not self._settings.metrics_ports:
             return
+        first = self._settings.metrics_ports[0]
         for port in range(first, first + NUM_METRICS_PORTS):
             try:
                 self._serve_metrics(port)

@@ -29,7 +29,7 @@ from quill.server.http.openai.texts import MODEL
 from quill.server.http.wire.exchange import event
 from quill.server.outputs import FinishEvent, PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
-from quill.server.tools import CallPiece, whole_calls
+from quill.server.tools import ToolCallDelta, merge_deltas
 
 # A seed that is picked here can be written in JavaScript, whose numbers have 53 bits.
 MAX_PICKED_SEED = 2**53
@@ -165,12 +165,12 @@ def message_json(chunk: Chunk) -> Json:
                 "type": "function",
                 "function": {"name": each.name, "arguments": each.arguments},
             }
-            for each in whole_calls(chunk.calls)
+            for each in merge_deltas(chunk.calls)
         ]
     return message
 
 
-def call_delta_json(delta: CallPiece) -> Json:
+def call_delta_json(delta: ToolCallDelta) -> Json:
     """The first delta of a call names it; clients expect its arguments from the next on."""
     if not delta.id:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
