@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from quill.server.auth.caller import ANYBODY, Caller
-from quill.server.auth.limiting import Limiting, OwnLimits, Paying
+from quill.server.auth.quota import QuotaUsage, RateLimits
 from quill.server.engine.dispatcher import Dispatcher, Engine
 from quill.server.errors import (
     InvalidFieldError,
@@ -115,14 +115,14 @@ class Calls:
         dispatcher: Dispatcher,
         instance: Callable[[], Instance | None],
         report: Callable[[Record], None],
-        limits: Limiting | None = None,
+        limits: RateLimits | None = None,
         share_cache: bool = False,
     ) -> None:
         self.dispatcher = dispatcher
         self._instance = instance  # that serves now; None while the server loads
-        self.limits = limits or OwnLimits()
+        self.limits = limits or RateLimits()
         self.share_cache = share_cache
-        self._report = report
+        self.report = report
         self._num_open = 0
         self._changed_s = 0.0  # when a call began or ended
 
@@ -170,14 +170,14 @@ class Calls:
         finally:
             self._note(-1)
             record.close()
-            self._report(record)
+            self.report(record)
 
     def reject(self, context: RequestContext, error: RequestError) -> None:
         """Accounts for a call that ended before it began. It is charged to no quota."""
         record = context.record()
         _note_error(record, error)
         record.close()
-        self._report(record)
+        self.report(record)
 
     def _note(self, change: int) -> None:
         self._num_open += change
@@ -273,7 +273,7 @@ class Call:
             except InvalidFieldError as error:
                 raise renamed(error, parsed.names) from None
 
-    async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: Paying) -> None:
+    async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
         with self._calls.dispatcher.serve(request, self._instance.engine) as inbox:
             await self._context.on_accepted()

@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by what, and how errors are sent.
+"""The HTTP application: which path is answered by what, and how errors are sent.
 
 Knows: paths, the order of checks. Does not know: what is requested, sockets.
 """
@@ -21,13 +21,12 @@ from quill.server.http.openai.chat import Chat
 from quill.server.http.openai.completions import Completions
 from quill.server.http.openai.texts import Detokenize, EmbeddingsRoute, Models, Tokenize
 from quill.server.http.pages import DOCS_HEADERS, docs_page, openapi, page_files
-from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
+from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.wire.route import Route
 from quill.server.settings import Settings
-from quill.server.telemetry.call_record import new_request_id
-from quill.server.telemetry.stats import stats
+from quill.server.telemetry.metrics import stats
 from quill.server.telemetry.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
@@ -75,11 +74,7 @@ class App:
             **page_files(),
         }
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        timeout_s = self._settings.write_timeout_s
-        exchange = Exchange(scope, receive, send, new_request_id(), timeout_s)
+    async def __call__(self, exchange: Exchange) -> None:
         try:
             self._guard.check(exchange)
             await self._answer(exchange)
