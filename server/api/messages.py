@@ -291,16 +291,16 @@ def fill_mask_response(
     assert parsed.request.pooling is not None
     return pb.FillMaskResponse(
         masks=[
-            pb.Mask(position=place, fillings=_candidates(each, served.text))
+            pb.Mask(position=place, candidates=_candidates(each, served.text))
             for place, each in zip(parsed.request.pooling.masks, whole.prompt_logprobs, strict=True)
         ],
         **_end(whole, served),
     )
 
 
-def _candidates(logprobs: PositionLogprobs, text: Text | None) -> list[pb.Filling]:
+def _candidates(logprobs: PositionLogprobs, text: Text | None) -> list[pb.MaskCandidate]:
     return [
-        pb.Filling(
+        pb.MaskCandidate(
             token_id=id,
             probability=math.exp(min(logprob, 0.0)),
             text="" if text is None else text.piece(id),

@@ -321,11 +321,12 @@ def _message(name: str, value: Json) -> ChatMessage:
 
 def _call(name: str, value: Any) -> ToolCall:
     field, function = f"{name}.function", _function(name, value)
+    id, arguments = value.get("id"), function.get("arguments")
     return ToolCall(
         field,
-        read_string(f"{name}.id", value.get("id") or ""),
+        "" if id is None else read_string(f"{name}.id", id),
         read_string(f"{field}.name", function.get("name")),
-        read_string(f"{field}.arguments", function.get("arguments") or ""),
+        "" if arguments is None else read_string(f"{field}.arguments", arguments),
     )
 
 
@@ -401,6 +402,4 @@ def generate_spec(
         for name in ("constraint", "tools", "tool_choice", "parallel_tool_calls")
         if name in given
     }
-    for name in ("tools", "tool_choice"):  # whose errors have their own paths
-        names.pop(name, None)
     return GenerateSpec(prompt=prompt, options={**defaults, **given}, names=names, **structured)

@@ -33,7 +33,7 @@ def strict(schema: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_schemas_are_kept_to(client: HttpClient, form: Any, stream: bool) -> None:
+def test_answers_match_a_schema(client: HttpClient, form: Any, stream: bool) -> None:
     reply = client.post("/v1/chat/completions", {**ASKED, **form, "stream": stream})
     if stream:
         choices = [each["choices"][0] for each in reply.events]
@@ -62,7 +62,7 @@ def test_schemas_are_kept_to(client: HttpClient, form: Any, stream: bool) -> Non
         ({"structured_outputs": {"json_object": True}}, r"\{.*"),
     ],
 )
-def test_other_forms_are_kept_to(client: HttpClient, form: Any, pattern: str) -> None:
+def test_answers_match_other_constraints(client: HttpClient, form: Any, pattern: str) -> None:
     asked = {"prompt": "m", "max_tokens": 30, "temperature": 1.0, "n": 3, "seed": 1}
     for choice in client.post("/v1/completions", {**asked, **form}).json["choices"]:
         # The letters that it would rather say go on for ever in some of these.
@@ -70,34 +70,29 @@ def test_other_forms_are_kept_to(client: HttpClient, form: Any, pattern: str) ->
 
 
 @pytest.mark.parametrize(
-    ("form", "param", "said"),
+    ("constraint", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
-        ({"response_format": {}}, "response_format.type", "null"),
-        ({"response_format": "json"}, "response_format", "an object"),
-        ({"response_format": strict(None)}, "response_format.json_schema.schema", "is missing"),
-        ({"response_format": strict(5)}, "response_format.json_schema.schema", "a JSON Schema"),
-        ({"response_format": strict({"not": {}})}, "response_format", "not"),
-        ({"guided_json": "{"}, "guided_json", "line 1 column 2"),
-        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
-        ({"guided_choice": []}, "guided_choice", "has 0 entries"),
-        ({"guided_choice": "cat"}, "guided_choice", "a list of strings"),
-        ({"structured_outputs": {}}, "structured_outputs", "has 0 forms"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "has 2 forms"),
-        (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag",
-            "isn't supported here",
-        ),
-        ({"guided_regex": "a", "grammar": "b"}, "grammar", "so is another form"),
-        ({"guided_regex": "a", "num_beams": 2}, "guided_regex", "Leave out one"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "Leave out one"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": strict(None)}, "response_format.json_schema.schema"),
+        ({"response_format": strict(5)}, "response_format.json_schema.schema"),
+        ({"response_format": strict({"not": {}})}, "response_format"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": '{"x": "%s"}' % ("x" * 2**16)}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "cat"}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "grammar": "b"}, "grammar"),
+        ({"guided_regex": "a", "num_beams": 2}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_bad_forms_are_refused_by_the_name_that_was_written(
-    client: HttpClient, form: Any, param: str, said: str
+def test_bad_constraints_are_rejected_by_the_name_that_was_written(
+    client: HttpClient, constraint: Any, param: str
 ) -> None:
-    reply = client.post("/v1/chat/completions", {**ASKED, **form})
-    assert reply.status == 400, reply.body
-    assert reply.error["param"] == param
-    assert said in reply.error["message"]
+    reply = client.post("/v1/chat/completions", {**ASKED, **constraint})
+    assert (reply.status, reply.error["param"]) == (400, param)
