@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput
-from quill.server.protocol.served_model import ServedModel
+from quill.server.frontend.served_model import ServedModel
 from quill.server.text.chat_template import ChatTemplate
 from tests.server.running import make_served
 from tests.server.scripted_session import D_MODEL, END, VOCAB_SIZE, Reciter, token_of
