@@ -17,8 +17,8 @@ from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError
+from quill.server.frontend import call
 from quill.server.serve.server import Server
-from quill.server.service import call
 from quill.server.settings import Settings
 from quill.server.telemetry.metrics import Metrics
 from tests.server.running import (
