@@ -5,7 +5,7 @@ The KServe v2 protocol (Open Inference Protocol) over gRPC, as far as Quill spea
 clients of Triton can ask it. Names and numbers are the protocol's; ModelStreamInfer, ModelConfig
 and ModelStatistics are Triton's additions to it. What isn't here Quill doesn't offer: callers of
 other methods hear UNIMPLEMENTED, and other fields aren't read. Which tensors a model takes and
-gives is in ModelMetadata, and in words in server/README.md.
+gives is in ModelMetadata, and in words in server/docs/kserve-triton.md.
 """
 
 from collections import abc as _abc

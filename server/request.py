@@ -3,23 +3,18 @@
 Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text, slots.
 What the engine answers is in server/outputs.py.
 
-The ranges are those of generation.proto, checked here once; an error names the proto's field.
+The ranges stand in server/fields.py and are checked here; an error has the name of its field there.
 Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the
 field it came from.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quill.server.constraint import Constraint
 from quill.server.errors import InvalidFieldError
-
-MAX_SEED = 2**64 - 1
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_PRIORITY = 10
+from quill.server.fields import GENERATE, MAX_SEED, SAMPLING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,28 +31,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._require("temperature", 0 <= self.temperature < math.inf, "finite and at least 0")
-        self._require("top_k", self.top_k >= 0, "at least 0, where 0 is off")
-        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, where 1 is off")
-        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1, where 0 is off")
-        allowed = 0.01 <= self.repetition_penalty <= 100
-        self._require("repetition_penalty", allowed, "from 0.01 to 100, where 1 is off")
-        self._require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
-        self._require("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
-        self._check_logit_bias()
-
-    def _require(self, name: str, allowed: bool, rule: str) -> None:
-        if not allowed:
-            raise InvalidFieldError(name, f"is {getattr(self, name)}; it must be {rule}")
-
-    def _check_logit_bias(self) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            given = f"has {len(self.logit_bias)} entries"
-            raise InvalidFieldError("logit_bias", f"{given}; at most {MAX_LOGIT_BIAS} are allowed")
-        for token, bias in self.logit_bias.items():
-            if not -100 <= bias <= 100:
-                given = f"of token {token} is {bias}"
-                raise InvalidFieldError("logit_bias", f"{given}; it must be from -100 to 100")
+        for name in SAMPLING:
+            GENERATE[name].check(getattr(self, name))
 
     @property
     def adjusts(self) -> bool:
@@ -79,9 +54,7 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         assert self.num_beams >= 2, "one beam is no search"
-        if not -10 <= self.length_penalty <= 10:
-            rule = "it must be from -10 to 10"
-            raise InvalidFieldError("length_penalty", f"is {self.length_penalty}; {rule}")
+        GENERATE["length_penalty"].check(self.length_penalty)
 
 
 Pooling = Literal["mean", "first", "last"]
@@ -142,12 +115,10 @@ class Request:
             most = self.beams.num_beams
             allowed = self.num_sequences <= most
             self._require("num_sequences", allowed, f"at most num_beams, which is {most}")
-        priority_allowed = abs(self.priority) <= MAX_PRIORITY
-        self._require("priority", priority_allowed, f"from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        GENERATE["priority"].check(self.priority)
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            allowed = wanted is None or 0 <= wanted <= MAX_LOGPROBS
-            self._require(name, allowed, f"from 0 to {MAX_LOGPROBS}")
+            if getattr(self, name) is not None:
+                GENERATE[name].check(getattr(self, name))
 
     @property
     def num_prompt(self) -> int:

@@ -35,7 +35,7 @@ HANGS_S = 60  # of the processor's time: readers wait for nobody, and a machine 
 WAITS_S = 1200
 MEMORY_BYTES = 2 * 2**30  # on top of what the libraries take
 OUTSIDE = "outside"
-SMALL = Settings(max_num_seqs=2, threads=1, cache_bytes=2**24, precision="fp32")
+SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 VALUES: tuple[Any, ...] = (None, True, [], {}, -1, 10**30, *INTEGERS, *FLOATS, *TEXTS)
 VALUES += (f"../{OUTSIDE}", f"../../{OUTSIDE}", "/etc/passwd", [[[[]]]], "0" * 64)
 

@@ -55,5 +55,5 @@ def test_image_asks_for_health_as_the_command_is_called() -> None:
 
 def test_unit_serves_protected_and_has_time_to_drain() -> None:
     settings = settings_of(shlex.split(unit("ExecStart"))[1:])
-    assert float(unit("TimeoutStopSec")) > settings.grace_s
+    assert float(unit("TimeoutStopSec")) > settings.drain_timeout_s
     assert "-HUP" in unit("ExecReload")

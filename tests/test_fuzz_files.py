@@ -18,7 +18,7 @@ from quill.server.settings import Settings
 from tests.fuzz import read_bad_files
 from tests.good_files import write_good_files
 
-SMALL = Settings(max_num_seqs=2, threads=1, cache_bytes=2**24, precision="fp32")
+SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 GRAPH = "decoder.fp32.onnx"
 
 

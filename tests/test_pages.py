@@ -24,6 +24,7 @@ ROOMS = ("model", "export", "server", "protos", "loadtest")
 NAMES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [Path(name) for name in NAMES]
 PAGES += [Path(room, "README.md") for room in ROOMS if room != "protos"]  # its file explains itself
+PAGES += sorted(path.relative_to(ROOT) for path in (ROOT / "server/docs").glob("*.md"))
 HISTORY = [Path("CHANGELOG.md"), Path("loadtest/RESULTS.md")]  # may name what is gone; links hold
 MAX_README_LINES = 130
 Finder = Callable[[str], list[str]]
@@ -215,7 +216,7 @@ def test_the_readmes_tree_is_the_tree() -> None:
 
 
 def test_the_servers_page_has_its_metrics() -> None:
-    told = set(re.findall(r"`(quill_[a-z_]+)", read(Path("server/README.md"))))
+    told = set(re.findall(r"`(quill_[a-z_]+)", read(Path("server/docs/monitoring.md"))))
     made = {family.name for family in Metrics().registry.collect()}
     assert {name.removesuffix("_total") for name in told} == made
 

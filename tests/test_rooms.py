@@ -17,14 +17,15 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.client server.cli.access_options server.cli.argument_types "
-    "export.bundle",
+    "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
+    "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
     # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/bench/fleet": "protos server.client server.scheduler server.limits server.request",
+    "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
+    "server.prometheus_text server.addresses "
     "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
-    "server.events server.errors server.serve.default_model export.operators.library "
+    "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }
 
@@ -32,17 +33,16 @@ BETWEEN = {
 # folder to the highest. A name without a folder is a module at the root that isn't a value.
 WITHIN = {
     "server": {
+        "deploy": "",
         "machine": "",
         "text": "",
         "auth": "",
         "grammar": "machine",
         "sampling": "machine",
-        "scheduler": "sampling",
-        "runtime": "machine scheduler sampling",
-        "engine": "runtime scheduler sampling machine",
+        "engine": "sampling machine",
         "protocol": "text grammar",
         "telemetry": "",
-        "loading": "engine runtime scheduler sampling protocol text grammar machine",
+        "loading": "engine sampling protocol text grammar machine",
         "service": "loading engine protocol grammar text auth telemetry",
         "api": "service protocol auth telemetry",
         "http/wire": "service auth",
@@ -53,11 +53,10 @@ WITHIN = {
         "cluster/keeper": "auth",
         "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
         "cluster": "cluster/replica cluster/keeper serve auth",
-        "client/balancing": "",
-        "client": "client/balancing",
-        "client/batch": "client client/balancing",
-        "client/top": "client client/balancing",
-        "cli": "client client/balancing serve auth",
+        "client": "",
+        "client/batch": "client",
+        "client/top": "client",
+        "cli": "client serve auth",
         "commands": "cli",
     },
     "export": {

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.loadtest.environment.process import free_port, last_line, stop_process
 from quill.loadtest.errors import NoServerError
 from quill.server.client.access import Access
-from quill.server.client.connection_errors import Diagnosis, diagnose
+from quill.server.client.errors import Diagnosis, diagnose
 
 METRICS_OFFSET, HTTP_OFFSET = 1, 2  # from the gRPC port, unless the server's options differ
 _POLL_S = 0.05

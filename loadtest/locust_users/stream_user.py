@@ -31,7 +31,7 @@ from quill.loadtest.workload.call import TimedCall, call
 from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.request import LoadRequest
 from quill.server.client.access import Access
-from quill.server.client.balancing.target import is_several
+from quill.server.client.target import is_multiple
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 
@@ -123,6 +123,6 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 def address_of(host: str | None) -> str:
     """Without the scheme that Locust's page may put before a host."""
-    if is_several(host or ""):
+    if is_multiple(host or ""):
         return host or ""
     return (host or "").rpartition("://")[2].rstrip("/")

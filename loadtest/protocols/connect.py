@@ -17,16 +17,16 @@ from quill.loadtest.protocols.kserve import KserveClient
 from quill.loadtest.protocols.names import ProtocolName
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
-from quill.server.client.balancing.balancer import ServerState
-from quill.server.client.balancing.beginning import beginning
-from quill.server.client.balancing.target import is_several
-from quill.server.client.call_error import CallError as ClientError
-from quill.server.client.call_error import read_error
-from quill.server.client.fleet import Fleet
-from quill.server.client.fleet_state import Lease
-from quill.server.client.requests import seeded
+from quill.server.client.balancer import ServerState
+from quill.server.client.errors import CallError as ClientError
+from quill.server.client.errors import read_error
+from quill.server.client.pool_state import PickedEndpoint
+from quill.server.client.requests import with_seed
 from quill.server.client.resume import ResumeFilter
-from quill.server.client.retry import Attempts, Retries, is_passing
+from quill.server.client.retry import Attempts, Retries, is_retryable
+from quill.server.client.sync_pool import EndpointPool
+from quill.server.client.target import is_multiple
+from quill.server.prefix_header import prefix_key
 
 
 class PoolClient:
@@ -34,26 +34,26 @@ class PoolClient:
 
     def __init__(self, address: str, access: Access | None = None) -> None:
         self._access = access or Access()
-        self._fleet = Fleet(address, self._access)
+        self._pool = EndpointPool(address, self._access)
 
     def servers(self) -> tuple[ServerState, ...]:
-        return self._fleet.servers()
+        return self._pool.servers()
 
     def stream(self, request: pb.GenerateRequest, timeout_s: float) -> Chunks:
         seeded_request, resume = pb.GenerateRequest(), ResumeFilter()
         seeded_request.CopyFrom(request)
-        seeded(seeded_request)
+        with_seed(seeded_request)
         attempts, failed = Attempts(Retries(), timeout_s), set[str]()
         while True:
             try:
                 for chunk in self._stream_once(seeded_request, attempts.left_s, failed):
-                    new = resume.take(chunk)
+                    new = resume.filter(chunk)
                     if new is not None:
                         yield new
                 return
             except ClientError as error:
                 self._check_other(error, failed)
-            resume.replay()
+            resume.restart()
 
     def embed(self, request: pb.EmbedRequest, timeout_s: float) -> pb.EmbedResponse:
         attempts, failed = Attempts(Retries(), timeout_s), set[str]()
@@ -69,26 +69,26 @@ class PoolClient:
                 self._check_other(error, failed)
 
     def close(self) -> None:
-        self._fleet.close()
+        self._pool.close()
 
     def _stream_once(
         self, request: pb.GenerateRequest, left_s: float | None, failed: set[str]
     ) -> Chunks:
-        with self._picked(beginning(request), failed) as server:
+        with self._picked(prefix_key(request), failed) as server:
             metadata = self._access.metadata + server.headers
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=metadata)
             try:
-                server.hear(call.initial_metadata())
+                server.read_load(call.initial_metadata())
                 yield from call
                 server.end()
-                server.hear(call.trailing_metadata())
+                server.read_load(call.trailing_metadata())
             finally:
                 call.cancel()
 
     @contextmanager
-    def _picked(self, key: bytes | None, failed: set[str]) -> Iterator[Lease]:
+    def _picked(self, key: bytes | None, failed: set[str]) -> Iterator[PickedEndpoint]:
         """One server for one attempt. It joins `failed` if the attempt fails."""
-        server = self._fleet.take(key, failed)
+        server = self._pool.pick(key, failed)
         try:
             yield server
         except grpc.RpcError as raised:
@@ -101,7 +101,7 @@ class PoolClient:
 
     def _check_other(self, error: ClientError, failed: set[str]) -> None:
         """Raises if another server would fail, too, or none is left."""
-        if not is_passing(error) or not self._fleet.has_other(failed):
+        if not is_retryable(error) or not self._pool.has_other(failed):
             raise CallError(error.code.name, error.reason) from error
 
 
@@ -126,7 +126,7 @@ _CLIENTS: dict[ProtocolName, Callable[[str, Access], ProtocolClient]] = {
 
 def connect(protocol: ProtocolName, address: str, access: Access) -> ProtocolClient:
     """`address`: the HTTP port's for HTTP, else the gRPC port's; several servers for gRPC only."""
-    if is_several(address):
+    if is_multiple(address):
         assert protocol == "grpc", "the options reject the others"
         return shared_pool(address, access)
     return _CLIENTS[protocol](address, access)

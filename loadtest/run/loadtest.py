@@ -36,7 +36,7 @@ from quill.loadtest.workload.request import ModelInfo
 from quill.loadtest.workload.scenarios import check_model, find_scenario
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access, read_access
-from quill.server.client.balancing.target import is_several, read_target, resolve
+from quill.server.client.target import is_multiple, read_target, resolve
 
 EARLIER = (
     "The seed was given. If this server had answered the same requests before, their prompts were "
@@ -152,7 +152,7 @@ def _finish(
 @contextmanager
 def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     address = options.address
-    if address and is_several(address):
+    if address and is_multiple(address):
         servers = _servers(address)
         for each in servers:
             wait_until_healthy(each, access=access)
@@ -270,7 +270,7 @@ def _verify(target: Target, records: list[RequestRecord]) -> Verdict:
 
 def _answering(target: Target) -> str:
     """One server. Of several the first that still answers: some may have failed under the load."""
-    if not is_several(target.load_address):
+    if not is_multiple(target.load_address):
         return target.address
     for each in _servers(target.load_address):
         with suppress(NoServerError):

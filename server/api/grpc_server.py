@@ -60,12 +60,14 @@ def make_server(
     ]
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        auth_interceptor = AuthInterceptor(keyring, settings.open_reflection, calls, also_open)
+        auth_interceptor = AuthInterceptor(
+            keyring, "reflection" in settings.allow_unauthenticated, calls, also_open
+        )
         guards = [auth_interceptor, *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_waiting)),
+        ("grpc.max_concurrent_streams", max(MAX_CALLS, 2 * settings.max_queue)),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
         ("grpc.server.max_pending_requests", MAX_UNREAD),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),

@@ -7,14 +7,13 @@ import argparse
 
 from quill.server.cli.argument_types import (
     Subparsers,
-    optional_port,
     port,
     positive,
     replicas,
     seconds,
     sha256,
 )
-from quill.server.cli.serve_options import add_keys_of_callers, add_sizes, add_telling
+from quill.server.settings import CLUSTER_OPTIONS, add_options
 
 
 def add_cluster(subparsers: Subparsers) -> None:
@@ -108,18 +107,10 @@ def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
         help="replicas that end finish what they have for so long (default 600)",
     )
     parser.add_argument("--port", type=port, default=50051, help="what clients call")
-    parser.add_argument(
-        "--metrics-port",
-        type=optional_port,
-        default="auto",
-        metavar="PORT",
-        help="each replica takes the first free one from it on; 'off' for none (default 9464)",
+    metrics = "each replica takes the first free port from it on; 'off': none ('auto': 9464)"
+    add_options(
+        parser,
+        CLUSTER_OPTIONS,
+        defaults={"log_format": "json"},
+        helps={"threads": threads, "metrics_port": metrics},
     )
-    parser.add_argument(
-        "--precision",
-        metavar="NAME",
-        help="which graphs: fp32, quill4, quill8 or fp16 (default: the bundle's fastest)",
-    )
-    add_sizes(parser, threads)
-    add_keys_of_callers(parser)
-    add_telling(parser, "json", "of the replicas; ")

@@ -6,7 +6,7 @@ Knows: Ray's names. Does not know: deployments, how Ray is started.
 import socket
 from pathlib import Path
 
-from quill.server.prefix_header import BEGINNING_HEADER
+from quill.server.prefix_header import PREFIX_HASH_HEADER
 
 # Beyond Ray's own worker ports, 10002 to 19999, and below those that Linux hands out by itself.
 REPLICA_PORTS = (31001, 32000)
@@ -22,7 +22,7 @@ _FIXED_PORTS = (
 
 # Calls that begin alike meet one replica, unless it has 1.25 times the mean of all calls; those
 # that don't say how they begin take turns. Ray writes what is said here after `balance`, as it is.
-_BALANCE = f"hdr({BEGINNING_HEADER})\n    hash-type consistent\n    hash-balance-factor 125"
+_BALANCE = f"hdr({PREFIX_HASH_HEADER})\n    hash-type consistent\n    hash-balance-factor 125"
 
 
 def ray_environment(

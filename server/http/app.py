@@ -133,13 +133,13 @@ class App:
         await exchange.answer_json(content, 200 if serving else 503)
 
     async def _metrics(self, exchange: Exchange) -> None:
-        if not self._settings.open_metrics:
+        if "metrics" not in self._settings.allow_unauthenticated:
             self._guard.caller(exchange)
         page = await asyncio.to_thread(generate_latest, self._registry)
         await exchange.answer(page, CONTENT_TYPE_LATEST)
 
     async def _stats(self, exchange: Exchange) -> None:
-        if not self._settings.open_metrics:
+        if "metrics" not in self._settings.allow_unauthenticated:
             self._guard.caller(exchange)
         await exchange.answer_json(stats(self._registry))
 

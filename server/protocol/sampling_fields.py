@@ -5,7 +5,8 @@ Knows: protobuf, the model's defaults, which fields go together. Does not know: 
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.protocol.served_model import SAMPLING_DEFAULTS, ServedModel
+from quill.server.fields import SAMPLING
+from quill.server.protocol.served_model import ServedModel
 from quill.server.request import BeamParams, EarlyStopping, SamplingParams
 
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
@@ -84,7 +85,7 @@ def _refuse_without_beams(message: pb.GenerateRequest) -> None:
 def _refuse_with_beams(message: pb.GenerateRequest) -> None:
     """A search draws nothing and changes no logits, and can't know where a string will appear."""
     for field, value in message.ListFields():
-        if field.name in _DRAWING and value != _OFF.get(field.name):
+        if field.name in SAMPLING and value != _OFF.get(field.name):
             reason = "is set, and a search with beams looks at the model's own distribution"
             raise InvalidFieldError(field.name, f"{reason}. Leave out one of it and num_beams")
     if message.stop:
@@ -93,4 +94,3 @@ def _refuse_with_beams(message: pb.GenerateRequest) -> None:
 
 # What clients send that always send everything.
 _OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-_DRAWING = frozenset({*SAMPLING_DEFAULTS, "frequency_penalty", "presence_penalty", "logit_bias"})

@@ -10,6 +10,7 @@ from typing import Any
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
+from quill.server.fields import MODEL_DEFAULTS
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Pooling, SamplingParams
@@ -18,7 +19,6 @@ from quill.server.text.tokenizer import Text
 
 MAX_SEQUENCES = 16
 DEFAULT_MAX_NEW_TOKENS = 256
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,4 +100,4 @@ class ServedModel:
     def sampling_defaults(self) -> dict[str, Any]:
         """The author's, by field name; what isn't here is off."""
         generation = self.manifest.generation
-        return {name: generation[name] for name in SAMPLING_DEFAULTS if name in generation}
+        return {name: generation[name] for name in MODEL_DEFAULTS if name in generation}

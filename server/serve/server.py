@@ -12,7 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
-from quill.server.addresses import write_address
+from quill.server.addresses import open_first, write_address
 from quill.server.api.administration import Administration
 from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
@@ -20,9 +20,8 @@ from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.limiting import Limiting
-from quill.server.engine.admission import Admission
-from quill.server.engine.dispatcher import Dispatcher
-from quill.server.errors import ReloadError, StartError
+from quill.server.engine.dispatcher import Admission, Dispatcher
+from quill.server.errors import ReloadError
 from quill.server.http.app import App
 from quill.server.http.wire.http_server import HttpServer
 from quill.server.kserve.servicer import InferenceService
@@ -65,9 +64,9 @@ class Server:
         self._tracing = open_tracing() if settings.tracing else None
         self.calls = Calls(self._report, limits)
         loop = asyncio.get_running_loop()
-        self.dispatcher = Dispatcher(loop, Admission(settings.max_waiting), self.metrics.observe)
+        self.dispatcher = Dispatcher(loop, Admission(settings.max_queue), self.metrics.observe)
         self.reloader = Reloader(
-            self.dispatcher.publish, self.health.note_soon, settings.max_step_s
+            self.dispatcher.publish, self.health.note_soon, settings.watchdog_s
         )
         self.port = 0
         self.metrics_port: int | None = None
@@ -122,7 +121,7 @@ class Server:
 
     async def _listen(self) -> grpc.aio.Server:
         settings = self._settings
-        service = Service(self.dispatcher, self.reloader, self.calls, settings.share_cache)
+        service = Service(self.dispatcher, self.reloader, self.calls, settings.share_prefix_cache)
         server = self._make_server(service)
         await self.health.begin()
         self.port = bind(server, settings)
@@ -154,7 +153,7 @@ class Server:
         return InferenceService(service, registry, lambda: health.is_serving, timeout_s)
 
     async def _open_http(self, service: Service) -> None:
-        if self._settings.http_port is None:
+        if not self._settings.http_ports:
             return
         settings, health = self._settings, self.health
         registry = self.metrics.registry
@@ -181,20 +180,12 @@ class Server:
         return True
 
     def _open_metrics(self) -> None:
-        settings, port = self._settings, self._settings.metrics_port
-        if port is None:
-            return
-        try:
-            self._serve_metrics(port)
-        except StartError:
-            if not settings.any_metrics_port:
-                raise
-            logger.warning("port %d is taken: the metrics get a free one", port)
-            self._serve_metrics(0)
+        if self._settings.metrics_ports:
+            open_first(self._settings.metrics_ports, self._serve_metrics, "the metrics page")
 
     def _serve_metrics(self, port: int) -> None:
         settings = self._settings
-        keyring = None if settings.open_metrics else self._keyring
+        keyring = None if "metrics" in settings.allow_unauthenticated else self._keyring
         self.metrics_port, self._stop_metrics = serve_metrics(
             self._shown_registry(), settings.host, port, settings.tls, keyring
         )
@@ -228,7 +219,7 @@ class Server:
             asyncio.ensure_future(self._stopping_at_once.wait()),
         }
         await asyncio.wait(
-            waits, timeout=self._settings.grace_s, return_when=asyncio.FIRST_COMPLETED
+            waits, timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         for wait in waits:
             wait.cancel()

@@ -16,7 +16,8 @@ from quill.protos import generation_pb2 as pb
 from quill.server.auth.limiting import Limiting, Paying
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import InvalidFieldError, UnsupportedError
-from quill.server.grammar.compiler import Compiler, Form
+from quill.server.grammar.compiler import Compiler
+from quill.server.grammar.constraint_source import Constraint
 from quill.server.grammar.matcher import Grammar
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.answer import Answer, Chunk, merge
@@ -83,20 +84,20 @@ class Call:
         """Checks a request, and doesn't begin with it yet."""
         reader = RequestReader(self.served)
         parsed = await read_message(reader.read_generate, message, self._arrival())
-        if parsed.form is None or self.served.grammars is None:
+        if parsed.constraint is None or self.served.grammars is None:
             return parsed
-        constraint = await self._compile(self.served.grammars, parsed.form)
-        return replace(parsed, request=replace(parsed.request, constraint=constraint))
+        grammar = await self._compile(self.served.grammars, parsed.constraint)
+        return replace(parsed, request=replace(parsed.request, constraint=grammar))
 
-    async def _compile(self, grammars: Compiler, form: Form) -> Grammar:
-        """Requests of one call have one form: the first of them pays for it."""
+    async def _compile(self, grammars: Compiler, constraint: Constraint) -> Grammar:
+        """Requests of one call have one constraint: the first of them pays for compiling it."""
         self._record.has_constraint = True
-        found = grammars.known(form)
+        found = grammars.cached(constraint)
         if found is not None:
             return found
         began_s = time.monotonic()
         try:
-            return await grammars.compile(form)
+            return await grammars.compile(constraint)
         finally:
             self._record.compile_ms = 1000 * (time.monotonic() - began_s)
 

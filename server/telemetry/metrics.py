@@ -1,7 +1,7 @@
 """Numbers for Prometheus.
 
 Knows: batches, records of calls. Does not know: who reads them, gRPC.
-The names are documented in server/README.md: change them there too.
+The names are documented in server/docs/monitoring.md: change them there too.
 """
 
 import time

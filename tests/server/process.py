@@ -16,6 +16,7 @@ from pathlib import Path
 
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
+from quill.server.prometheus_text import read_samples
 from tests.server.scripted_session import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,6 @@ PATIENCE_S = 120.0  # while a test does harm, answers may take long
 _LISTENS = "0A"  # a state of Linux's sockets
 _HTTP = re.compile(r"HTTP at http://\S+:(\d+)")
 _METRICS = re.compile(r"metrics at (http://\S+)")
-_LINE = re.compile(r"^(quill_\w+)(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
 
 
 class ServerProcess:
@@ -67,12 +67,7 @@ class ServerProcess:
         assert self._metrics_url is not None
         with urllib.request.urlopen(self._metrics_url, timeout=TIMEOUT_S) as reply:
             page = reply.read().decode()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(
-            float(value)
-            for found, given, value in _LINE.findall(page)
-            if found == name and all(each in given.split(",") for each in wanted)
-        )
+        return read_samples(page).value(name, **labels)
 
     def num_ended(self, outcome: str) -> float:
         return self.metric("quill_requests_total", outcome=outcome)

@@ -22,7 +22,7 @@ from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.server import Server
-from quill.server.settings import Settings
+from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -224,10 +224,14 @@ def running_server(
     wait: bool = True,
     served: ServedModel | None = None,
     session: Reciter | None = None,
+    tls: TlsFiles | None = None,
     **changes: Any,
 ) -> Iterator[Running]:
     """`changes`: of the settings."""
-    settings = Settings(port=0, max_waiting=max_waiting, max_message_bytes=2**20, **changes)
+    changes = {"port": 0, "http_port": "off", "metrics_port": "off", **changes}
+    if tls is not None:
+        changes |= {"tls_cert": tls.cert, "tls_key": tls.key, "client_ca": tls.client_ca}
+    settings = Settings(max_queue=max_waiting, max_message_bytes=2**20, **changes)
     served = served or make_served(max_num_seqs, max_waiting)
     running = Running(session or Reciter(), settings, served)
     if not wait:

@@ -10,8 +10,6 @@ from typing import Any
 from quill.server.errors import StartError
 from quill.server.settings import Settings
 
-MAX_STEP_S = 60.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
@@ -42,21 +40,22 @@ class ReplicaOptions:
         """The host is that of the metrics; where calls are taken, Ray says."""
         return Settings(
             host=self.metrics_host,
-            metrics_port=self.metrics_port,
+            metrics_port="off" if self.metrics_port is None else self.metrics_port,
+            http_port="off",
             precision=self.precision,
             max_num_seqs=self.max_num_seqs,
             context=self.context,
-            cache_bytes=None if self.cache_mb is None else self.cache_mb * 2**20,
+            kv_cache_mb=self.cache_mb,
             threads=self.threads,
             spinning=self.spinning,
-            max_waiting=self.queue,
+            max_queue=self.queue,
             prefix_cache=self.prefix_cache,
             speculative=self.speculative,
             api_keys=None if self.api_keys is None else Path(self.api_keys),
-            open_reflection=self.open_reflection,
-            open_metrics=self.open_metrics,
-            share_cache=self.share_prefix_cache,
-            max_step_s=MAX_STEP_S,
+            allow_unauthenticated=tuple(
+                name for name in ("reflection", "metrics") if getattr(self, f"open_{name}")
+            ),
+            share_prefix_cache=self.share_prefix_cache,
             tracing=self.tracing,
             log_format=self.log_format,
         )

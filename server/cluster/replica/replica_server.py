@@ -58,7 +58,7 @@ class ReplicaServer(Server):
         self, hosts: Sequence[str], port: int, service: str, handlers: Handlers
     ) -> grpc.aio.Server:
         """`service`, with its `handlers`, is offered beside ours, and to callers without a key."""
-        share_cache = self._settings.share_cache
+        share_cache = self._settings.share_prefix_cache
         own = Service(self.dispatcher, self.reloader, self.calls, share_cache)
         server = self._make_server(own, [f"/{service}/"])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -104,9 +104,9 @@ class ReplicaServer(Server):
         return self.reloader.instance.served
 
     def _open_metrics(self) -> None:
-        first = self._settings.metrics_port
-        if first is None:
+        if not self._settings.metrics_ports:
             return
+        first = self._settings.metrics_ports[0]
         for port in range(first, first + NUM_METRICS_PORTS):
             try:
                 self._serve_metrics(port)

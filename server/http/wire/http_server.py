@@ -7,7 +7,6 @@ is used here, in the event loop that gRPC lives in.
 """
 
 import asyncio
-import logging
 import socket
 import ssl
 import time
@@ -18,14 +17,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from quill.server.addresses import write_address
+from quill.server.addresses import open_first, write_address
 from quill.server.auth.tls import http_context
 from quill.server.errors import StartError
 from quill.server.http.wire.exchange import Application, dump
 from quill.server.http.wire.refusals import RefusalError, body_of
 from quill.server.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0  # for a handshake, and then for a request's head
@@ -61,15 +58,8 @@ class HttpServer:
 
     async def open(self) -> int:
         """The port that it took."""
-        settings, port = self._settings, self._settings.http_port
-        assert port is not None
-        try:
-            sock = bind(settings.host, port)
-        except StartError:
-            if not settings.any_http_port:
-                raise
-            logger.warning("port %d is taken: HTTP gets a free one", port)
-            sock = bind(settings.host, 0)
+        settings = self._settings
+        sock = open_first(settings.http_ports, lambda port: bind(settings.host, port), "HTTP")
         tls = None if settings.tls is None else _following_context(settings)
         self._listener = await asyncio.get_running_loop().create_server(
             lambda: _Protocol(self._config, self._state, {}),

@@ -16,7 +16,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.auth.key_file import add_key, digest, revoke_key
 from quill.server.client.access import Access
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.authority import Authority, trusting, write
@@ -110,8 +110,10 @@ def test_health_is_open_and_the_rest_is_not(running: Running, keys: Keys) -> Non
 
 
 def test_reflection_and_metrics_follow_their_switches(keys: Keys) -> None:
-    switches: dict[str, Any] = {"open_reflection": True, "open_metrics": True}
-    with running_server(api_keys=keys.path, metrics_port=0, **switches) as running:
+    allowed = ("reflection", "metrics")
+    with running_server(
+        api_keys=keys.path, metrics_port=0, allow_unauthenticated=allowed
+    ) as running:
         assert "quill.v1.TextGeneration" in reflect(running, None)
         assert "quill_max_num_seqs" in read_metrics(running)
         assert refusal(running, None).code is grpc.StatusCode.UNAUTHENTICATED
@@ -290,7 +292,7 @@ def test_prompts_of_one_key_are_not_found_by_another(running: Running, keys: Key
 
 
 def test_prompts_are_shared_on_purpose(keys: Keys) -> None:
-    with running_server(api_keys=keys.path, share_cache=True) as running:
+    with running_server(api_keys=keys.path, share_prefix_cache=True) as running:
         assert cached_tokens(running, keys.alice) == 0
         assert cached_tokens(running, keys.bob) == 96
 

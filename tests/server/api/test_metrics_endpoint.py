@@ -73,7 +73,7 @@ def test_port_that_is_taken_is_replaced_where_none_was_asked_for(
     caplog.set_level(logging.INFO)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with running_server(metrics_port=port, any_metrics_port=True) as running:
+        with running_server(port=port - 1, metrics_port="auto") as running:
             found = running.server.metrics_port
             assert found is not None
             assert found != port
@@ -85,17 +85,18 @@ def test_port_that_is_taken_is_replaced_where_none_was_asked_for(
 @pytest.mark.parametrize(
     ("given", "chosen"),
     [
-        ((), (50052, True)),
-        (("--port", "65535"), (0, True)),
-        (("--port", "0"), (0, True)),
-        (("--metrics-port", "5"), (5, False)),  # somebody scrapes it: another is of no use
+        ((), (50052, 0)),
+        (("--port", "65535"), (0,)),
+        (("--port", "0"), (0,)),
+        (("--metrics-port", "5"), (5,)),  # somebody scrapes it: another is of no use
+        (("--metrics-port", "off"), ()),
     ],
 )
 def test_metrics_port_is_the_next_one_or_as_it_was_given(
-    given: tuple[str, ...], chosen: tuple[int, bool]
+    given: tuple[str, ...], chosen: tuple[int, ...]
 ) -> None:
     settings = read_settings(build_parser().parse_args(["serve", "x", *given]))
-    assert (settings.metrics_port, settings.any_metrics_port) == chosen
+    assert settings.metrics_ports == chosen
 
 
 def test_caller_that_speaks_little_by_little_is_hung_up_on() -> None:

@@ -13,7 +13,7 @@ import torch
 from quill.model.network.attention import EncoderAttending
 from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare
@@ -27,7 +27,14 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle, precision: str) -> None:
-        settings = Settings(port=0, max_num_seqs=8, threads=1, precision=precision)
+        settings = Settings(
+            port=0,
+            http_port="off",
+            metrics_port="off",
+            max_num_seqs=8,
+            threads=1,
+            precision=precision,
+        )
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.api.metrics_endpoint import serve_metrics
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import MAX_FAILURES
@@ -141,7 +141,7 @@ def test_stopping_finishes_what_runs_and_refuses_the_rest() -> None:
 
 @pytest.mark.parametrize(("grace_s", "num_signals"), [(0.0, 1), (1000.0, 2)])
 def test_what_doesnt_end_in_time_ends_with_unavailable(grace_s: float, num_signals: int) -> None:
-    with running_server(grace_s=grace_s) as running:
+    with running_server(drain_timeout_s=grace_s) as running:
         caller = start_one(running)
         for _ in range(num_signals):
             running.stop()

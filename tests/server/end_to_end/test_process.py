@@ -32,7 +32,7 @@ WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
 )
-SMALL = Settings(max_num_seqs=2, threads=1, cache_bytes=2**24, precision="fp32")
+SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 
 
 def command(bundle: Path) -> list[str]:

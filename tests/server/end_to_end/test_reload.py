@@ -85,7 +85,7 @@ def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
         looked.set()
         return False
 
-    with running_server(max_step_s=2.0) as running:
+    with running_server(watchdog_s=2.0) as running:
         running.load_again = second
         reloader = running.server.reloader
         old = weakref.ref(reloader.instance.engine)  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ def name_of_instance(running: Running) -> str:
 
 
 def test_new_bundle_cures_a_server_whose_steps_hang() -> None:
-    with running_server(max_step_s=0.1) as running:
+    with running_server(watchdog_s=0.1) as running:
         running.session.hold()
         caller = Caller(running)
         running.wait_for(lambda: "hanging" in running.server.health._problems)
@@ -167,7 +167,7 @@ def test_new_bundle_cures_a_server_whose_steps_hang() -> None:
 
 
 def test_stopping_ends_both_bundles() -> None:
-    with running_server(grace_s=0.0) as running:
+    with running_server(drain_timeout_s=0.0) as running:
         running.load_again = second
         caller = start_one(running)
         running.call(running.server.reload())

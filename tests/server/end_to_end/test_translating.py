@@ -10,7 +10,7 @@ import pytest
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
 from quill.server.limits import Limits
@@ -28,7 +28,9 @@ class RunningBundle(Running):
     """A server on a real bundle."""
 
     def __init__(self, bundle: TinyBundle) -> None:
-        settings = Settings(port=0, max_num_seqs=4, threads=1, precision="fp32")
+        settings = Settings(
+            port=0, http_port="off", metrics_port="off", max_num_seqs=4, threads=1, precision="fp32"
+        )
         super().__init__(Reciter(), settings, make_served())
         self._prepared = prepare(bundle.directory, settings)
 

@@ -258,7 +258,7 @@ def test_error_in_the_middle_of_a_stream_is_an_event() -> None:
 def test_a_port_that_is_taken_isnt_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with running_server(http_port=port, any_http_port=True) as running:
+        with running_server(port=port - 2, http_port="auto") as running:
             assert running.server.http_port not in (None, port)
         with pytest.raises(StartError, match="--http-port off"):
             bind("127.0.0.1", port)

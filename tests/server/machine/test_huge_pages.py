@@ -72,7 +72,7 @@ def test_many_small_allocations_end_up_in_large_pages() -> None:
 
 # 512 blocks of 4 KiB for each of 60 sides of layers, of which the first is written.
 FIRST_TOKEN = """
-from quill.server.runtime.blocks import Blocks, BlockShape
+from quill.server.engine.kv_cache import Blocks, BlockShape
 
 def resident_kb():
     with open("/proc/self/status") as file:

@@ -12,7 +12,7 @@ import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
 from tests.server.running import Running, make_manifest, make_served, running_server

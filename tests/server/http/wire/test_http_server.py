@@ -271,7 +271,7 @@ def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
-    with running_server(http_port=0, grace_s=TIMEOUT_S) as running:
+    with running_server(http_port=0, drain_timeout_s=TIMEOUT_S) as running:
         running.session.hold()
         running.session.let_go(1)
         with connected(running.http_port) as sock:
@@ -290,7 +290,7 @@ def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
 
 
 def test_stream_that_outlives_the_drain_ends_with_an_error() -> None:
-    with running_server(http_port=0, grace_s=0.05) as running:
+    with running_server(http_port=0, drain_timeout_s=0.05) as running:
         running.session.hold()
         running.session.let_go(1)
         with connected(running.http_port) as sock:

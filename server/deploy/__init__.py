@@ -1,0 +1,1 @@
+"""Manifests for Kubernetes, and the dashboard's generator."""
