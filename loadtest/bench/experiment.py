@@ -1,6 +1,7 @@
 """An experiment: backends × workloads × columns, and the one runner for all of them.
 
-Knows: processes that speak bench/backend.py's lines, turns. Does not know: any backend or workload.
+Knows: turns, processes with the protocol of bench/backends/protocol.py.
+Does not know: any backend or workload.
 
 A machine is slower at one moment than at the next, and all backends should meet the same moments.
 So a round lets every backend run a workload before any backend runs it again, one at a time, and
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quill.loadtest.bench.backend import BackendInfo
+from quill.loadtest.bench.backends.protocol import BackendInfo
 from quill.loadtest.environment.process import last_line, stop_process
 from quill.loadtest.errors import BackendError
 

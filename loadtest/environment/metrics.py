@@ -1,6 +1,6 @@
 """Samples the server's Prometheus metrics while a load runs.
 
-Knows: Prometheus' text format, HTTP. Does not know: the load.
+Knows: HTTP, two gauges. Does not know: the load.
 """
 
 import ssl
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from quill.loadtest.environment.process import Sampler
 from quill.loadtest.environment.server import METRICS_OFFSET, offset_port
 from quill.server.client.access import Access
+from quill.server.prometheus_text import Samples, read_samples
 
 SAMPLE_S = 0.25
 WAITING, RUNNING = "quill_requests_waiting", "quill_sequences_running"
@@ -25,16 +26,9 @@ class MetricsSample(NamedTuple):
     running_sequences: float
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Values by series: a metric's name with its labels as they stand."""
-    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
-    pairs = (line.rpartition(" ") for line in lines)
-    return {series: float(value) for series, _, value in pairs if series}
-
-
 def fetch_metrics(
     url: str | None, access: Access | None = None, context: ssl.SSLContext | None = None
-) -> dict[str, float]:
+) -> Samples:
     """Of a server that has metrics. The API key is sent where nobody else can read it."""
     assert url is not None, "the server has metrics"
     request = urllib.request.Request(url)
@@ -43,12 +37,7 @@ def fetch_metrics(
         for name, value in access.metadata:
             request.add_header(name, value)
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as reply:
-        return parse_metrics(reply.read().decode("utf-8", "replace"))
-
-
-def total(metrics: dict[str, float], prefix: str) -> float:
-    """The sum over all series that start with `prefix`."""
-    return sum(value for series, value in metrics.items() if series.startswith(prefix))
+        return read_samples(reply.read().decode("utf-8", "replace"))
 
 
 def derive_url(address: str, scheme: str = "http") -> str:
@@ -75,11 +64,11 @@ def _sample(url: str | None, access: Access, context: ssl.SSLContext) -> Metrics
         return None
 
 
-def as_sample(metrics: dict[str, float], at_s: float) -> MetricsSample | None:
+def as_sample(metrics: Samples, at_s: float) -> MetricsSample | None:
     """None if the page isn't a Quill server's."""
     if WAITING not in metrics or RUNNING not in metrics:
         return None
-    return MetricsSample(at_s, metrics[WAITING], metrics[RUNNING])
+    return MetricsSample(at_s, metrics.value(WAITING), metrics.value(RUNNING))
 
 
 def write_samples(path: Path, samples: Sequence[MetricsSample]) -> None:

@@ -19,7 +19,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from quill.loadtest.environment.metrics import RUNNING, WAITING, fetch_metrics, total
+from quill.loadtest.environment.metrics import RUNNING, WAITING, fetch_metrics
 from quill.loadtest.environment.process import ProcessSample, sample_process, watch_process
 from quill.loadtest.environment.server import StartedServer, read_log, start_server
 from quill.loadtest.errors import LoadtestError
@@ -107,7 +107,7 @@ def overload(client: SoakClient, indices: Iterator[int], rate: float, duration_s
 def num_streams(server: StartedServer) -> float:
     """Streams that have ended, as the server counts them."""
     metrics = fetch_metrics(server.metrics_url)
-    return total(metrics, 'quill_requests_total{method="GenerateStream"')
+    return metrics.value("quill_requests_total", method="GenerateStream")
 
 
 def settle(server: StartedServer, start: ProcessSample) -> tuple[ProcessSample, bool]:
@@ -115,7 +115,7 @@ def settle(server: StartedServer, start: ProcessSample) -> tuple[ProcessSample, 
     end_s = time.monotonic() + SETTLE_S
     while True:
         sample, metrics = sample_process(server.pid), fetch_metrics(server.metrics_url)
-        is_idle = not metrics[RUNNING] + metrics[WAITING]
+        is_idle = not metrics.value(RUNNING) + metrics.value(WAITING)
         if (is_idle and sample.num_fds <= start.num_fds) or time.monotonic() > end_s:
             return sample, is_idle
         time.sleep(0.2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import ctranslate2
 import numpy as np
 
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
     Score,
     model_arguments,

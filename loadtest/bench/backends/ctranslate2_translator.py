@@ -19,7 +19,7 @@ import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 from safetensors.numpy import load_file
 
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     MAX_NEW_TOKENS,
     BackendInfo,
     Translated,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime_genai
 
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
     Score,
     model_arguments,

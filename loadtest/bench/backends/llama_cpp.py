@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
     Score,
     model_arguments,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quill.loadtest.bench.backend import BackendInfo, serve, size_of
+from quill.loadtest.bench.backends.protocol import BackendInfo, serve, size_of
 from quill.loadtest.bench.backends.server_load import ANSWER_TIMEOUT_S, Streamed, run_load
 from quill.loadtest.environment.process import free_port, last_line, peak_bytes_of, stop_process
 from quill.loadtest.errors import BackendError

@@ -21,7 +21,7 @@ import onnxruntime
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import read_manifest
 from quill.export.operators.library import library_path
-from quill.loadtest.bench.backend import BackendInfo, Embedded, model_arguments, serve
+from quill.loadtest.bench.backends.protocol import BackendInfo, Embedded, model_arguments, serve
 
 
 class PaddedOnnx:

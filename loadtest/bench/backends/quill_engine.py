@@ -16,7 +16,7 @@ from typing import Any
 import onnxruntime
 
 from quill.export.bundle.graph_contract import BLOCK
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     MAX_NEW_TOKENS,
     BackendInfo,
     Embedded,

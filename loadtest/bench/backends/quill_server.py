@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from quill.loadtest.bench.backend import BackendInfo, serve
+from quill.loadtest.bench.backends.protocol import BackendInfo, serve
 from quill.loadtest.bench.backends.server_load import ANSWER_TIMEOUT_S, Streamed, run_load
 from quill.loadtest.environment.process import peak_bytes_of
 from quill.loadtest.environment.server import (

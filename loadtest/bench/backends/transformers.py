@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from quill.loadtest.bench.backend import (
+from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
     Embedded,
     Score,

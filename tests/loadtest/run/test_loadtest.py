@@ -13,14 +13,14 @@ from typing import NamedTuple
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.environment.own_server import OwnServer
+from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import LoadtestError
-from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.grpc import GrpcClient
 from quill.loadtest.run.loadtest import check_all_recorded
-from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call, from_json
 from quill.loadtest.workload.records import RequestRecord, read_records, write_records
-from quill.loadtest.workload.scenarios import make_ask
+from quill.loadtest.workload.request import ModelInfo
+from quill.loadtest.workload.scenarios import make_request
 from quill.server.auth.key_file import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
@@ -117,7 +117,7 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
 
 @pytest.mark.parametrize("protocol", ["http", "kserve"])
 def test_load_through_another_door_is_verified_and_the_report_names_it(
-    protocol: str, loadtest: Loadtest, server: OwnServer, tmp_path: Path
+    protocol: str, loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     assert server.http_address is not None
     done = loadtest(
@@ -135,10 +135,12 @@ def test_load_through_another_door_is_verified_and_the_report_names_it(
 def test_vectors_have_one_door(loadtest: Loadtest, tmp_path: Path) -> None:
     done = loadtest(tmp_path, "--scenario", "embed", "--protocol", "http")
     assert done.code == 2
-    assert "--scenario embed is asked over gRPC only" in done.errors
+    assert "--scenario embed works over gRPC only" in done.errors
 
 
-def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_path: Path) -> None:
+def test_open_loop_tells_its_goodput(
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
+) -> None:
     done = loadtest(
         tmp_path,
         *("--address", server.address, "--rate", "30", "--shape", "ramp", "--duration", "1500ms"),
@@ -149,21 +151,24 @@ def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_
 
 
 @pytest.fixture(scope="module")
-def recorded(server: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(server: StartedServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a load leaves it."""
-    facts = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
+    info = ModelInfo(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
     path = tmp_path_factory.mktemp("recorded") / "requests.csv"
-    with closing(GrpcDoor(server.address)) as door:
-        asked = [make_ask("short-chat", 0, index, facts) for index in range(8)]
+    with closing(GrpcClient(server.address)) as client:
+        loads = [make_request("short-chat", 0, index, info) for index in range(8)]
         write_records(
             path,
-            [call(door, ask, 0.0).record(ask, i, ask.kind, 0.0) for i, ask in enumerate(asked)],
+            [
+                call(client, load, 0.0).record(load, i, load.kind, 0.0)
+                for i, load in enumerate(loads)
+            ],
         )
     return path
 
 
 def test_recorded_file_is_verified_and_a_changed_answer_is_found(
-    loadtest: Loadtest, recorded: Path, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, recorded: Path, server: StartedServer, tmp_path: Path
 ) -> None:
     arguments = ("--address", server.address, "--verify", "--recorded")
     same = loadtest(tmp_path, *arguments, str(recorded))
@@ -187,7 +192,7 @@ def test_recorded_file_is_reported_on_without_a_server(
 
 
 def test_search_ends_with_a_rate_and_its_goodput(
-    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     # Nothing meets a limit of a millisecond: the search goes down and says so.
     done = loadtest(
@@ -232,7 +237,7 @@ def by_index(record: RequestRecord) -> int:
 
 
 def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_first(
-    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     load = ("--address", server.address, "--scenario", "long-prompt", "--requests", "6")
     first, second, again = (tmp_path / name for name in ("first", "second", "again"))
@@ -240,7 +245,7 @@ def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_
     for out in (first, second):
         done = loadtest(out, *load)
         assert done.code == 0, done.errors
-        seeds += re.findall(r"--seed (\d+) asks the same requests again", done.out)
+        seeds += re.findall(r"--seed (\d+) sends the same requests again", done.out)
         numbers = json.loads((out / "summary.json").read_text())
         assert numbers["cached_share"] < 0.1
     assert len(set(seeds)) == 2
@@ -274,7 +279,7 @@ def in_the_middle(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_a_report_of_what_has_ended(
-    server: OwnServer, tmp_path: Path, workers: str
+    server: StartedServer, tmp_path: Path, workers: str
 ) -> None:
     arguments = ("--address", server.address, "--users", "2", "--workers", workers)
     with in_the_middle(tmp_path, *arguments) as process:

@@ -1,8 +1,8 @@
-"""A contender that computes nothing: its answers are what it was told at its start.
+"""A backend that computes nothing: its times are given on its command line.
 
-    python -m tests.loadtest.reciting_contender NAME SECONDS …
+    python -m tests.loadtest.fake_backend NAME SECONDS …
 
-Each task takes the next of the given seconds; "fail" fails, "die" ends the process.
+Each turn takes the next of the given seconds; "fail" fails, "die" ends the process.
 """
 
 import itertools
@@ -10,18 +10,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quill.loadtest.bench.contenders.protocol import About, Score, serve
+from quill.loadtest.bench.backends.protocol import BackendInfo, Score, serve
 
 
-class Reciting:
+class FakeBackend:
     def __init__(self, name: str, answers: Sequence[str]) -> None:
-        self.about = About(name, "none", "1", 7)
+        self.info = BackendInfo(name, "none", "1", 7_000_000)
         self._answers = itertools.cycle(answers)
 
     def prefill(self, ids: Sequence[int]) -> float:
         return self._next()
 
-    def decode(self, ids: Sequence[int], num_rows: int, num_steps: int) -> float:
+    def decode(self, ids: Sequence[int], num_seqs: int, num_steps: int) -> float:
         return self._next()
 
     def score(self, passages: Sequence[Sequence[int]]) -> Score:
@@ -31,12 +31,12 @@ class Reciting:
     def _next(self) -> float:
         answer = next(self._answers)
         if answer == "fail":
-            raise ValueError("as I was told")
+            raise ValueError("as given")
         if answer == "die":
             os._exit(1)
-        print("a library that talks")  # must not reach the pipe
+        print("a library that prints")  # must not reach the pipe
         return float(answer)
 
 
 if __name__ == "__main__":
-    serve(Reciting(sys.argv[1], sys.argv[2:]))
+    serve(FakeBackend(sys.argv[1], sys.argv[2:]))

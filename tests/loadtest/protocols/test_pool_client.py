@@ -5,10 +5,9 @@ from contextlib import closing
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.environment.own_server import OwnServer
-from quill.loadtest.protocols.door import CallError
-from quill.loadtest.protocols.fleet_door import FleetDoor
-from quill.loadtest.protocols.open_door import open_door
+from quill.loadtest.environment.server import StartedServer
+from quill.loadtest.protocols.connect import PoolClient, connect
+from quill.loadtest.protocols.grpc import CallError
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 
@@ -17,34 +16,34 @@ REQUEST = pb.GenerateRequest(
 )
 
 
-def test_answers_come_through_it_and_are_counted(server: OwnServer) -> None:
-    with closing(FleetDoor(f"quill://{server.address},127.0.0.1:1")) as door:
-        tokens = [id for chunk in door.stream(REQUEST, 30.0) for id in chunk.token_ids]
+def test_answers_come_through_it_and_are_counted(server: StartedServer) -> None:
+    with closing(PoolClient(f"quill://{server.address},127.0.0.1:1")) as client:
+        tokens = [id for chunk in client.stream(REQUEST, 30.0) for id in chunk.token_ids]
         assert len(tokens) == 4
-        left = door.stream(REQUEST, 30.0)
+        left = client.stream(REQUEST, 30.0)
         next(left)
         left.close()
-        states = {each.address: each for each in door.servers()}
+        states = {each.address: each for each in client.servers()}
         assert states[server.address].num_started == 2
         assert states[server.address].num_outstanding == 0
         assert not states["127.0.0.1:1"].is_serving
 
 
 def test_where_nobody_serves_nothing_is_asked_twice() -> None:
-    with closing(FleetDoor("quill://127.0.0.1:1,127.0.0.1:2")) as door:
+    with closing(PoolClient("quill://127.0.0.1:1,127.0.0.1:2")) as client:
         with pytest.raises(CallError) as caught:
-            list(door.stream(REQUEST, 30.0))
+            list(client.stream(REQUEST, 30.0))
         assert caught.value.status == "UNAVAILABLE"
         with pytest.raises(CallError):
-            door.embed(pb.EmbedRequest(), 30.0)
-        states = door.servers()
+            client.embed(pb.EmbedRequest(), 30.0)
+        states = client.servers()
         assert [each.num_outstanding for each in states] == [0, 0]
         assert sum(each.num_started for each in states) == 2
 
 
-def test_all_users_of_a_process_share_one(server: OwnServer) -> None:
+def test_all_users_of_a_process_share_one(server: StartedServer) -> None:
     address = f"quill://{server.address}"
-    first, second = (open_door("grpc", address, Access()) for _ in range(2))
+    first, second = (connect("grpc", address, Access()) for _ in range(2))
     assert first is second
     first.close()
     assert list(second.stream(REQUEST, 30.0))

@@ -2,14 +2,15 @@
 
 import threading
 
-from quill.loadtest.environment.own_server import OwnServer
-from quill.loadtest.environment.processes import free_port
-from quill.loadtest.environment.server_metrics import (
+from quill.loadtest.environment.metrics import (
     MetricsSample,
+    as_sample,
     derive_url,
-    read_sample,
     watch_server,
 )
+from quill.loadtest.environment.process import free_port
+from quill.loadtest.environment.server import StartedServer
+from quill.server.prometheus_text import read_samples
 
 PAGE = """# HELP quill_requests_waiting Requests that wait
 # TYPE quill_requests_waiting gauge
@@ -20,14 +21,14 @@ quill_max_num_seqs 16.0
 
 
 def test_queue_depth_and_running_rows_are_read() -> None:
-    assert read_sample(PAGE, 5.0) == MetricsSample(5.0, 3.0, 8.0)
+    assert as_sample(read_samples(PAGE), 5.0) == MetricsSample(5.0, 3.0, 8.0)
 
 
 def test_somebody_elses_page_is_not_read() -> None:
-    assert read_sample("go_threads 7\n", 5.0) is None
+    assert as_sample(read_samples("go_threads 7\n"), 5.0) is None
 
 
-def test_watcher_looks_while_it_may(server: OwnServer) -> None:
+def test_watcher_looks_while_it_may(server: StartedServer) -> None:
     with watch_server(server.metrics_url) as watcher:
         seen = threading.Event()
         while not watcher.samples:

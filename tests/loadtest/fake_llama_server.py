@@ -1,6 +1,6 @@
-"""What llama.cpp's llama-server is to its clients, without a model: run as a program by tests.
+"""A fake of llama.cpp's llama-server without a model: run as a program by tests.
 
-The form is that of tools/server in the sources of llama-cpp-python 0.3.36: /health says 503 while a
+It answers as tools/server in the sources of llama-cpp-python 0.3.36: /health says 503 while a
 model is loaded; /completion streams chunked server-sent events, and the last one has the counts.
 """
 
@@ -20,7 +20,7 @@ def make_program(path: Path) -> Path:
     return path
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """In one write: many threads do."""
     os.write(1, f"{line}\n".encode())
 
@@ -32,24 +32,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         Handler.num_looks += 1
         is_ready = Handler.num_looks > 1
-        say("ready" if is_ready else "loading")
+        log("ready" if is_ready else "loading")
         self._answer(200 if is_ready else 503, {"status": "ok"})
 
     def do_POST(self) -> None:
         assert self.path == "/completion"
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        say(f"asked {json.dumps(asked)}")
-        if not asked["prompt"]:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        log(f"request {json.dumps(request)}")
+        if not request["prompt"]:
             self._answer(400, {"error": {"code": 400, "message": "no prompt"}})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for number in range(1, asked["n_predict"]):  # the last one's text isn't a character yet
+        for number in range(1, request["n_predict"]):  # the last one's text isn't a character yet
             self._tell({"content": "a", "stop": False, "tokens_predicted": number})
         self._chunk(b":\n\n")
-        self._tell({"stop": True, "tokens_predicted": asked["n_predict"]})
+        self._tell({"stop": True, "tokens_predicted": request["n_predict"]})
         self._chunk(b"")
 
     def _tell(self, event: dict[str, Any]) -> None:
