@@ -94,10 +94,9 @@ def measure(
     started = {each.address: each.num_started for each in pool.servers()}
     requests = [started[each.address] for each in servers]
     metrics = [fetch_metrics(each.metrics_url) for each in servers]
+    signs = {"prompt": 1, "cached": -1, "generated": 1}
     computed = [
-        each.value("quill_prompt_tokens_total")
-        - each.value("quill_cached_tokens_total")
-        + each.value("quill_generation_tokens_total")
+        sum(sign * each.value("quill_tokens_total", kind=kind) for kind, sign in signs.items())
         for each in metrics
     ]
     num_prompt = sum(each.prompt_tokens for each in records)

@@ -15,6 +15,7 @@ from quill.loadtest.bench.backends.protocol import BackendInfo
 from quill.loadtest.bench.backends.quill_engine import QuillEngine
 from quill.loadtest.bench.engine import different_tokens
 from quill.loadtest.bench.experiment import Measured
+from quill.loadtest.environment.process import ROOT
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.closed_loop import closed_loop
 
@@ -68,13 +69,13 @@ def test_bench_engine_writes_all_workloads_of_this_and_another_checkout(
     bundle: Path, tmp_path: Path
 ) -> None:
     options = ["--precision", "fp32", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]
-    options += ["--against", str(models.ROOT)]
+    options += ["--against", str(ROOT)]
     assert main(["bench", "engine", str(bundle), *options]) == 0
     here, there = json.loads((tmp_path / "engine.json").read_text())["results"]
     decodes = [f"decode {num}" for num in (1, 2, 4, 8, 16, 32)]
     expected = [*decodes, "ragged 8", "sampled 32", "top-k-p 32"]
     assert list(here["turns"]) == expected  # its context is too short for the prefills
-    assert (here["label"], there["label"]) == ("Quill fp32", f"Quill fp32, {models.ROOT.name}")
+    assert (here["label"], there["label"]) == ("Quill fp32", f"Quill fp32, {ROOT.name}")
 
 
 @pytest.mark.parametrize(

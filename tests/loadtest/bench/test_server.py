@@ -16,8 +16,8 @@ from quill.loadtest.bench import server as bench
 from quill.loadtest.bench.backends.quill_streams import Streams
 from quill.loadtest.bench.backends.server_load import Streamed, run_load
 from quill.loadtest.bench.experiment import Entry
-from quill.loadtest.bench.models import ROOT
 from quill.loadtest.bench.server import ServerLoad
+from quill.loadtest.environment.process import ROOT
 from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import BackendError, OptionError
 from tests.loadtest.fake_llama_server import make_program
