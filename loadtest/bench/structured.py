@@ -43,16 +43,20 @@ def run(args: argparse.Namespace) -> None:
     if manifest.tokenizer is None or not manifest.stop_ids or manifest.chat_template is None:
         need = "a model with a tokenizer, a chat template and an end of text"
         raise OptionError(f"{bundle} has no structured output: give {need}")
-    run_and_report(structured_experiment(args, str(bundle), parts), args.out)
+    max_new_tokens = min(256, manifest.sizes.context // 2)
+    run_and_report(structured_experiment(args, str(bundle), parts, max_new_tokens), args.out)
 
 
-def structured_experiment(args: argparse.Namespace, bundle: str, parts: list[str]) -> Experiment:
+def structured_experiment(
+    args: argparse.Namespace, bundle: str, parts: list[str], max_new_tokens: int
+) -> Experiment:
     """A new server for each part: none finds prompts or grammars that another has cached."""
     options = ["--max-num-seqs", str(NUM_USERS)]
     options += [] if args.precision is None else ["--precision", args.precision]
     options += [] if args.threads is None else ["--threads", str(args.threads)]
     more = {"answers": [], "speed": ["--no-prefix-cache"], "adversarial": []}
     answers = {"do": "answers", "num_seeds": args.seeds, "num_alone": args.alone}
+    answers["max_new_tokens"] = max_new_tokens
     orders = {
         "answers": answers | {"num_users": NUM_USERS},
         "speed": {"do": "speed", "num_users": NUM_USERS},
