@@ -78,7 +78,7 @@ class QuillEngine:
                     max_num_seqs=MAX_NUM_SEQS,
                     context=context,
                     num_blocks=(MAX_NUM_SEQS * self._max_tokens + context) // BLOCK,
-                    share=False,
+                    prefix_caching=False,
                     speculative=speculative,
                 )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
