@@ -1,4 +1,4 @@
-"""Every client says the same: tokens, ends, refusals, and that somebody left."""
+"""All protocols have the same tokens, finish reasons, errors and cancellation."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,7 +35,7 @@ def client(request: pytest.FixtureRequest, server: StartedServer) -> Iterator[Pr
         yield opened
 
 
-def test_all_doors_tell_the_same_of_the_same_request(server: StartedServer) -> None:
+def test_all_protocols_have_the_same_answer_to_the_same_request(server: StartedServer) -> None:
     def told(protocol: ProtocolName, load: LoadRequest) -> RequestRecord:
         with closing(connect(protocol, server.address_for(protocol), Access())) as client:
             record = call(client, load, 0.0).record(load, 0, "name", 0.0)
@@ -61,7 +61,7 @@ def test_all_doors_tell_the_same_of_the_same_request(server: StartedServer) -> N
             assert records[0] == records[1] == records[2], load
 
 
-def test_what_came_through_any_door_is_the_same_alone_over_grpc(
+def test_answers_over_any_protocol_are_the_same_alone_over_grpc(
     client: ProtocolClient, server: StartedServer
 ) -> None:
     loads = [make_request("unfriendly", 0, index, INFO) for index in range(16)]
@@ -75,10 +75,10 @@ def test_what_came_through_any_door_is_the_same_alone_over_grpc(
     assert {"OK", "CANCELLED", "INVALID_ARGUMENT"} <= {record.status for record in records}
 
 
-def test_all_doors_keep_answers_to_forms(talker: StartedServer) -> None:
+def test_structured_output_is_the_same_over_all_protocols(talker: StartedServer) -> None:
     """The same tokens through each, and alone."""
-    with closing(GrpcClient(talker.address)) as grpc_door:
-        info = ModelInfo.of(grpc_door.get_model())
+    with closing(GrpcClient(talker.address)) as grpc_client:
+        info = ModelInfo.of(grpc_client.get_model())
     loads = [make_request("structured", 5, index, info) for index in range(24)]
     for index, load in enumerate(loads):
         load.request.seed = index
@@ -121,7 +121,7 @@ def test_deadline_is_the_calls_own(client: ProtocolClient) -> None:
     assert result.status in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 
 
-def test_door_can_be_used_by_several_at_once(client: ProtocolClient) -> None:
+def test_client_takes_concurrent_requests(client: ProtocolClient) -> None:
     streams = [client.stream(REQUEST, 30.0) for _ in range(3)]
     begun = [next(stream) for stream in streams]
     rest = [tokens([first, *stream]) for first, stream in zip(begun, streams, strict=True)]
@@ -153,7 +153,7 @@ def guarded(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_doors_prove_who_they_are(
+def test_clients_authenticate(
     protocol: ProtocolName, guarded: tuple[StartedServer, Access]
 ) -> None:
     server, access = guarded

@@ -88,21 +88,21 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
     assert json.loads((tmp_path / "summary.json").read_text())["num_requests"] == 40
 
 
-def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
+def test_beam_search_is_verified_over_tls_with_a_key_that_no_file_contains(
     loadtest: Loadtest, bundle: Path, tmp_path: Path
 ) -> None:
     ours = Authority("ours")
     files = write(tmp_path, ours.sign("server"))
     (tmp_path / "ca.pem").write_bytes(ours.cert)
-    secret = add_key(tmp_path / "keys.json", "crowd")
-    (tmp_path / "crowd.key").write_text(secret)
+    secret = add_key(tmp_path / "keys.json", "client")
+    (tmp_path / "client.key").write_text(secret)
     protection = f"--tls-cert {files.cert} --tls-key {files.key} --api-keys {tmp_path}/keys.json"
     out = tmp_path / "out"
     done = loadtest(
         out,
         *("--bundle", str(bundle), "--precision", "fp32"),
         *("--serve", f"--threads 1 --max-num-seqs 8 {protection}"),
-        *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "crowd.key")),
+        *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "client.key")),
         *("--users", "3", "--requests", "12", "--scenario", "beams", "--max-new-tokens", "6"),
         *("--workers", "1", "--verify"),
     )
@@ -116,7 +116,7 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
 
 
 @pytest.mark.parametrize("protocol", ["http", "kserve"])
-def test_load_through_another_door_is_verified_and_the_report_names_it(
+def test_load_over_another_protocol_is_verified_and_the_report_names_it(
     protocol: str, loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     assert server.http_address is not None
@@ -132,7 +132,7 @@ def test_load_through_another_door_is_verified_and_the_report_names_it(
     assert title in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_vectors_have_one_door(loadtest: Loadtest, tmp_path: Path) -> None:
+def test_embeddings_are_requested_over_grpc_only(loadtest: Loadtest, tmp_path: Path) -> None:
     done = loadtest(tmp_path, "--scenario", "embed", "--protocol", "http")
     assert done.code == 2
     assert "--scenario embed works over gRPC only" in done.errors
@@ -286,9 +286,11 @@ def test_ctrl_c_leaves_a_report_of_what_has_ended(
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert errors == "quill: stopped by Ctrl-C; the report tells of what had ended by then\n"
+    assert (
+        errors == "quill: stopped by Ctrl-C; the report has the requests that had ended by then\n"
+    )
     assert "report: " in out
-    assert "Ctrl-C cut the run short" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Ctrl-C ended the run early" in (tmp_path / "report.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert 0 < numbers["num_requests"] == numbers["statuses"]["OK"]
 

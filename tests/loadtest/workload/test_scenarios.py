@@ -1,4 +1,4 @@
-"""What the crowd asks: reproducible, within the model's limits, and as unfriendly as it says."""
+"""The scenarios: reproducible, within the model's limits, and with the statuses that they expect."""
 
 import re
 from contextlib import closing

@@ -53,7 +53,7 @@ def test_several_processes_together_ask_what_one_would_ask() -> None:
     assert loads[0] == loads[1] == loads[2]
 
 
-def test_crowd_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:
+def test_load_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:
     clock = Clock()
     schedule = Schedule(Plan(duration_s=10), INFO, clock=clock)
     assert schedule.next_index() == 0
