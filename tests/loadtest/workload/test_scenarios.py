@@ -1,4 +1,4 @@
-"""The scenarios: reproducible, within the model's limits, and with the statuses that they expect."""
+"""The scenarios: reproducible, within the limits of the model, and with expected statuses."""
 
 import re
 from contextlib import closing
