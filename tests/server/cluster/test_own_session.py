@@ -1,4 +1,4 @@
-"""A program that goes on in a session of its own, seen from where it was started."""
+"""A program that moves into a session of its own, seen from its parent."""
 
 import subprocess
 import sys
@@ -25,12 +25,12 @@ def run(script: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
 )
-def test_it_has_a_session_of_its_own_and_its_end_is_everybodys(end: str, code: int) -> None:
+def test_child_has_its_own_session_and_the_parent_its_exit_code(end: str, code: int) -> None:
     session = "go_on_in_own_session()\nprint(os.getsid(0) == os.getpid(), flush=True)\n"
     assert run(session + end) == (code, "True\n", "")
 
 
-def test_signals_are_passed_on() -> None:
+def test_signals_are_forwarded() -> None:
     script = (
         "before = os.getpid()\n"
         "go_on_in_own_session()\n"
@@ -41,7 +41,7 @@ def test_signals_are_passed_on() -> None:
     assert run(script) == (0, "SIGINT\n", "")
 
 
-def test_ctrl_c_that_comes_after_its_end_changes_nothing() -> None:
+def test_ctrl_c_after_the_end_changes_nothing() -> None:
     script = (
         "wait = os.waitpid\n"
         "def interrupted(*args):\n"

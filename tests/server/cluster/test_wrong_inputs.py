@@ -1,4 +1,4 @@
-"""What is wrong is said in one line, before Ray is started."""
+"""Errors of arguments are one line, printed before Ray starts."""
 
 import os
 import socket
@@ -10,18 +10,18 @@ import pytest
 
 from quill.__main__ import build_parser
 from quill.server.auth.key_file import add_key
-from quill.server.cluster.environment import free_port, is_free
-from quill.server.cluster.local_ray import _own_words
+from quill.server.cluster.commands import lines_to_type
+from quill.server.cluster.local_ray import is_free, own_error
 from quill.server.cluster.plan import read_plan
-from quill.server.cluster.up import _lines_to_type
+from tests.server.cluster.running_cluster import free_port
 from tests.server.process import ROOT
 from tests.server.tiny_bundle import TinyBundle
 
 pytest.importorskip("ray", reason="there is no Ray here: `make test-cluster` installs it")
 
 
-def told(*words: str, **environment: str) -> str:
-    """All that `quill cluster` says."""
+def error_of(*words: str, **environment: str) -> str:
+    """All that `quill cluster` prints."""
     ended = subprocess.run(
         [sys.executable, "-m", "quill", "cluster", *words],
         capture_output=True,
@@ -36,28 +36,30 @@ def told(*words: str, **environment: str) -> str:
     return line
 
 
-def test_keys_that_cannot_be_read_are_told(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
+def test_keys_that_cannot_be_read_are_error_of(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
     up = ("up", str(tiny_bundle.directory), "--port", str(free_port()), "--api-keys")
     file = tmp_path / "keys.json"
-    assert "`quill keys add` makes one" in told(*up, str(file))
+    assert "`quill keys add` makes one" in error_of(*up, str(file))
     file.write_text("{")
-    assert "isn't JSON" in told(*up, str(file))
+    assert "isn't JSON" in error_of(*up, str(file))
 
 
-def test_port_that_is_taken_is_told(tiny_bundle: TinyBundle) -> None:
+def test_port_that_is_taken_is_error_of(tiny_bundle: TinyBundle) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert not is_free("127.0.0.1", port)
-        assert "Give another --port" in told("up", str(tiny_bundle.directory), "--port", str(port))
+        assert "Give another --port" in error_of(
+            "up", str(tiny_bundle.directory), "--port", str(port)
+        )
     assert is_free("127.0.0.1", port)
 
 
-def test_host_that_is_not_this_machines_is_told(tiny_bundle: TinyBundle) -> None:
-    line = told("up", str(tiny_bundle.directory), "--host", "nowhere.invalid", "--insecure")
+def test_host_that_is_not_this_machines_is_error_of(tiny_bundle: TinyBundle) -> None:
+    line = error_of("up", str(tiny_bundle.directory), "--host", "nowhere.invalid", "--insecure")
     assert "this machine's" in line
 
 
-def test_lines_to_type_have_the_key_where_it_is_wanted(
+def testlines_to_type_have_the_key_where_it_is_wanted(
     tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
     add_key(tmp_path / "keys.json", "alice")
@@ -65,7 +67,7 @@ def test_lines_to_type_have_the_key_where_it_is_wanted(
 
     def lines(*more: str) -> list[str]:
         args = build_parser().parse_args(["cluster", *words, *more])
-        return _lines_to_type(read_plan(args, threads=1, one_machine=True))
+        return lines_to_type(read_plan(args, threads=1, one_machine=True))
 
     keys = ("--api-keys", str(tmp_path / "keys.json"))
     assert ["--api-key-file" in line for line in lines()] == [False, False]
@@ -75,22 +77,22 @@ def test_lines_to_type_have_the_key_where_it_is_wanted(
     ] == [True, False]
 
 
-def test_reload_without_a_cluster_says_where_to_run_it(tmp_path: Path) -> None:
-    line = told("reload", RAY_ADDRESS="", RAY_TMPDIR=str(tmp_path))
+def test_reload_without_a_cluster(tmp_path: Path) -> None:
+    line = error_of("reload", RAY_ADDRESS="", RAY_TMPDIR=str(tmp_path))
     assert "run it on one of its machines" in line
 
 
-def test_words_of_a_replica_are_found_in_what_ray_makes_of_them() -> None:
+def test_error_of_a_replica_is_found_in_the_message_of_ray() -> None:
     message = (
         "The deployment failed to start 3 times in a row. Error:\nray::ServeReplica…\n"
         '  File "replica.py", line 1, in load\n'
         "quill.server.errors.StartError: --context is too much\n"
     )
-    assert _own_words(message) == "--context is too much"
-    assert _own_words("Out of memory.") == "Out of memory."
+    assert own_error(message) == "--context is too much"
+    assert own_error("Out of memory.") == "Out of memory."
 
 
-def test_without_ray_its_extra_is_named_and_nothing_is_left(
+def test_without_ray_the_error_names_the_extra_and_no_file_is_left(
     tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
     without = "import sys; sys.modules['ray'] = None; import quill.__main__ as q; exit(q.main())"
