@@ -17,7 +17,7 @@ class Tool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallForm:
+class ToolCallFormat:
     """What stands around calls."""
 
     name: str
@@ -33,24 +33,24 @@ class CallForm:
 
 
 # For a model that has none of its own.
-PLAIN = CallForm(name="plain")
+PLAIN = ToolCallFormat(name="plain")
 # Those that are known of models. Hermes' is Qwen's and Granite's, too.
-CALL_FORMS = (
-    CallForm(
+TOOL_CALL_FORMATS = (
+    ToolCallFormat(
         name="hermes",
         marker="<tool_call>",
         before="\n",
         between="\n</tool_call>\n<tool_call>\n",
         after="\n</tool_call>",
     ),
-    CallForm(name="mistral", marker="[TOOL_CALLS]", before=" [", between=", ", after="]"),
-    CallForm(name="mistral", marker="[TOOL_CALLS]", before="[", between=", ", after="]"),
-    CallForm(name="llama3", key="parameters"),
+    ToolCallFormat(name="mistral", marker="[TOOL_CALLS]", before=" [", between=", ", after="]"),
+    ToolCallFormat(name="mistral", marker="[TOOL_CALLS]", before="[", between=", ", after="]"),
+    ToolCallFormat(name="llama3", key="parameters"),
 )
 
 
 @dataclass(frozen=True)
-class CallPiece:
+class ToolCallDelta:
     """What came to one call of an answer. Its first piece has its id and its name."""
 
     index: int
@@ -59,7 +59,7 @@ class CallPiece:
     arguments: str = ""
 
 
-def add_piece(pieces: list[CallPiece], piece: CallPiece) -> None:
+def add_delta(pieces: list[ToolCallDelta], piece: ToolCallDelta) -> None:
     """To what its call had last, but for the piece that names it."""
     last = pieces[-1] if pieces else None
     if last is None or last.index != piece.index or last.id:
@@ -68,9 +68,9 @@ def add_piece(pieces: list[CallPiece], piece: CallPiece) -> None:
         pieces[-1] = replace(last, arguments=last.arguments + piece.arguments)
 
 
-def whole_calls(pieces: Iterable[CallPiece]) -> list[CallPiece]:
+def merge_deltas(pieces: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
     """All pieces of an answer, as one for each call."""
-    calls: list[CallPiece] = []
+    calls: list[ToolCallDelta] = []
     for piece in pieces:
         if piece.index == len(calls):
             calls.append(piece)

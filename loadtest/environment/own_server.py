@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.loadtest.environment.processes import wait_or_kill
 from quill.loadtest.errors import NoServerError
 from quill.server.client.access import Access
-from quill.server.client.connection_errors import Diagnosis, diagnose
+from quill.server.client.errors import Diagnosis, diagnose
 
 HTTP_DISTANCE = 2
 _LOOK_S = 0.05

@@ -30,7 +30,7 @@ from quill.loadtest.workload.ask import Ask
 from quill.loadtest.workload.call import TimedCall, call
 from quill.loadtest.workload.records import RequestRecord
 from quill.server.client.access import Access
-from quill.server.client.balancing.target import is_several
+from quill.server.client.target import is_multiple
 
 grpc_gevent.init_gevent()  # after Locust's patches, before the first channel
 
@@ -122,6 +122,6 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 def address_of(host: str | None) -> str:
     """Locust's page likes to put a scheme before a host."""
-    if is_several(host or ""):
+    if is_multiple(host or ""):
         return host or ""
     return (host or "").rpartition("://")[2].rstrip("/")

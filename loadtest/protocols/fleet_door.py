@@ -14,15 +14,15 @@ import grpc
 from quill.loadtest.protocols.door import CallError, Chunks
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
-from quill.server.client.balancing.balancer import ServerState
-from quill.server.client.balancing.beginning import beginning
-from quill.server.client.call_error import CallError as ClientError
-from quill.server.client.call_error import read_error
-from quill.server.client.fleet import Fleet
-from quill.server.client.fleet_state import Lease
-from quill.server.client.requests import seeded
+from quill.server.client.balancer import ServerState
+from quill.server.client.errors import CallError as ClientError
+from quill.server.client.errors import read_error
+from quill.server.client.pool_state import PickedEndpoint
+from quill.server.client.requests import with_seed
 from quill.server.client.resume import ResumeFilter
-from quill.server.client.retry import Attempts, Retries, is_passing
+from quill.server.client.retry import Attempts, Retries, is_retryable
+from quill.server.client.sync_pool import EndpointPool
+from quill.server.prefix_header import prefix_key
 
 
 class FleetDoor:
@@ -30,7 +30,7 @@ class FleetDoor:
 
     def __init__(self, address: str, access: Access | None = None) -> None:
         self._access = access or Access()
-        self._fleet = Fleet(address, self._access)
+        self._fleet = EndpointPool(address, self._access)
 
     def servers(self) -> tuple[ServerState, ...]:
         return self._fleet.servers()
@@ -38,18 +38,18 @@ class FleetDoor:
     def stream(self, request: pb.GenerateRequest, timeout_s: float) -> Chunks:
         asked, given = pb.GenerateRequest(), ResumeFilter()
         asked.CopyFrom(request)
-        seeded(asked)
+        with_seed(asked)
         attempts, failed = Attempts(Retries(), timeout_s), set[str]()
         while True:
             try:
                 for chunk in self._ask(asked, attempts.left_s, failed):
-                    new = given.take(chunk)
+                    new = given.filter(chunk)
                     if new is not None:
                         yield new
                 return
             except ClientError as error:
                 self._check_other(error, failed)
-            given.replay()
+            given.restart()
 
     def embed(self, request: pb.EmbedRequest, timeout_s: float) -> pb.EmbedResponse:
         attempts, failed = Attempts(Retries(), timeout_s), set[str]()
@@ -68,21 +68,21 @@ class FleetDoor:
         self._fleet.close()
 
     def _ask(self, request: pb.GenerateRequest, left_s: float | None, failed: set[str]) -> Chunks:
-        with self._asking(beginning(request), failed) as server:
+        with self._asking(prefix_key(request), failed) as server:
             metadata = self._access.metadata + server.headers
             call = server.stub.GenerateStream(request, timeout=left_s, metadata=metadata)
             try:
-                server.hear(call.initial_metadata())
+                server.read_load(call.initial_metadata())
                 yield from call
                 server.end()
-                server.hear(call.trailing_metadata())
+                server.read_load(call.trailing_metadata())
             finally:
                 call.cancel()
 
     @contextmanager
-    def _asking(self, key: bytes | None, failed: set[str]) -> Iterator[Lease]:
+    def _asking(self, key: bytes | None, failed: set[str]) -> Iterator[PickedEndpoint]:
         """One server once. It joins the `failed` if it does."""
-        server = self._fleet.take(key, failed)
+        server = self._fleet.pick(key, failed)
         try:
             yield server
         except grpc.RpcError as raised:
@@ -95,7 +95,7 @@ class FleetDoor:
 
     def _check_other(self, error: ClientError, failed: set[str]) -> None:
         """Raises if asking elsewhere is no use, or nobody else serves."""
-        if not is_passing(error) or not self._fleet.has_other(failed):
+        if not is_retryable(error) or not self._fleet.has_other(failed):
             raise CallError(error.code.name, error.reason) from error
 
 

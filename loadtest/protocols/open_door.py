@@ -12,7 +12,7 @@ from quill.loadtest.protocols.http_door import HttpDoor
 from quill.loadtest.protocols.kserve_door import KserveDoor
 from quill.loadtest.protocols.names import DoorName
 from quill.server.client.access import Access
-from quill.server.client.balancing.target import is_several
+from quill.server.client.target import is_multiple
 
 _DOORS: dict[DoorName, Callable[[str, Access], Door]] = {
     "grpc": GrpcDoor,
@@ -23,7 +23,7 @@ _DOORS: dict[DoorName, Callable[[str, Access], Door]] = {
 
 def open_door(name: DoorName, address: str, access: Access) -> Door:
     """`address`: of the HTTP port for HTTP, else of gRPC's; of several servers for gRPC alone."""
-    if is_several(address):
+    if is_multiple(address):
         assert name == "grpc", "the options refuse these"
         return shared_door(address, access)
     return _DOORS[name](address, access)

@@ -35,7 +35,7 @@ from quill.loadtest.workload.schedule import Plan, new_seed
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.access import Access, read_access
-from quill.server.client.balancing.target import is_several, read_target, resolve
+from quill.server.client.target import is_multiple, read_target, resolve
 
 EARLIER = (
     "The seed was given. If this server had answered the same requests before, its prefix cache "
@@ -151,7 +151,7 @@ def _finish(
 @contextmanager
 def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
     address = options.address
-    if address and is_several(address):
+    if address and is_multiple(address):
         servers = _servers(address)
         for each in servers:
             wait_until_healthy(each, access=access)
@@ -274,7 +274,7 @@ def _verify(target: Target, records: list[RequestRecord]) -> Verdict:
 
 def _living(target: Target) -> str:
     """One server. Of several the first that still answers: some may have died under the load."""
-    if not is_several(target.door_address):
+    if not is_multiple(target.door_address):
         return target.address
     for each in _servers(target.door_address):
         with suppress(NoServerError):

@@ -13,7 +13,7 @@ from quill.loadtest.errors import OptionError
 from quill.loadtest.protocols.names import DOORS, DoorName
 from quill.server.cli.access_options import add_proof
 from quill.server.cli.argument_types import address, addresses
-from quill.server.client.balancing.target import is_several
+from quill.server.client.target import is_multiple
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0
@@ -117,7 +117,7 @@ class LoadtestOptions:
             raise OptionError(
                 "--address names a server; --bundle, --precision and --serve start one"
             )
-        if self.address and is_several(self.address) and self.protocol != "grpc":
+        if self.address and is_multiple(self.address) and self.protocol != "grpc":
             raise OptionError("several servers are asked over gRPC only. Leave out --protocol")
         if self.scenario == "embed" and self.protocol != "grpc":
             raise OptionError("--scenario embed is asked over gRPC only. Leave out --protocol")

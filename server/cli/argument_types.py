@@ -5,7 +5,7 @@ import re
 from typing import TypeAlias
 
 from quill.server.addresses import check_address
-from quill.server.client.balancing.target import TargetError, is_several, read_target
+from quill.server.client.target import TargetError, is_multiple, read_target
 
 # What a parser of commands hands to those who add one.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -17,7 +17,7 @@ def port(text: str) -> int:
 
 def address(text: str) -> str:
     """Of one server."""
-    if is_several(text):
+    if is_multiple(text):
         rule = "asks one server: give its own HOST:PORT"
         raise argparse.ArgumentTypeError(f"{text!r} are several, and this {rule}")
     try:
@@ -28,7 +28,7 @@ def address(text: str) -> str:
 
 def addresses(text: str) -> str:
     """Of one server, or of several as a client takes them."""
-    if not is_several(text):
+    if not is_multiple(text):
         return address(text)
     try:
         read_target(text)

@@ -13,7 +13,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.cli.generate import _options
 from quill.server.cli.local_tools import LocalTool, load_tools
 from quill.server.client.access import read_access
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.requests import Options
 from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError

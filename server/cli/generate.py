@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToJson
 
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import read_access
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.requests import Options, Prompt
 from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError

@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.access import open_channel, read_access
-from quill.server.client.call_error import read_error
+from quill.server.client.access import read_access
+from quill.server.client.errors import read_error
 from quill.server.errors import ServerError
 
 HEALTH_TIMEOUT_S = 5.0
@@ -23,7 +23,7 @@ class UnhealthyError(ServerError):
 
 def reload(args: argparse.Namespace) -> None:
     access = read_access(args)
-    with open_channel(args.address, access) as channel:
+    with access.channel(args.address) as channel:
         stub = pb_grpc.AdministrationStub(channel)
         try:
             reply = stub.Reload(pb.ReloadRequest(), timeout=args.timeout, metadata=access.metadata)
@@ -36,7 +36,7 @@ def reload(args: argparse.Namespace) -> None:
 def health(args: argparse.Namespace) -> None:
     """Without a key: health is open to all."""
     access = read_access(args)
-    with open_channel(args.address, access) as channel:
+    with access.channel(args.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             reply = stub.Check(

@@ -1,4 +1,4 @@
-"""How a client knows the server and proves who it is.
+"""A client's TLS certificates and API key, and the channels that use them.
 
 Knows: TLS and API keys from the client's side, channels. Does not know: calls, HTTP.
 """
@@ -7,7 +7,6 @@ import argparse
 import os
 import ssl
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,26 @@ import grpc
 from quill.server.addresses import DIRECTLY, is_loopback
 from quill.server.errors import ServerError
 
+Metadata = tuple[tuple[str, str], ...]
+ChannelOptions = tuple[tuple[str, Any], ...]
+# Responses with many logprobs are larger than gRPC's default limit of 4 MB.
+CHANNEL_OPTIONS: ChannelOptions = (("grpc.max_receive_message_length", -1),)
+
 
 class AccessError(ServerError):
-    """What a client was given to prove itself with can't be used."""
+    """The client's certificates or its API key can't be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """As it stands: in the clear, and nobody in particular. Certificates are in PEM."""
+    """By default plaintext and without an API key. Certificates are in PEM."""
 
-    tls: bool = False  # by the machine's own authorities, if `ca` isn't given
+    tls: bool = False  # with this machine's authorities, if `ca` isn't given
     ca: bytes | None = None
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     api_key: str | None = field(default=None, repr=False)
-    insecure: bool = False  # allows to send an API key to another machine in the clear
+    insecure: bool = False  # allows to send the API key to another machine without TLS
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -40,30 +44,41 @@ class Access:
             raise AccessError("the API key has characters that no key has. Is it the right file?")
 
     def credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """None: in the clear."""
+        """None: plaintext."""
         if self.uses_tls:
             return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
         host = address.rpartition(":")[0]
         if self.api_key is not None and not self.may_show_key(host):
             raise AccessError(
-                f"without TLS everybody on the way to {host} could read the API key. Give --tls or "
-                "--ca, or --insecure if the way is safe"
+                f"without TLS the API key could be read on its way to {host}. Give --tls or --ca, "
+                "or --insecure if the network is trusted"
             )
         return None
 
     def may_show_key(self, host: str) -> bool:
-        """In the clear."""
+        """Without TLS."""
         return self.insecure or is_loopback(host)
 
-    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    def channel(self, address: str, options: ChannelOptions = CHANNEL_OPTIONS) -> grpc.Channel:
+        channel: grpc.Channel = self._channel(grpc, address, options)
+        return channel
+
+    def async_channel(
+        self, address: str, options: ChannelOptions = CHANNEL_OPTIONS
+    ) -> grpc.aio.Channel:
+        channel: grpc.aio.Channel = self._channel(grpc.aio, address, options)
+        return channel
+
+    def _channel(self, api: Any, address: str, options: ChannelOptions) -> Any:
         credentials = self.credentials(address)
-        options = options_to(address, options)
+        if is_loopback(address.rpartition(":")[0]):
+            options = (*options, *DIRECTLY)
         if credentials is None:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, credentials, options=options)
+            return api.insecure_channel(address, options=options)
+        return api.secure_channel(address, credentials, options=options)
 
     def http_context(self) -> ssl.SSLContext:
-        """The same authority and certificate, for HTTPS."""
+        """The same authority and certificate for HTTPS."""
         authority = None if self.ca is None else self.ca.decode("ascii", "ignore")
         context = ssl.create_default_context(cadata=authority)
         if self.cert is not None and self.key is not None:
@@ -78,19 +93,14 @@ class Access:
         return self.tls or self.ca is not None or self.cert is not None
 
     @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+    def metadata(self) -> Metadata:
         if self.api_key is None:
             return ()
         return (("authorization", f"Bearer {self.api_key}"),)
 
 
-def options_to(address: str, options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    is_here = is_loopback(address.rpartition(":")[0])
-    return [*options, *DIRECTLY] if is_here else [*options]
-
-
 def read_access(args: argparse.Namespace) -> Access:
-    """From the command line. The API key comes from a file or $QUILL_API_KEY: `ps` shows words."""
+    """From the command line. The API key isn't an argument, which `ps` would show."""
     return Access(
         tls=args.tls,
         ca=_read(args.ca),
@@ -117,11 +127,3 @@ def _read(path: Path | str | None) -> bytes | None:
 
 def _is_token(text: str) -> bool:
     return text.isascii() and text.isprintable() and bool(text) and " " not in text
-
-
-# Answers with many logprobs are larger than gRPC's default limit of 4 MB.
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
-
-
-def open_channel(address: str, access: Access) -> grpc.Channel:
-    return access.channel(address, CHANNEL_OPTIONS)

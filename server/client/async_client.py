@@ -1,6 +1,10 @@
-"""The client of server/client/sync_client.py, for asyncio.
+"""The client for asyncio: `from quill.client import AsyncClient`.
 
-Knows: asyncio, calls. Does not know: terminals, which of several servers is asked.
+Knows: calls, retries. Does not know: terminals, which of several servers gets a call.
+
+    async with AsyncClient("127.0.0.1:50051") as client:  # or "quill://10.0.0.1:1,10.0.0.2:1"
+        async for chunk in client.stream("Once upon a time", max_new_tokens=50):
+            print(chunk.text, end="", flush=True)
 """
 
 import asyncio
@@ -8,15 +12,15 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
-import grpc
+from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
-from quill.server.client.access import Access
-from quill.server.client.async_fleet import AsyncFleet
-from quill.server.client.balancing.balancer import ServerState
-from quill.server.client.balancing.beginning import beginning
-from quill.server.client.call_error import CallError, read_error
-from quill.server.client.fleet_state import Lease, closed
+from quill.server.client.access import Access, Metadata
+from quill.server.client.async_pool import AsyncEndpointPool
+from quill.server.client.balancer import ServerState
+from quill.server.client.errors import CallError
+from quill.server.client.pool_state import PickedEndpoint
+from quill.server.client.primitives import ASYNC_CALL_ERRORS, async_read
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -27,15 +31,15 @@ from quill.server.client.requests import (
     make_request,
     only,
     score_request,
-    seeded,
+    trace_metadata,
+    with_seed,
 )
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
-from quill.server.client.trace_context import trace_metadata
-from quill.server.prefix_header import write_prefix_hash
+from quill.server.prefix_header import prefix_key, write_prefix_hash
 
-_Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
+_Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]
 
 
 class AsyncClient:
@@ -49,13 +53,12 @@ class AsyncClient:
         access: Access | None = None,
     ) -> None:
         self._access = access or Access()
-        self._fleet = AsyncFleet(address, self._access)
+        self._pool = AsyncEndpointPool(address, self._access)
         self._retries = retries or Retries()
         self._sleep = sleep
 
     @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Who calls, and within which trace."""
+    def _metadata(self) -> Metadata:
         return self._access.metadata + trace_metadata()
 
     async def __aenter__(self) -> "AsyncClient":
@@ -65,32 +68,39 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._fleet.close()
+        """Cancels the calls that are running."""
+        await self._pool.close()
 
     def servers(self) -> tuple[ServerState, ...]:
-        """Those behind the address, and what this client has asked of each."""
-        return self._fleet.servers()
+        """The servers behind the address, and how many calls this client made to each."""
+        return self._pool.servers()
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer, at once."""
-        request = seeded(make_request(prompt, options))
-        key = beginning(request)
+        """The whole response at once."""
+        return await self.generate_request(make_request(prompt, options), timeout_s)
 
-        async def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers + write_prefix_hash(key)
-            answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
+    async def generate_request(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None
+    ) -> pb.GenerateResponse:
+        """Sets the request's seed if it has none."""
+        with_seed(request)
+        key = prefix_key(request)
+
+        async def call(endpoint: PickedEndpoint, left_s: float | None) -> pb.GenerateResponse:
+            headers = self._metadata + endpoint.headers + write_prefix_hash(key)
+            responses = endpoint.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
-                server.hear(await answers.initial_metadata())
-                answer: pb.GenerateResponse = only([each async for each in answers])
+                endpoint.read_load(await responses.initial_metadata())
+                response: pb.GenerateResponse = only([each async for each in responses])
             finally:
-                answers.cancel()
-            server.end()
-            server.hear(await answers.trailing_metadata())
-            return answer
+                responses.cancel()
+            endpoint.end()
+            endpoint.read_load(await responses.trailing_metadata())
+            return response
 
-        return await self._try(call, key, timeout_s, set())
+        return await self._retry(call, key, timeout_s, set())
 
     def stream(
         self,
@@ -100,36 +110,36 @@ class AsyncClient:
         resume: bool = False,
         **options: Unpack[Options],
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        """The answer as it is made. Closing the iterator ends the request on the server.
+        """The response as it is generated. Closing the iterator cancels the request on the server.
 
-        With `resume`, a stream that breaks is asked for again with the same seed, and goes on
-        where it broke, if the server comes back within the retries.
+        With `resume`, a stream that breaks is requested again with the same seed, here or from
+        another server, and continues after the tokens that were received.
         """
-        request = seeded(make_request(prompt, options))
-        return (self._resumed if resume else self._stream)(request, timeout_s)
+        request = with_seed(make_request(prompt, options))
+        return (self._stream_resumed if resume else self._stream)(request, timeout_s)
 
-    async def _resumed(
+    async def _stream_resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
+        attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:
-            began = False
+            has_started = False
             try:
                 stream = self._stream(request, attempts.left_s, failed)
                 async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
-                        began, new = True, given.take(chunk)
+                        has_started, new = True, received.filter(chunk)
                         if new is not None:
                             yield new
                 return
             except CallError as error:
-                # Before its first chunk a call has been tried often enough.
-                elsewhere = self._fleet.has_other(failed)
-                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
-                if not began or delay_s is None:
+                # Before its first chunk `_stream` has retried often enough.
+                has_other = self._pool.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, has_other=has_other)
+                if not has_started or delay_s is None:
                     raise
-            given.replay()
+            received.restart()
 
     async def _stream(
         self,
@@ -137,49 +147,51 @@ class AsyncClient:
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        """`failed`: servers that broke it before; this one joins them if it does."""
-        failed, key = set() if failed is None else failed, beginning(request)
+        """`failed`: servers on which the stream broke before. This one joins them if it breaks."""
+        failed, key = set() if failed is None else failed, prefix_key(request)
 
-        async def begin(server: Lease, left_s: float | None) -> "_Begun":
-            headers = self._metadata + server.headers + write_prefix_hash(key)
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
+        async def start(endpoint: PickedEndpoint, left_s: float | None) -> _Started:
+            headers = self._metadata + endpoint.headers + write_prefix_hash(key)
+            call = endpoint.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
-                server.hear(await call.initial_metadata())
-                return server, call, await _next(call)
+                endpoint.read_load(await call.initial_metadata())
+                return endpoint, call, await async_read(call)
             except BaseException:
                 call.cancel()
                 raise
 
-        server, call, chunk = await self._try(begin, key, timeout_s, failed)
+        endpoint, call, chunk = await self._retry(start, key, timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
-                chunk = await _next(call)
-            server.end()
-            server.hear(await call.trailing_metadata())
-        except grpc.aio.AioRpcError as raised:
-            failed.add(server.address)
-            error = read_error(raised, self._access)
-            server.end(error)
-            raise error from raised
-        except asyncio.CancelledError:
-            self._check_open()
-            raise
+                chunk = await async_read(call)
+            endpoint.end()
+            endpoint.read_load(await call.trailing_metadata())
+        except ASYNC_CALL_ERRORS as raised:
+            failed.add(endpoint.address)
+            raise endpoint.fail(raised) from raised
         finally:
-            server.end()
+            endpoint.end()
             call.cancel()
 
     async def score(
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
-        """How likely the model finds a text."""
-        return await self._call(lambda stub: stub.Score, score_request(text), timeout_s)
+        """The log probability of each token of a text."""
+        response: pb.ScoreResponse = await self._call("Score", score_request(text), timeout_s)
+        return response
 
     async def embed(
         self, inputs: Texts, *, timeout_s: float | None = None, **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
-        """A vector for each text, in `embeddings`."""
-        return await self._call(lambda stub: stub.Embed, embed_request(inputs, options), timeout_s)
+        """An embedding for each text, in `embeddings`."""
+        return await self.embed_request(embed_request(inputs, options), timeout_s)
+
+    async def embed_request(
+        self, request: pb.EmbedRequest, timeout_s: float | None = None
+    ) -> pb.EmbedResponse:
+        response: pb.EmbedResponse = await self._call("Embed", request, timeout_s)
+        return response
 
     async def fill_mask(
         self,
@@ -188,91 +200,65 @@ class AsyncClient:
         top_k: int | None = None,
         timeout_s: float | None = None,
     ) -> pb.FillMaskResponse:
-        """What could stand where a text has the mask token."""
-        return await self._call(lambda stub: stub.FillMask, fill_request(text, top_k), timeout_s)
+        """The most likely tokens for each mask token of a text."""
+        request = fill_request(text, top_k)
+        response: pb.FillMaskResponse = await self._call("FillMask", request, timeout_s)
+        return response
 
     async def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
-        request = pb.TokenizeRequest(text=text)
-        return list((await self._call(lambda stub: stub.Tokenize, request, timeout_s)).token_ids)
+        response = await self._call("Tokenize", pb.TokenizeRequest(text=text), timeout_s)
+        return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        answer: pb.DetokenizeResponse = await self._call(
-            lambda stub: stub.Detokenize, request, timeout_s
-        )
-        return answer.text
+        response: pb.DetokenizeResponse = await self._call("Detokenize", request, timeout_s)
+        return response.text
 
     async def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        return await self._call(lambda stub: stub.GetModel, pb.GetModelRequest(), timeout_s)
+        model: pb.Model = await self._call("GetModel", pb.GetModelRequest(), timeout_s)
+        return model
 
-    async def _call(
+    async def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
+        async def call(endpoint: PickedEndpoint, left_s: float | None) -> Any:
+            method_of_stub = getattr(endpoint.stub, method)
+            response = await method_of_stub(request, timeout=left_s, metadata=self._metadata)
+            endpoint.end()
+            return response
+
+        return await self._retry(call, None, timeout_s, set())
+
+    async def _retry(
         self,
-        method: Callable[[Any], grpc.aio.UnaryUnaryMultiCallable[_Request, _Result]],
-        request: _Request,
-        timeout_s: float | None,
-    ) -> _Result:
-        async def call(server: Lease, left_s: float | None) -> _Result:
-            answer = await method(server.stub)(request, timeout=left_s, metadata=self._metadata)
-            server.end()
-            return answer
-
-        return await self._try(call, None, timeout_s, set())
-
-    async def _try(
-        self,
-        call: Callable[[Lease, float | None], Awaitable[_Result]],
+        call: Callable[[PickedEndpoint, float | None], Awaitable[_Result]],
         key: bytes | None,
         timeout_s: float | None,
         failed: set[str],
     ) -> _Result:
-        """Until it succeeds, or there is no use in trying again. `failed`: servers to avoid."""
+        """Calls until it succeeds or a retry is of no use. `failed`: servers to avoid."""
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return await self._ask(call, key, attempts, failed)
+                return await self._attempt(call, key, attempts, failed)
             except CallError as error:
-                elsewhere = self._fleet.has_other(failed)
-                delay_s = attempts.delay_s(error, elsewhere=elsewhere)
+                has_other = self._pool.has_other(failed)
+                delay_s = attempts.delay_s(error, has_other=has_other)
                 if delay_s is None:
                     raise
             await self._sleep(delay_s)
 
-    async def _ask(
+    async def _attempt(
         self,
-        call: Callable[[Lease, float | None], Awaitable[_Result]],
+        call: Callable[[PickedEndpoint, float | None], Awaitable[_Result]],
         key: bytes | None,
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = await self._fleet.take(key, failed, attempts.left_s)
+        endpoint = await self._pool.pick(key, failed, attempts.left_s)
         try:
-            return await call(server, attempts.left_s)
-        except grpc.aio.AioRpcError as raised:
-            failed.add(server.address)
-            error = read_error(raised, self._access)
-            server.end(error)
-            raise error from raised
-        except asyncio.CancelledError:
-            server.end()
-            self._check_open()
-            raise
+            return await call(endpoint, attempts.left_s)
+        except ASYNC_CALL_ERRORS as raised:
+            failed.add(endpoint.address)
+            raise endpoint.fail(raised) from raised
         except BaseException:
-            server.end()
+            endpoint.end()
             raise
-
-    def _check_open(self) -> None:
-        """Where a call was cancelled. If that was because the client was closed, whoever waits for
-        it isn't cancelled, and is told."""
-        task = asyncio.current_task()
-        if self._fleet.is_closed and not (task and task.cancelling()):
-            raise closed() from None
-
-
-_Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateChunk]
-_Begun = tuple[Lease, _Call, pb.GenerateChunk | None]
-
-
-async def _next(call: _Call) -> pb.GenerateChunk | None:
-    """None: there are no more."""
-    chunk = await call.read()
-    return chunk if isinstance(chunk, pb.GenerateChunk) else None

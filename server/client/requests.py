@@ -1,10 +1,11 @@
-"""What both clients share: making requests, reading errors, deciding when to try again.
+"""Requests from a caller's arguments.
 
-Knows: generation.proto, gRPC's errors and their rich details. Does not know: channels, waiting.
+Knows: generation.proto, OpenTelemetry if the program uses it. Does not know: channels, calls.
 """
 
 import json
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
@@ -12,13 +13,14 @@ from typing import Any, TypedDict, TypeVar
 import grpc
 
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.access import Metadata
+from quill.server.client.errors import CallError
 
 # A text, token ids, or a conversation of {"role": …, "content": …}, with the fields of Message.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
 # What to embed: one text, or several, each as text or token ids, or with a range of these.
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
-_Answer = TypeVar("_Answer")
+_Response = TypeVar("_Response")
 
 _MODES = {
     "auto": pb.TOOL_MODE_AUTO,
@@ -145,19 +147,31 @@ def _unwritable(error: Exception) -> CallError:
     return CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
-def seeded(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """With a seed of its own, if it has none: so that it can be asked again."""
+def with_seed(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """Sets a random seed if the request has none, so that it can be repeated."""
     if not request.HasField("seed"):
         request.seed = secrets.randbits(63)
     return request
 
 
-def only(answers: Sequence[_Answer]) -> _Answer:
-    """Of a call that has one."""
-    if len(answers) != 1:
-        reason = f"the call ended well, and with {len(answers)} answers in place of one"
+def trace_metadata() -> Metadata:
+    """The current OpenTelemetry span as W3C trace context, which the server's spans join. Nothing
+    is imported in a program without OpenTelemetry."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers)
+    return tuple(headers.items())
+
+
+def only(responses: Sequence[_Response]) -> _Response:
+    """Of a call that has one response."""
+    if len(responses) != 1:
+        reason = f"the call succeeded with {len(responses)} responses in place of one"
         raise CallError(grpc.StatusCode.INTERNAL, reason)
-    return answers[0]
+    return responses[0]
 
 
 def _input(prompt: Prompt) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""When a call is tried again, and after how long.
+"""When a call is retried, and after what delay.
 
 Knows: errors, deadlines. Does not know: requests, channels, waiting.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 
 logger = logging.getLogger(__name__)
 
@@ -19,33 +19,33 @@ _OVERLOADED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """When to try again, and after how long. Only calls that have no answer yet are repeated."""
+    """Exponential backoff with jitter. Only calls that have no response yet are retried."""
 
     max_retries: int = 5
     first_s: float = 0.2
     max_s: float = 30.0
 
     def delay_s(self, error: CallError, num_tried: int, left_s: float | None) -> float | None:
-        """None: give up. The server's own wish goes first; the deadline is never overrun."""
-        if num_tried >= self.max_retries or not is_passing(error):
+        """None: give up. The server's own delay goes first; the deadline is never overrun."""
+        if num_tried >= self.max_retries or not is_retryable(error):
             return None
         delay_s = error.retry_after_s
         if delay_s is None:
-            # Spread out, so that clients that failed together don't come back together.
+            # Jitter, so that clients that failed together don't come back together.
             delay_s = min(self.first_s * 2**num_tried, self.max_s) * random.uniform(0.5, 1)
         return None if left_s is not None and delay_s >= left_s else delay_s
 
     def warn(self, error: CallError, delay_s: float) -> None:
-        """Lest somebody wait and not know what for. Where logging isn't set up, on stderr."""
+        """So that nobody waits without knowing why. Where logging isn't set up, on stderr."""
         busy = "the server is busy: " if error.code is _OVERLOADED else ""
         logger.warning(
-            "%s%s (trying again in %.1f s, %d times at most)",
+            "%s%s (retrying in %.1f s, %d times at most)",
             *(busy, error.reason, delay_s, self.max_retries),
         )
 
 
 class Attempts:
-    """The attempts at one call, until it succeeds or its time is up."""
+    """The attempts of one call, until it succeeds or its deadline passes."""
 
     def __init__(self, retries: Retries, timeout_s: float | None) -> None:
         self._retries = retries
@@ -57,15 +57,15 @@ class Attempts:
         return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
     def delay_s(
-        self, error: CallError, *, warn: bool = True, elsewhere: bool = False
+        self, error: CallError, *, warn: bool = True, has_other: bool = False
     ) -> float | None:
-        """After one has failed: how long to wait before the next. None: give up.
+        """After a failed attempt: how long to wait before the next. None: give up.
 
-        `elsewhere`: somebody else can be asked, and needn't be waited for.
+        `has_other`: another server can be called, without waiting.
         """
-        left_s = None if elsewhere else self.left_s
+        left_s = None if has_other else self.left_s
         delay_s = self._retries.delay_s(error, self._num_failed, left_s)
-        if delay_s is not None and elsewhere:
+        if delay_s is not None and has_other:
             delay_s = 0.0
         elif delay_s is not None and warn and not self._num_failed:
             self._retries.warn(error, delay_s)
@@ -73,8 +73,8 @@ class Attempts:
         return delay_s
 
 
-def is_passing(error: CallError) -> bool:
-    """Whether the same call may succeed later, or elsewhere."""
+def is_retryable(error: CallError) -> bool:
+    """Whether the same call may succeed later, or on another server."""
     # Without a delay it isn't overload, but a message that is too large.
     if error.code is _OVERLOADED and error.retry_after_s is not None:
         return True

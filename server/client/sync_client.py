@@ -1,27 +1,27 @@
-"""A small client for people who import it.
+# Generated from async_client.py by server/client/generate_sync.py: don't edit.
+"""The blocking client: `from quill.client import Client`.
 
-Knows: calls, waiting. Does not know: terminals, which of several servers is asked
-(server/client/fleet.py). What both clients share is in server/client/requests.py.
+Knows: calls, retries. Does not know: terminals, which of several servers gets a call.
 
-    with Client("127.0.0.1:50051") as client:  # or "quill://10.0.0.1:50051,10.0.0.2:50051"
+    with Client("127.0.0.1:50051") as client:  # or "quill://10.0.0.1:1,10.0.0.2:1"
         for chunk in client.stream("Once upon a time", max_new_tokens=50):
             print(chunk.text, end="", flush=True)
 """
 
 import time
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, Unpack
 
-import grpc
+from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.client.access import Access
-from quill.server.client.balancing.balancer import ServerState
-from quill.server.client.balancing.beginning import beginning
-from quill.server.client.call_error import CallError, read_error
-from quill.server.client.fleet import Fleet
-from quill.server.client.fleet_state import Lease, closed
+from quill.server.client.access import Access, Metadata
+from quill.server.client.sync_pool import EndpointPool
+from quill.server.client.balancer import ServerState
+from quill.server.client.errors import CallError
+from quill.server.client.pool_state import PickedEndpoint
+from quill.server.client.primitives import CALL_ERRORS, read
 from quill.server.client.requests import (
     EmbedOptions,
     Options,
@@ -32,19 +32,19 @@ from quill.server.client.requests import (
     make_request,
     only,
     score_request,
-    seeded,
+    trace_metadata,
+    with_seed,
 )
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
-from quill.server.client.trace_context import trace_metadata
-from quill.server.prefix_header import write_prefix_hash
+from quill.server.prefix_header import prefix_key, write_prefix_hash
 
-_Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
+_Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]
 
 
 class Client:
-    """Blocking calls. Safe to use from several threads. Errors are CallErrors."""
+    """Safe to use from several threads. Errors are CallErrors."""
 
     def __init__(
         self,
@@ -54,13 +54,12 @@ class Client:
         access: Access | None = None,
     ) -> None:
         self._access = access or Access()
-        self._fleet = Fleet(address, self._access)
+        self._pool = EndpointPool(address, self._access)
         self._retries = retries or Retries()
         self._sleep = sleep
 
     @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Who calls, and within which trace."""
+    def _metadata(self) -> Metadata:
         return self._access.metadata + trace_metadata()
 
     def __enter__(self) -> "Client":
@@ -70,32 +69,39 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._fleet.close()
+        """Cancels the calls that are running."""
+        self._pool.close()
 
     def servers(self) -> tuple[ServerState, ...]:
-        """Those behind the address, and what this client has asked of each."""
-        return self._fleet.servers()
+        """The servers behind the address, and how many calls this client made to each."""
+        return self._pool.servers()
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer, at once."""
-        request = seeded(make_request(prompt, options))
-        key = beginning(request)
+        """The whole response at once."""
+        return self.generate_request(make_request(prompt, options), timeout_s)
 
-        def call(server: Lease, left_s: float | None) -> pb.GenerateResponse:
-            headers = self._metadata + server.headers + write_prefix_hash(key)
-            answers = server.stub.Generate(request, timeout=left_s, metadata=headers)
+    def generate_request(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None
+    ) -> pb.GenerateResponse:
+        """Sets the request's seed if it has none."""
+        with_seed(request)
+        key = prefix_key(request)
+
+        def call(endpoint: PickedEndpoint, left_s: float | None) -> pb.GenerateResponse:
+            headers = self._metadata + endpoint.headers + write_prefix_hash(key)
+            responses = endpoint.stub.Generate(request, timeout=left_s, metadata=headers)
             try:
-                server.hear(answers.initial_metadata())
-                answer: pb.GenerateResponse = only(list(answers))
+                endpoint.read_load(responses.initial_metadata())
+                response: pb.GenerateResponse = only([each for each in responses])
             finally:
-                answers.cancel()
-            server.end()
-            server.hear(answers.trailing_metadata())
-            return answer
+                responses.cancel()
+            endpoint.end()
+            endpoint.read_load(responses.trailing_metadata())
+            return response
 
-        return self._try(call, key, timeout_s, set())
+        return self._retry(call, key, timeout_s, set())
 
     def stream(
         self,
@@ -105,34 +111,36 @@ class Client:
         resume: bool = False,
         **options: Unpack[Options],
     ) -> Generator[pb.GenerateChunk, None, None]:
-        """The answer as it is made. Closing the iterator ends the request on the server.
+        """The response as it is generated. Closing the iterator cancels the request on the server.
 
-        With `resume`, a stream that breaks is asked for again with the same seed, and goes on
-        where it broke, if the server comes back within the retries.
+        With `resume`, a stream that breaks is requested again with the same seed, here or from
+        another server, and continues after the tokens that were received.
         """
-        request = seeded(make_request(prompt, options))
-        return (self._resumed if resume else self._stream)(request, timeout_s)
+        request = with_seed(make_request(prompt, options))
+        return (self._stream_resumed if resume else self._stream)(request, timeout_s)
 
-    def _resumed(
+    def _stream_resumed(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> Generator[pb.GenerateChunk, None, None]:
-        attempts, given = Attempts(self._retries, timeout_s), ResumeFilter()
+        attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:
-            began = False
+            has_started = False
             try:
-                for chunk in self._stream(request, attempts.left_s, failed):
-                    began, new = True, given.take(chunk)
-                    if new is not None:
-                        yield new
+                stream = self._stream(request, attempts.left_s, failed)
+                with contextlib.closing(stream) as chunks:
+                    for chunk in chunks:
+                        has_started, new = True, received.filter(chunk)
+                        if new is not None:
+                            yield new
                 return
             except CallError as error:
-                # Before its first chunk a call has been tried often enough.
-                elsewhere = self._fleet.has_other(failed)
-                delay_s = attempts.delay_s(error, warn=False, elsewhere=elsewhere)
-                if not began or delay_s is None:
+                # Before its first chunk `_stream` has retried often enough.
+                has_other = self._pool.has_other(failed)
+                delay_s = attempts.delay_s(error, warn=False, has_other=has_other)
+                if not has_started or delay_s is None:
                     raise
-            given.replay()
+            received.restart()
 
     def _stream(
         self,
@@ -140,46 +148,51 @@ class Client:
         timeout_s: float | None,
         failed: set[str] | None = None,
     ) -> Generator[pb.GenerateChunk, None, None]:
-        """`failed`: servers that broke it before; this one joins them if it does."""
-        failed, key = set() if failed is None else failed, beginning(request)
+        """`failed`: servers on which the stream broke before. This one joins them if it breaks."""
+        failed, key = set() if failed is None else failed, prefix_key(request)
 
-        def begin(server: Lease, left_s: float | None) -> _Begun:
-            headers = self._metadata + server.headers + write_prefix_hash(key)
-            call = server.stub.GenerateStream(request, timeout=left_s, metadata=headers)
+        def start(endpoint: PickedEndpoint, left_s: float | None) -> _Started:
+            headers = self._metadata + endpoint.headers + write_prefix_hash(key)
+            call = endpoint.stub.GenerateStream(request, timeout=left_s, metadata=headers)
             try:
-                server.hear(call.initial_metadata())
-                return server, call, next(call, None)
+                endpoint.read_load(call.initial_metadata())
+                return endpoint, call, read(call)
             except BaseException:
                 call.cancel()
                 raise
 
-        server, call, chunk = self._try(begin, key, timeout_s, failed)
+        endpoint, call, chunk = self._retry(start, key, timeout_s, failed)
         try:
             while chunk is not None:
                 yield chunk
-                chunk = next(call, None)
-            server.end()
-            server.hear(call.trailing_metadata())
-        except grpc.RpcError as raised:
-            failed.add(server.address)
-            error = self._read(raised)
-            server.end(error)
-            raise error from raised
+                chunk = read(call)
+            endpoint.end()
+            endpoint.read_load(call.trailing_metadata())
+        except CALL_ERRORS as raised:
+            failed.add(endpoint.address)
+            raise endpoint.fail(raised) from raised
         finally:
-            server.end()
+            endpoint.end()
             call.cancel()
 
     def score(
         self, text: str | Sequence[int], *, timeout_s: float | None = None
     ) -> pb.ScoreResponse:
-        """How likely the model finds a text."""
-        return self._call(lambda stub: stub.Score, score_request(text), timeout_s)
+        """The log probability of each token of a text."""
+        response: pb.ScoreResponse = self._call("Score", score_request(text), timeout_s)
+        return response
 
     def embed(
         self, inputs: Texts, *, timeout_s: float | None = None, **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
-        """A vector for each text, in `embeddings`."""
-        return self._call(lambda stub: stub.Embed, embed_request(inputs, options), timeout_s)
+        """An embedding for each text, in `embeddings`."""
+        return self.embed_request(embed_request(inputs, options), timeout_s)
+
+    def embed_request(
+        self, request: pb.EmbedRequest, timeout_s: float | None = None
+    ) -> pb.EmbedResponse:
+        response: pb.EmbedResponse = self._call("Embed", request, timeout_s)
+        return response
 
     def fill_mask(
         self,
@@ -188,77 +201,65 @@ class Client:
         top_k: int | None = None,
         timeout_s: float | None = None,
     ) -> pb.FillMaskResponse:
-        """What could stand where a text has the mask token."""
-        return self._call(lambda stub: stub.FillMask, fill_request(text, top_k), timeout_s)
+        """The most likely tokens for each mask token of a text."""
+        request = fill_request(text, top_k)
+        response: pb.FillMaskResponse = self._call("FillMask", request, timeout_s)
+        return response
 
     def tokenize(self, text: str, *, timeout_s: float | None = None) -> list[int]:
-        request = pb.TokenizeRequest(text=text)
-        return list(self._call(lambda stub: stub.Tokenize, request, timeout_s).token_ids)
+        response = self._call("Tokenize", pb.TokenizeRequest(text=text), timeout_s)
+        return list(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids)
-        return self._call(lambda stub: stub.Detokenize, request, timeout_s).text
+        response: pb.DetokenizeResponse = self._call("Detokenize", request, timeout_s)
+        return response.text
 
     def model(self, *, timeout_s: float | None = None) -> pb.Model:
-        return self._call(lambda stub: stub.GetModel, pb.GetModelRequest(), timeout_s)
+        model: pb.Model = self._call("GetModel", pb.GetModelRequest(), timeout_s)
+        return model
 
-    def _call(
+    def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
+        def call(endpoint: PickedEndpoint, left_s: float | None) -> Any:
+            method_of_stub = getattr(endpoint.stub, method)
+            response = method_of_stub(request, timeout=left_s, metadata=self._metadata)
+            endpoint.end()
+            return response
+
+        return self._retry(call, None, timeout_s, set())
+
+    def _retry(
         self,
-        method: "Callable[[_Stub], grpc.UnaryUnaryMultiCallable[_Request, _Result]]",
-        request: _Request,
-        timeout_s: float | None,
-    ) -> _Result:
-        def call(server: Lease, left_s: float | None) -> _Result:
-            answer = method(server.stub)(request, timeout=left_s, metadata=self._metadata)
-            server.end()
-            return answer
-
-        return self._try(call, None, timeout_s, set())
-
-    def _try(
-        self,
-        call: Callable[[Lease, float | None], _Result],
+        call: Callable[[PickedEndpoint, float | None], _Result],
         key: bytes | None,
         timeout_s: float | None,
         failed: set[str],
     ) -> _Result:
-        """Until it succeeds, or there is no use in trying again. `failed`: servers to avoid."""
+        """Calls until it succeeds or a retry is of no use. `failed`: servers to avoid."""
         attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
-                return self._ask(call, key, attempts, failed)
+                return self._attempt(call, key, attempts, failed)
             except CallError as error:
-                elsewhere = self._fleet.has_other(failed)
-                delay_s = attempts.delay_s(error, elsewhere=elsewhere)
+                has_other = self._pool.has_other(failed)
+                delay_s = attempts.delay_s(error, has_other=has_other)
                 if delay_s is None:
                     raise
             self._sleep(delay_s)
 
-    def _ask(
+    def _attempt(
         self,
-        call: Callable[[Lease, float | None], _Result],
+        call: Callable[[PickedEndpoint, float | None], _Result],
         key: bytes | None,
         attempts: Attempts,
         failed: set[str],
     ) -> _Result:
-        server = self._fleet.take(key, failed, attempts.left_s)
+        endpoint = self._pool.pick(key, failed, attempts.left_s)
         try:
-            return call(server, attempts.left_s)
-        except grpc.RpcError as raised:
-            failed.add(server.address)
-            error = self._read(raised)
-            server.end(error)
-            raise error from raised
+            return call(endpoint, attempts.left_s)
+        except CALL_ERRORS as raised:
+            failed.add(endpoint.address)
+            raise endpoint.fail(raised) from raised
         except BaseException:
-            server.end()
+            endpoint.end()
             raise
-
-    def _read(self, error: grpc.RpcError) -> CallError:
-        if self._fleet.is_closed:  # in another thread
-            return closed()
-        return read_error(error, self._access)
-
-
-# Multicallables are generic for type checkers alone, hence the quotes around them.
-_Stub = pb_grpc.TextGenerationStub
-_Begun = tuple[Lease, Any, pb.GenerateChunk | None]

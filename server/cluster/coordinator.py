@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quill.server.auth.caller import Caller
-from quill.server.auth.rate_limit import Quotas, Spending
+from quill.server.auth.quota import Quotas, QuotaUsage
 from quill.server.errors import QuotaError
 
 MAX_SILENCE_S = 10.0  # between two heartbeats, which come twice a second
@@ -51,8 +51,8 @@ class Endpoint(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    held: AbstractContextManager[Spending | None]
-    spending: Spending | None
+    held: AbstractContextManager[QuotaUsage | None]
+    usage: QuotaUsage | None
 
 
 @dataclass
@@ -96,9 +96,9 @@ class Coordinator:
         found = None if known is None else known.tickets.pop(ticket, None)
         if found is None:
             return  # the coordinator has closed it
-        if found.spending is not None:
-            found.spending.is_read = is_read
-            found.spending.note(num_generated)
+        if found.usage is not None:
+            found.usage.is_read = is_read
+            found.usage.note(num_generated)
         found.held.__exit__(None, None, None)
 
     async def beat(self, heartbeat: Heartbeat) -> Instruction:
@@ -110,9 +110,9 @@ class Coordinator:
         replica.heartbeat = heartbeat
         for number, num_generated in heartbeat.generated.items():
             ticket = replica.tickets.get(number)
-            if ticket is not None and ticket.spending is not None:
-                ticket.spending.is_read = num_generated > 0
-                ticket.spending.note(num_generated)
+            if ticket is not None and ticket.usage is not None:
+                ticket.usage.is_read = num_generated > 0
+                ticket.usage.note(num_generated)
         assert heartbeat.slot is not None
         return Instruction(heartbeat.slot, heartbeat.replica == self._turn)
 
@@ -163,14 +163,14 @@ class Coordinator:
             self._turn = None
 
     def _open(
-        self, replica: str, number: int, held: AbstractContextManager[Spending | None]
+        self, replica: str, number: int, held: AbstractContextManager[QuotaUsage | None]
     ) -> Rejection | None:
         try:
-            spending = held.__enter__()
+            usage = held.__enter__()
         except QuotaError as error:
             return Rejection(str(error), error.retry_after_s)
         known = self._replicas.setdefault(replica, _Replica(self._clock()))
-        known.tickets[number] = _Ticket(held, spending)
+        known.tickets[number] = _Ticket(held, usage)
         return None
 
     def _seen(self, name: str) -> _Replica:

@@ -23,7 +23,7 @@ from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.bundle_source import local_bundle
 from quill.server.cluster.config import COORDINATOR, NAMESPACE, REPLICA, REQUESTS
 from quill.server.cluster.coordinator import Coordinator
-from quill.server.cluster.membership import CoordinatorCalls, Membership
+from quill.server.cluster.membership import Membership
 from quill.server.cluster.plan import DRAIN_S, ReplicaArgs
 from quill.server.cluster.proxy import Proxy
 from quill.server.cluster.replica_server import ReplicaServer
@@ -46,7 +46,7 @@ class Replica:
         allow_connections()
         self._args = args
         name = serve.get_replica_context().replica_id.unique_id
-        coordinator = cast("CoordinatorCalls", CoordinatorHandle())
+        coordinator = cast("Coordinator", CoordinatorHandle())
         member = Membership(coordinator, name, args.frontend, self._is_ready)
         self._server = ReplicaServer(self._load, args.settings, member)
         await start_proxy(args)

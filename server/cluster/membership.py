@@ -11,12 +11,11 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from quill.server.auth.caller import Caller
-from quill.server.auth.limiting import OwnLimits, Paying
-from quill.server.cluster.coordinator import Heartbeat, Instruction, Rejection
+from quill.server.auth.quota import QuotaUsage, RateLimits
+from quill.server.cluster.coordinator import Coordinator, Heartbeat, Instruction, Rejection
 from quill.server.errors import QuotaError, ReloadError
 
 logger = logging.getLogger(__name__)
@@ -28,60 +27,27 @@ Reload = Callable[[], Coroutine[Any, Any, object]]
 _Answer = TypeVar("_Answer")
 
 
-class CoordinatorCalls(Protocol):
-    """The coordinator, however it is reached. An exception means no answer."""
-
-    def open_call(
-        self, replica: str, ticket: int, caller: Caller
-    ) -> Awaitable[Rejection | None]: ...
-
-    def open_tokens(
-        self, replica: str, ticket: int, caller: Caller, num_prompt: int, is_admitted: bool
-    ) -> Awaitable[Rejection | None]: ...
-
-    def close(
-        self, replica: str, ticket: int, num_generated: int, is_read: bool
-    ) -> Awaitable[None]: ...
-
-    def beat(self, heartbeat: Heartbeat) -> Awaitable[Instruction]: ...
-
-    def finish_reload(self, replica: str, error: str) -> Awaitable[None]: ...
-
-    def leave(self, replica: str) -> Awaitable[None]: ...
-
-    def reload(self) -> Awaitable[str]: ...
-
-
 class NoAnswerError(Exception):
     """The coordinator didn't answer in time, or not at all."""
 
 
-@dataclass
-class _Usage:
-    num_generated: int = 0
-    is_read: bool = False
-
-    def note(self, num_generated: int) -> None:
-        self.num_generated = num_generated
-
-
-class Membership:
-    """A Server's quotas. Belongs to one event loop."""
+class Membership(RateLimits):
+    """A Server's quotas, shared with the other replicas. Belongs to one event loop."""
 
     def __init__(
         self,
-        coordinator: CoordinatorCalls,
+        coordinator: Coordinator,
         replica: str,
         frontend: str = "",
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
+        super().__init__()
         self._coordinator = coordinator
         self._heartbeat = Heartbeat(replica, "", frontend, False, None)
         self._is_ready = is_ready
         self._is_draining = False
-        self._own = OwnLimits()
         self._numbers = itertools.count()
-        self._open: dict[int, _Usage] = {}
+        self._open: dict[int, QuotaUsage] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_alone = False
 
@@ -98,30 +64,30 @@ class Membership:
         try:
             await self._enter(ticket, self._coordinator.open_call(self.replica, ticket, caller))
         except NoAnswerError:
-            async with self._own.call(caller):
+            async with super().call(caller):
                 yield
             return
         try:
             yield
         finally:
             # Before the client gets the end of this call, after which it may call again.
-            await asyncio.shield(self._begin(self._close(ticket, _Usage())))
+            await asyncio.shield(self._begin(self._close(ticket, QuotaUsage())))
 
     @asynccontextmanager
     async def tokens(
         self, caller: Caller, num_prompt: int, is_admitted: bool = False
-    ) -> AsyncIterator[Paying]:
+    ) -> AsyncIterator[QuotaUsage]:
         if caller.tokens_per_minute is None:
-            yield _Usage()
+            yield QuotaUsage()
             return
-        ticket, usage = next(self._numbers), _Usage()
+        ticket, usage = next(self._numbers), QuotaUsage()
         answer = self._coordinator.open_tokens(
             self.replica, ticket, caller, num_prompt, is_admitted
         )
         try:
             await self._enter(ticket, answer)
         except NoAnswerError:
-            async with self._own.tokens(caller, num_prompt, is_admitted) as own:
+            async with super().tokens(caller, num_prompt, is_admitted) as own:
                 yield own
             return
         self._open[ticket] = usage
@@ -193,9 +159,9 @@ class Membership:
         """The caller left before the answer came: an admitted call ends now."""
         with suppress(NoAnswerError):
             if await late is None:
-                await self._close(ticket, _Usage())
+                await self._close(ticket, QuotaUsage())
 
-    async def _close(self, ticket: int, usage: _Usage) -> None:
+    async def _close(self, ticket: int, usage: QuotaUsage) -> None:
         with suppress(NoAnswerError):
             await self._answer(
                 self._coordinator.close(self.replica, ticket, usage.num_generated, usage.is_read)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quill.server.cluster.coordinator import NUM_SLOTS, Endpoint
 from quill.server.errors import StartError
-from quill.server.prefix_header import BEGINNING_HEADER
+from quill.server.prefix_header import PREFIX_HASH_HEADER
 
 START_S = 10.0
 POLL_S = 0.02
@@ -76,7 +76,7 @@ class Proxy:
                 directory=self._directory,
                 idle_s=self._idle_s,
                 bind=self._frontend,
-                header=BEGINNING_HEADER,
+                header=PREFIX_HASH_HEADER,
                 num_slots=NUM_SLOTS,
             )
         )

@@ -1,1 +1,1 @@
-"""The loop: plan, run, commit, events; its thread and the two sides of its mailbox."""
+"""Serves requests in steps: scheduler, sequences, KV blocks, sampling, the model's runner."""

@@ -4,20 +4,22 @@ Knows: the session, sampling. Does not know: who is next, what ends a row, time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise, repeat
 from typing import NamedTuple
 
 from quill.server.constraint import Masks
-from quill.server.engine.mask_maker import MaskMaker
+from quill.server.engine.model_runner import Session
+from quill.server.engine.step import Choice, Part, Plan, Ranked, StepResult
+from quill.server.machine.resources import num_cores
 from quill.server.outputs import PositionLogprobs
-from quill.server.sampling.arrays import Hidden, Logits
-from quill.server.sampling.beam_ranking import rank
-from quill.server.sampling.beam_search import Search
-from quill.server.sampling.logprobs import position_logprobs
-from quill.server.sampling.sampler import Draw, choose
-from quill.server.scheduler.plan import Choice, Part, Plan, Ranked, StepResult
-from quill.server.scheduler.session import Session
+from quill.server.sampling.beam_search import Search, rank
+from quill.server.sampling.native import Hidden, Logits
+from quill.server.sampling.sampler import Draw, choose, position_logprobs
 
 # L logits · V vocabulary · M hidden states · D model size
 
@@ -154,3 +156,48 @@ def _prompt_logprobs(logits_LV: Logits, part: Part) -> list[PositionLogprobs]:
     if not following:
         return first
     return first + position_logprobs(logits_LV[: len(following)], following, num_tops)
+
+
+MAX_THREADS = 8
+
+
+@dataclass(eq=False)
+class StepMasks:
+    """Of one step."""
+
+    by_place: dict[int, Masks] = field(default_factory=dict)  # among the step's parts
+    duration_s: float | None = None  # until the last was made; None: nobody needed any
+
+
+class MaskMaker:
+    """Its threads end with it."""
+
+    def __init__(self) -> None:
+        # The model's own threads have work on all cores.
+        self._num_threads = min(MAX_THREADS, max(1, num_cores() // 2))
+        self._pool = ThreadPoolExecutor(self._num_threads, "masks")
+
+    @contextmanager
+    def making(self, parts: Sequence[Part]) -> Iterator[StepMasks]:
+        """They are there when the block has ended, however it ended."""
+        wanted = [
+            (place, part)
+            for place, part in enumerate(parts)
+            if part.takers and part.takers[0].matcher is not None
+        ]
+        made, began_s = StepMasks(), time.perf_counter()
+        shares = [wanted[first :: self._num_threads] for first in range(self._num_threads)]
+        futures = [self._pool.submit(_make, share) for share in shares if share]
+        try:
+            yield made
+        finally:
+            results = [future.result() for future in futures]
+        for masks, ended_s in results:
+            made.by_place |= masks
+            made.duration_s = max(made.duration_s or 0.0, ended_s - began_s)
+
+
+def _make(wanted: Sequence[tuple[int, Part]]) -> tuple[dict[int, Masks], float]:
+    """And when they were there."""
+    masks = {place: part.takers[0].masks(part.guesses) for place, part in wanted}
+    return masks, time.perf_counter()

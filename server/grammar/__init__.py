@@ -1,1 +1,1 @@
-"""Forms that answers keep to."""
+"""Structured output: constraints compile to grammars, whose matchers mask tokens."""

@@ -1,10 +1,10 @@
-"""Follows one answer through a grammar, token by token.
+"""Follows one sequence through a grammar, token by token, and makes the masks of what may follow.
 
-Knows: llguidance's matchers, bits. Does not know: requests, what a grammar was made from.
+Knows: llguidance's matchers, bits. Does not know: requests, what a grammar was compiled from.
 
-A matcher's state is a function of the tokens that it accepted. Guesses are tried and taken back, so
-they leave no trace. The library frees the interpreter's lock while it makes matchers and masks, and
-holds it for all else.
+A matcher's state is a function of the tokens that it accepted. Draft tokens are tried and rolled
+back. The library frees the interpreter's lock while it makes matchers and masks, and holds it for
+everything else.
 """
 
 import time
@@ -21,7 +21,7 @@ from quill.server.constraint import Masks
 
 WORD = 32  # bits
 MAX_RENEWAL_S = 0.02
-MAX_FORCED = 64  # tokens that are told at once
+MAX_JUMP_FORWARD = 64  # tokens that are given at once
 
 
 @contextmanager
@@ -40,16 +40,16 @@ def is_panic(error: BaseException) -> bool:
 
 
 class Grammar:
-    """One that was compiled and tried. It is never changed, only copied.
+    """A compiled grammar. It is never changed, only copied.
 
-    Copies share their lexer, and all that it has learnt: that makes masks fast, and one day it is
-    full. So an answer at which the shared one fails gets one of its own, if that takes no longer
-    than a step may: how far an answer can be followed depends on its own tokens alone. Then the
-    grammar is worn out, and who comes next needs a new one.
+    Copies share one lexer with all states that it has found: that makes masks fast, until the lexer
+    is full. A sequence at which the shared lexer fails gets one of its own, if making it takes no
+    longer than a step may: how far a sequence can be followed depends on its own tokens alone. Then
+    the grammar is worn out, and the next request compiles a new one.
     """
 
     def __init__(self, make: Callable[[], llguidance.LLMatcher], vocab_size: int) -> None:
-        """`make` may fail: ask whether it `is_error`."""
+        """`make` may fail: then its result `is_error`."""
         began_s = time.thread_time()
         self.fresh = make()
         self._make = make
@@ -61,7 +61,7 @@ class Grammar:
         return TokenMatcher(self)
 
     def renewed(self) -> llguidance.LLMatcher | None:
-        """With a lexer that nobody has used."""
+        """With an unused lexer."""
         self.is_worn_out = True
         try:
             with panics_are_errors():
@@ -71,93 +71,93 @@ class Grammar:
 
 
 class TokenMatcher:
-    """One answer's place in a grammar."""
+    """One sequence's place in a grammar."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._base = grammar.fresh
         self._inner = self._base.deep_copy()
-        self._has_own = False  # a lexer that nobody shares
-        self._tokens: list[int] = []  # that were accepted
-        self._forced: deque[int] | None = None  # None: it isn't known
+        self._has_own = False  # a lexer that isn't shared
+        self._tokens: list[int] = []  # accepted so far
+        self._jump_forward: deque[int] | None = None  # jump-forward tokens; None: not computed
         self.has_failed = False
 
     def forced(self) -> list[int]:
-        if self._forced is None and not self.has_failed:
-            self._forced = deque(self._ask("compute_ff_tokens") or ())
-            self._mend()
-        return list(islice(self._forced or (), MAX_FORCED))
+        if self._jump_forward is None and not self.has_failed:
+            self._jump_forward = deque(self._call("compute_ff_tokens") or ())
+            self._renew()
+        return list(islice(self._jump_forward or (), MAX_JUMP_FORWARD))
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        num = 0 if self.has_failed else self._ask("validate_tokens", list(tokens)) or 0
-        self._mend()
+        num = 0 if self.has_failed else self._call("validate_tokens", list(tokens)) or 0
+        self._renew()
         return num
 
-    def masks(self, guesses: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
-        masks = np.zeros((len(guesses) + 1, self._grammar.num_words), np.uint32)
+    def masks(self, drafts: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
+        masks = np.zeros((len(drafts) + 1, self._grammar.num_words), np.uint32)
         for place, mask in enumerate(masks):
             if place:
-                self._ask("consume_token", guesses[place - 1])
+                self._call("consume_token", drafts[place - 1])
             self._fill(mask)
             if self.has_failed and place:
-                self._read_again()  # the guess led where nothing can be known: it wasn't made
+                self._replay()  # the lexer gave up after this draft token: it is dropped
                 return masks[:place]
             if self.has_failed:
-                self._mend()
+                self._renew()
                 self._fill(mask)
             if self.has_failed:
                 mask[:] = 0
                 return masks[:1]
             if place < num_unended:
                 _forbid(mask, ends)
-        if guesses:
-            self._ask("rollback", len(guesses))
+        if drafts:
+            self._call("rollback", len(drafts))
         return masks
 
     def _fill(self, mask: Masks) -> None:
         if not self.has_failed:
-            self._ask("unsafe_compute_mask_ptr", mask.ctypes.data, mask.nbytes)
+            self._call("unsafe_compute_mask_ptr", mask.ctypes.data, mask.nbytes)
 
     def accept(self, token: int) -> None:
         self._tokens.append(token)
-        self._follow(token)
+        self._advance(token)
         if not self.has_failed:
-            self._ask("consume_token", token)
-            self._mend()
+            self._call("consume_token", token)
+            self._renew()
 
-    def _follow(self, token: int) -> None:
-        """What is forced is long in some forms, and needn't be worked out for each token."""
-        if self._forced and self._forced[0] == token:
-            self._forced.popleft()
+    def _advance(self, token: int) -> None:
+        """Jump-forward tokens are many in some grammars, and aren't computed for each token."""
+        if self._jump_forward and self._jump_forward[0] == token:
+            self._jump_forward.popleft()
         else:
-            self._forced = None
-        self._forced = self._forced or None
+            self._jump_forward = None
+        self._jump_forward = self._jump_forward or None
 
-    def _mend(self) -> None:
-        """After a failure: another lexer, of its own. Once."""
+    def _renew(self) -> None:
+        """After a failure: another lexer, not shared. Once."""
         if not self.has_failed or self._has_own:
             return
         renewed, self._has_own = self._grammar.renewed(), True
         if renewed is not None:
             self._base = renewed
-            self._read_again()
+            self._replay()
 
-    def _read_again(self) -> None:
-        self._inner, self.has_failed, self._forced = self._base.deep_copy(), False, None
-        self._ask("consume_tokens", self._tokens)
-        self._mend()
+    def _replay(self) -> None:
+        self._inner, self.has_failed, self._jump_forward = self._base.deep_copy(), False, None
+        self._call("consume_tokens", self._tokens)
+        self._renew()
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """Where the library fails it allows an end, which would look like success."""
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """After a failure the library allows EOS, which would look like success: it has failed."""
         try:
-            answer = getattr(self._inner, name)(*arguments)
+            result = getattr(self._inner, name)(*arguments)
         except BaseException as error:
             if not isinstance(error, ValueError) and not is_panic(error):
                 raise
             self.has_failed = True
             return None
         self.has_failed = self.has_failed or self._inner.is_error()
-        return answer
+        return result
 
 
 def _forbid(mask: Masks, tokens: Collection[int]) -> None:

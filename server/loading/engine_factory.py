@@ -10,18 +10,16 @@ import onnxruntime
 
 from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_manifest
 from quill.server.engine.engine import Engine
+from quill.server.engine.kv_cache import Blocks, BlockShape, DeviceBlocks
+from quill.server.engine.model_runner import EncoderSession, OrtSession, Session
+from quill.server.engine.step import Piece, Source
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.loading.graph_choice import only_on_cpu
-from quill.server.machine.huge_pages import huge_pages
 from quill.server.machine.mapped_file import detach
-from quill.server.runtime.blocks import Blocks, BlockShape, DeviceBlocks
-from quill.server.runtime.encoder_session import EncoderSession
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.onnx_session import SessionSettings, first_line, open_graph
+from quill.server.machine.memory import huge_pages
+from quill.server.machine.onnx_session import SessionSettings, first_line, open_graph
 from quill.server.sampling import native
-from quill.server.scheduler.plan import Piece, Source
-from quill.server.scheduler.session import Session
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.operators.library import operators_are_fast, operators_problem
 from quill.export.precisions import Family, Precision, preferred
 from quill.server.errors import StartError
-from quill.server.runtime.onnx_session import cuda_problem
+from quill.server.machine.onnx_session import cuda_problem
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
-from quill.server.machine.heap import drop_startup_pages
+from quill.server.machine.memory import drop_startup_pages
+from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import PoolingParams, Request
-from quill.server.runtime.onnx_session import cuda_free_bytes
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -131,7 +131,7 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(bundle, text),
-        grammars=_open_grammars(bundle),
+        grammars=_open_grammars(bundle, text),
     )
 
 
@@ -146,15 +146,21 @@ def _open_text(bundle: Bundle) -> Text | None:
     return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
 
 
-def _open_grammars(bundle: Bundle) -> Compiler | None:
+def _open_grammars(bundle: Bundle, text: Text | None) -> Compiler | None:
     manifest = bundle.manifest
-    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
+    if (
+        manifest.tokenizer is None
+        or text is None
+        or manifest.family == "encoder"
+        or not manifest.stop_ids
+    ):
         return None
     tokenizer_json = (bundle.directory / manifest.tokenizer).read_text("utf-8")
     try:
-        return Compiler(tokenizer_json, manifest.sizes.vocab_size, manifest.stop_ids)
+        sizes, stop_ids = manifest.sizes, manifest.stop_ids
+        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids, text.split)
     except ValueError as error:
-        logger.info("answers can't be kept to a form by this tokenizer: %s", error)
+        logger.info("constraints can't be followed with this tokenizer: %s", error)
         return None
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Graphs, Manifest
+from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.machine.resources import num_cores
-from quill.server.runtime.blocks import BlockShape
 
 MAX_ROWS = 256
 MAX_CACHE_BYTES = 2**31  # unless one sequence needs more

@@ -24,11 +24,10 @@ from quill.server.outputs import (
 )
 from quill.server.protocol.call_ids import CallIds
 from quill.server.protocol.requests import ParsedRequest
-from quill.server.text.call_reader import CallReader
-from quill.server.text.detokenizer import Decoder
-from quill.server.text.stop_strings import StopStrings
+from quill.server.text.detokenizer import Decoder, StopStrings
 from quill.server.text.tokenizer import Text
-from quill.server.tools import CallPiece, add_piece
+from quill.server.text.tool_call_parser import ToolCallParser
+from quill.server.tools import ToolCallDelta, add_delta
 
 Vector = npt.NDArray[np.float32]
 
@@ -43,7 +42,7 @@ class Chunk:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     vectors: dict[int, Vector] = field(default_factory=dict)  # by text
-    calls: list[CallPiece] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     finish: FinishEvent | None = None
 
 
@@ -90,8 +89,8 @@ class Answer:
 
     def _as_asked(self, error: RequestError) -> RequestError:
         """What failed to keep to a form was asked for by its own field."""
-        form = self._parsed.form
-        is_tools = form is not None and form.kind == "tools"
+        constraint = self._parsed.constraint
+        is_tools = constraint is not None and constraint.kind == "tools"
         if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
             return InvalidFieldError("tools", error.reason)
         return error
@@ -136,10 +135,10 @@ class _Sequence:
         self._decoder = None if text is None else text.decoder()
         self._stops = StopStrings(parsed.stop)
         self._tools = parsed.tools
-        self._calls: CallReader | None = None
-        if parsed.tools is not None and parsed.tools.form is not None:
+        self._calls: ToolCallParser | None = None
+        if parsed.tools is not None and parsed.tools.constraint is not None:
             may_speak = parsed.tools.mode == "auto"
-            self._calls = CallReader(parsed.tools.call_form, may_speak, id_of)
+            self._calls = ToolCallParser(parsed.tools.tool_call_format, may_speak, id_of)
         self.num_tokens = 0
         self._is_stopped = False
 
@@ -183,13 +182,13 @@ class _Sequence:
         else:
             read = self._calls.add(text)
             chunk.text += read.text
-            for piece in read.pieces:
-                add_piece(chunk.calls, piece)
+            for delta in read.deltas:
+                add_delta(chunk.calls, delta)
 
     def _text_of(self, token_id: int, decoder: Decoder) -> str:
         """Special tokens are no text, but for the one that begins calls."""
         if self._tools is not None and token_id == self._tools.marker_id:
-            return self._tools.call_form.marker
+            return self._tools.tool_call_format.marker
         return decoder.add(token_id)
 
 

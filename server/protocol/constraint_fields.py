@@ -7,18 +7,18 @@ import json
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnsupportedError
-from quill.server.grammar.compiler import Form
+from quill.server.grammar.constraint_source import Constraint
 from quill.server.protocol.served_model import ServedModel
 
 FORMS = "json_schema, json_object, regex, choice or lark"
 MAX_CHOICES = 1024
 
 
-def read_form(message: pb.GenerateRequest, served: ServedModel) -> Form | None:
+def read_constraint(message: pb.GenerateRequest, served: ServedModel) -> Constraint | None:
     if not message.HasField("constraint"):
         return None
     check_can_constrain("constraint", message, served)
-    return _form(message.constraint)
+    return _constraint(message.constraint)
 
 
 def check_can_constrain(field: str, message: pb.GenerateRequest, served: ServedModel) -> None:
@@ -36,17 +36,17 @@ def check_can_constrain(field: str, message: pb.GenerateRequest, served: ServedM
         raise InvalidFieldError("ignore_eos", f"{rule}. Leave out one of them")
 
 
-def _form(constraint: pb.Constraint) -> Form:
+def _constraint(constraint: pb.Constraint) -> Constraint:
     kind = constraint.WhichOneof("kind")
     if kind is None:
         raise InvalidFieldError("constraint", f"is empty: give {FORMS}")
     if kind == "choice":
-        return Form(kind, _choices(constraint.choice))
+        return Constraint(kind, _choices(constraint.choice))
     if kind == "json_object":
         if not constraint.json_object:
             raise InvalidFieldError("constraint.json_object", "is false: leave out the constraint")
-        return Form(kind, "true")
-    return Form(kind, getattr(constraint, kind))
+        return Constraint(kind, "true")
+    return Constraint(kind, getattr(constraint, kind))
 
 
 def _choices(choice: pb.Choice) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError, UnimplementedError
 from quill.server.fields import MAX_SEED
-from quill.server.grammar.compiler import Form
-from quill.server.protocol.constraint_fields import read_form
+from quill.server.grammar.constraint_source import Constraint
+from quill.server.protocol.constraint_fields import read_constraint
 from quill.server.protocol.prompt_fields import PromptReader, check_allowed
 from quill.server.protocol.sampling_fields import SamplingReader
 from quill.server.protocol.served_model import ServedModel
@@ -47,7 +47,7 @@ class ParsedRequest:
     prompt_logprobs: int | None = None  # of masks, too
     normalize: bool = False  # vectors
     dimensions: int | None = None  # of vectors; None: all
-    form: Form | None = None  # that answers keep to, once it is compiled
+    constraint: Constraint | None = None  # whose grammar the request gets
     tools: ToolUse | None = None  # that they may call
 
     @property
@@ -80,7 +80,7 @@ class RequestReader:
         num_sequences = self._num_sequences(message)
         sampling = self._sampling.read_sampling(message)
         beams = self._sampling.read_beams(message)
-        form = read_form(message, self._served)
+        constraint = read_constraint(message, self._served)
         tools = read_tools(message, self._served)
         most = arrival.max_prompt_tokens
         prompt_ids, source_ids = self._prompts.read(message, most, tools)
@@ -116,7 +116,9 @@ class RequestReader:
             echo=message.echo,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            form=form if tools is None or tools.form is None else tools.form,
+            constraint=constraint
+            if tools is None or tools.constraint is None
+            else tools.constraint,
             tools=tools,
         )
 

@@ -18,7 +18,7 @@ from quill.server.protocol.requests import ParsedRequest
 from quill.server.protocol.served_model import ServedModel
 from quill.server.request import Pooling
 from quill.server.text.tokenizer import Text
-from quill.server.tools import whole_calls
+from quill.server.tools import merge_deltas
 
 # N texts · D model size, or as many of its numbers as were asked for
 Vectors = npt.NDArray[np.float32]
@@ -96,7 +96,7 @@ def _sequence(whole: Chunk, text: Text | None) -> pb.Sequence:
         score=whole.finish.score,
         tool_calls=[
             pb.ToolCall(id=each.id, name=each.name, arguments=each.arguments)
-            for each in whole_calls(whole.calls)
+            for each in merge_deltas(whole.calls)
         ],
     )
 
@@ -232,7 +232,7 @@ def model_message(served: ServedModel) -> pb.Model:
 
 
 def _tool_form(served: ServedModel) -> str:
-    form = None if served.template is None else served.template.call_form
+    form = None if served.template is None else served.template.tool_call_format
     return "" if form is None or served.grammars is None else form.name
 
 

@@ -11,14 +11,18 @@ from typing import Any, Literal
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.compiler import MAX_BYTES, Form
-from quill.server.grammar.nesting import MAX_DEPTH, inside
-from quill.server.grammar.tool_calls import calls_form
+from quill.server.grammar.constraint_source import (
+    MAX_BYTES,
+    Constraint,
+    ToolSchema,
+    tool_constraint,
+)
+from quill.server.grammar.json_schema import MAX_DEPTH, nested
 from quill.server.protocol.constraint_fields import check_can_constrain
 from quill.server.protocol.served_model import ServedModel
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import PLAIN, CallForm, Tool
+from quill.server.tools import PLAIN, Tool, ToolCallFormat
 
 Mode = Literal["auto", "none", "required"]
 _MODES: dict[int, Mode] = {
@@ -37,9 +41,9 @@ class ToolUse:
 
     tools: tuple[Tool, ...]
     mode: Mode
-    call_form: CallForm = PLAIN
+    tool_call_format: ToolCallFormat = PLAIN
     marker_id: int | None = None  # of the form's marker, if that is a special token
-    form: Form | None = None  # that answers keep to; None: nothing is called
+    constraint: Constraint | None = None  # None: nothing is called
 
 
 def read_tools(message: pb.GenerateRequest, served: ServedModel) -> ToolUse | None:
@@ -58,20 +62,25 @@ def read_tools(message: pb.GenerateRequest, served: ServedModel) -> ToolUse | No
     if message.HasField("constraint"):
         rule = 'tools may be called. Leave out one of them, or set tool_choice to "none"'
         raise InvalidFieldError("constraint", f"is set, and {rule}")
-    fields = {f"tools[{number}].parameters": tool for number, tool in enumerate(tools)}
-    called = {field: tool for field, tool in fields.items() if tool.name in names}
+    called = [
+        ToolSchema(f"tools[{number}].parameters", tool.name, tool.parameters)
+        for number, tool in enumerate(message.tools)
+        if tool.name in names
+    ]
     parallel = message.parallel_tool_calls or not message.HasField("parallel_tool_calls")
     is_named = mode == "required" and len(message.tool_choice.names) == 1
-    call_form = _call_form(mode, served.template)
-    form = calls_form(
-        called,
-        call_form,
-        served.text.split,
-        may_speak=mode == "auto",
-        several=parallel and not is_named,
+    tool_call_format = _tool_call_format(mode, served.template)
+    constraint = tool_constraint(
+        called, tool_call_format, may_speak=mode == "auto", several=parallel and not is_named
     )
-    marker_id = _marker_id(call_form, served.text)
-    return ToolUse(tools=tools, mode=mode, call_form=call_form, marker_id=marker_id, form=form)
+    marker_id = _marker_id(tool_call_format, served.text)
+    return ToolUse(
+        tools=tools,
+        mode=mode,
+        tool_call_format=tool_call_format,
+        marker_id=marker_id,
+        constraint=constraint,
+    )
 
 
 def _mode(choice: pb.ToolChoice) -> Mode:
@@ -80,9 +89,9 @@ def _mode(choice: pb.ToolChoice) -> Mode:
     return _MODES[choice.mode]
 
 
-def _call_form(mode: Mode, template: ChatTemplate) -> CallForm:
-    if template.call_form is not None:
-        return template.call_form
+def _tool_call_format(mode: Mode, template: ChatTemplate) -> ToolCallFormat:
+    if template.tool_call_format is not None:
+        return template.tool_call_format
     if mode == "auto":
         unknown = "writes calls in a way that isn't known here"
         reason = unknown if template.knows_tools else "knows no tools"
@@ -92,7 +101,7 @@ def _call_form(mode: Mode, template: ChatTemplate) -> CallForm:
     return PLAIN
 
 
-def _marker_id(form: CallForm, text: Text) -> int | None:
+def _marker_id(form: ToolCallFormat, text: Text) -> int | None:
     first = next(iter(text.split(form.marker)), "")
     return first if isinstance(first, int) else None
 
@@ -153,6 +162,6 @@ def read_object(field: str, text: str) -> dict[str, Any]:
         raise InvalidFieldError(field, f"isn't JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "isn't a JSON object")
-    if any(depth > MAX_DEPTH for depth, _ in inside(value)):
+    if any(depth > MAX_DEPTH for depth, _ in nested(value)):
         raise InvalidFieldError(field, too_deep)
     return value

@@ -14,13 +14,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quill.export.operators.library import library_path, operators_problem
 from quill.server.errors import StartError
 from quill.server.machine.resources import num_cores
-from quill.server.sampling.arrays import Counts, Ids, Logits, Scores
 
 # R rows · D draws · T most tops
+
+Logits = npt.NDArray[np.float32]  # as the graph gives them
+Hidden = npt.NDArray[np.float32]  # last hidden states, and vectors made of them
+Scores = npt.NDArray[np.float64]  # what is computed from them, and the settings beside them
+Ids = npt.NDArray[np.int64]  # tokens, and rows
+Counts = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.uint32]  # a bit for each token that may be chosen, the lowest first
+
 
 # As export/operators/kernels/sampling.h has them. A step packs one a row; numpy takes ten times as
 # long to make an array of tuples.

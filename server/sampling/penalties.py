@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from quill.server.request import SamplingParams
-from quill.server.sampling.arrays import Ids, Logits, Scores
+from quill.server.sampling.native import Ids, Logits, Scores
 
 # A adjusted tokens · V vocabulary
 

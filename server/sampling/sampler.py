@@ -4,19 +4,20 @@ Knows: logits, each row's sampling, seed and position. Does not know: caches, te
 
 The same rules as the reference, model/reference/sampling.py, and the same tokens, only faster. They
 are written twice on purpose: the reference is the oracle that tests compare with. The second time
-is export/operators/kernels/sampling.cpp; what it finds too close to call is decided by
-server/sampling/exact_draw.py.
+is export/operators/kernels/sampling.cpp; what it finds too close to call is sampled exactly here.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from quill.server.outputs import Alternative, PositionLogprobs
 from quill.server.request import SamplingParams
 from quill.server.sampling import native
-from quill.server.sampling.arrays import Logits, Mask
-from quill.server.sampling.exact_draw import RowSettings, draw_exactly
+from quill.server.sampling.native import Logits, Mask
 from quill.server.sampling.penalties import Adjustments
-from quill.server.sampling.randomness import uniforms
 
 # R rows · D draws · V vocabulary
 
@@ -74,3 +75,99 @@ def _exactly(logits_V: Logits, each: Draw, u: float) -> int:
     sampling = each.sampling
     settings = RowSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
     return draw_exactly(logits_V, each.adjustments, settings, each.mask)
+
+
+# V vocabulary · C candidates, best first
+
+
+class RowSettings(NamedTuple):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    u: float
+
+
+def draw_exactly(
+    logits_V: Logits,
+    adjustments: Adjustments | None,
+    settings: RowSettings,
+    mask: Mask | None = None,
+) -> int:
+    """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the
+    end."""
+    scores_V = logits_V.astype(np.float64)
+    if adjustments is not None:
+        scores_V[adjustments.ids()] = adjustments.scores(logits_V)
+    if mask is not None:
+        bits = np.unpackbits(mask.view(np.uint8), count=len(scores_V), bitorder="little")
+        scores_V[bits == 0] = -np.inf
+    scores_C = np.sort(scores_V)[::-1].copy()
+    with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
+        weights_C = np.exp((scores_C - scores_C[0]) / settings.temperature)
+    sums_C = np.cumsum(weights_C)
+    num_kept = min(len(sums_C), settings.top_k or len(sums_C))
+    if settings.top_p < 1:
+        num_kept = int(np.argmax(sums_C >= settings.top_p * sums_C[num_kept - 1])) + 1
+    num_kept = min(num_kept, int(np.count_nonzero(weights_C >= settings.min_p)))
+    rank = int(np.argmax(sums_C > settings.u * sums_C[num_kept - 1]))
+    equals = np.flatnonzero(scores_V == scores_C[rank])  # by id
+    return int(equals[rank - np.count_nonzero(scores_V > scores_C[rank])])
+
+
+# R rows · V vocabulary · T most tops
+
+
+def position_logprobs(
+    logits_RV: Logits,
+    tokens: Sequence[int],
+    num_tops: Sequence[int],
+    rows: Sequence[int] | None = None,
+) -> list[PositionLogprobs]:
+    """For each row: its token, and as many of the likeliest tokens as are asked for.
+
+    Token i is of row i, or of rows[i].
+    """
+    if rows is None:
+        rows = range(len(tokens))
+    tops = native.tops(logits_RV, rows, num_tops)
+    logprobs_R = logits_RV[list(rows), list(tokens)] - tops.log_totals_R
+    return [
+        PositionLogprobs(token, logprob, _alternatives(tops, i))
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs_R.tolist(), strict=True))
+    ]
+
+
+def _alternatives(tops: native.Tops, i: int) -> tuple[Alternative, ...]:
+    num = tops.num_R[i]
+    logprobs = tops.logits_RT[i, :num] - tops.log_totals_R[i]
+    return tuple(map(Alternative, tops.ids_RT[i, :num].tolist(), logprobs.tolist()))
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """For each seed, the number in [0, 1) of the answer's token at that position, from 0."""
+    states = _splitmix64(np.array(seeds, np.uint64), np.zeros(len(seeds), np.uint64))
+    bits = _splitmix64(states, np.array(positions, np.uint64))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer to one request; the first answer has the request's own."""
+    if index == 0:
+        return seed
+    return int(_splitmix64(np.array([seed], np.uint64), np.array([index], np.uint64))[0])
+
+
+def _splitmix64(seeds: UInt64Array, indices: UInt64Array) -> UInt64Array:
+    # Arrays, not scalars: numpy warns about wrapping around for scalars only.
+    x = seeds + (indices + np.uint64(1)) * _GAMMA
+    x = (x ^ (x >> np.uint64(30))) * _FACTORS[0]
+    x = (x ^ (x >> np.uint64(27))) * _FACTORS[1]
+    scrambled: UInt64Array = x ^ (x >> np.uint64(31))
+    return scrambled

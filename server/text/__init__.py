@@ -1,1 +1,1 @@
-"""Text becomes token ids and token ids become text."""
+"""Text: tokenizer, chat template, detokenizer, tool-call parser."""

@@ -1,6 +1,6 @@
-"""A conversation becomes one text, by the bundle's own template.
+"""Renders a conversation to one prompt, with the bundle's own chat template.
 
-Knows: Jinja, in a sandbox: a template comes with somebody's weights and may be anybody's.
+Knows: Jinja, in a sandbox: a template comes with somebody's weights and can't be trusted.
 Does not know: tokens, requests, gRPC.
 """
 
@@ -14,10 +14,13 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quill.server.errors import InvalidFieldError, StartError
-from quill.server.tools import CALL_FORMS, CallForm
+from quill.server.tools import TOOL_CALL_FORMATS, ToolCallFormat
+
+_Messages = Sequence[Mapping[str, Any]]
+_Tools = Sequence[Mapping[str, Any]] | None
 
 MAX_RENDERED = 4 * 2**20  # characters
-# What templates are asked to write, to see how they do it. Some want tools, and ids of nine
+# Templates render these to show how they write calls. Some require tools, and ids of nine
 # characters.
 _PROBE = "quill_probe"
 _TOOL = {
@@ -44,29 +47,17 @@ _PROBED: list[dict[str, Any]] = [
 ]
 
 
-class _ComplaintError(Exception):
-    """What a template says with raise_exception()."""
+class _TemplateRaisedError(Exception):
+    """What a template raises with raise_exception()."""
 
 
 def _raise(message: str) -> None:
-    raise _ComplaintError(message)
+    raise _TemplateRaisedError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Jinja's own is for web pages: it would write "<" as an escape."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 class ChatTemplate:
@@ -95,15 +86,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_system(self) -> bool:
-        """Whether a conversation may begin with words of the system."""
+        """Whether a conversation may begin with a system message."""
         system = {"role": "system", "content": _PROBE}
         return _PROBE in self._try([system, *_PROBED[:1]])
 
-    def _try(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def _try(self, messages: _Messages, tools: _Tools = None) -> str:
         try:
             return self.render(messages, tools)
         except InvalidFieldError:
@@ -111,40 +98,35 @@ class ChatTemplate:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether it shows what was called in a conversation."""
+        """Whether it renders the calls of a conversation."""
         return _PROBE in self._written_call
 
     @property
-    def call_form(self) -> CallForm | None:
-        """How it writes calls, if that is known: found out by having it write one."""
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How it writes calls, if that is known: it renders one, which is compared."""
         if not self.knows_tools:
             return None
-        for form in CALL_FORMS:
-            call = f'{form.marker}{form.before}{form.head(_PROBE)}{{"x": 1}}'
-            if call in self._written_call:
-                return form
+        for each in TOOL_CALL_FORMATS:
+            if f'{each.marker}{each.before}{each.head(_PROBE)}{{"x": 1}}' in self._written_call:
+                return each
         return None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The text that the answer continues."""
-        pieces, length = [], 0
+    def render(self, messages: _Messages, tools: _Tools = None) -> str:
+        """The prompt."""
+        parts, length = [], 0
         given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
         try:
-            for piece in self._template.generate(given):
-                pieces.append(piece)
-                length += len(piece)
+            for part in self._template.generate(given):
+                parts.append(part)
+                length += len(part)
                 if length > MAX_RENDERED:
-                    raise _ComplaintError(f"it makes more than {MAX_RENDERED} characters")
+                    raise _TemplateRaisedError(f"it makes more than {MAX_RENDERED} characters")
         # A template is a program: beside Jinja's own errors it may run into any of these.
         except (
-            *(jinja2.TemplateError, _ComplaintError, ArithmeticError, AttributeError),
+            *(jinja2.TemplateError, _TemplateRaisedError, ArithmeticError, AttributeError),
             *(LookupError, RecursionError, TypeError, ValueError, MemoryError),
         ) as error:
             raise InvalidFieldError(
                 "messages", f"can't be rendered with the model's chat template: {error}"
             ) from error
-        return "".join(pieces)
+        return "".join(parts)

@@ -1,10 +1,10 @@
-"""Text to token ids and back.
+"""Encodes text to token ids and decodes them.
 
 Knows: the bundle's tokenizer, which tokens are special. Does not know: requests, templates, gRPC.
 
-Special tokens inside a person's text are plain text: whoever writes "<|endoftext|>" in a prompt
-must not end anything. Only a chat template's own special tokens count. The same rule as the
-reference, model/data/tokenizer.py, written twice on purpose: the server needs nothing of that room.
+Special tokens inside a user's text are plain text: "<|endoftext|>" in a prompt must not end
+anything. Only a chat template's own special tokens count. The same rule as the reference,
+model/data/tokenizer.py, written twice on purpose: the server imports nothing of that package.
 """
 
 import json
@@ -23,28 +23,28 @@ from quill.server.text.detokenizer import ByteDecoder, Decoder, WindowDecoder
 
 logger = logging.getLogger(__name__)
 
-# Stands inside the special tokens that people write in a conversation, so that they aren't taken
-# for the template's own. Unicode promises that it is never a character of any text.
+# Marks special tokens that users write in a conversation, so that they aren't taken for the
+# template's own. By Unicode's definition it is never a character of any text.
 _MARK = "\ufdd0"
 _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte of a character that has no token
-# The library takes its time: 4 million characters took seconds.
+# The library is slow: 4 million characters took seconds.
 MAX_CHARACTERS_PER_TOKEN = 32
-# Only its calls for many texts let other threads go on meanwhile, so every text is one of a batch
-# here. By itself it would start threads of its own for that.
+# Only the library's batch calls free the interpreter's lock, so every text is a batch of one here.
+# By default the library would start threads of its own for a batch.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @contextmanager
 def _panics_caught() -> Iterator[None]:
     """The library's panics are no Exceptions: one would leave a call without an end, or end the
-    server. Their words are on stderr already; they may quote a prompt, so no more is made of them.
+    server. The library has printed its message to stderr. It may quote a prompt: it isn't logged.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        logger.error("the tokenizer failed; the lines before this one have its own words")
+        logger.error("the tokenizer failed; the lines before this one are its own message")
         raise StepError("the tokenizer failed; the server's stderr has more") from error
 
 
@@ -52,9 +52,9 @@ class Text:
     """A tokenizer.json. Safe to use from several threads."""
 
     def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
-        """The tokens that begin and end what a model reads, if that begins or ends with one."""
+        """`bos` and `eos` begin and end each text that the model reads, if they are given."""
         self._parsing = _open(tokenizer_json)
-        # The library keeps this choice in the object. One object for each keeps calls independent.
+        # The library keeps this option in the object. One object for each keeps calls independent.
         self._plain = _open(tokenizer_json)
         self._plain.encode_special_tokens = True
         self._bos = bos
@@ -83,25 +83,25 @@ class Text:
 
     @_panics_caught()
     def encode(self, text: str, whole: bool = True) -> list[int]:
-        """A plain text. `whole`: with the tokens that begin and end one, if the model has them."""
+        """A plain text. `whole`: with BOS and EOS, if the model has them."""
         ids = _ids(self._plain, text)
         return self._ended(self._begun(ids, whole), whole)
 
     @_panics_caught()
     def encode_masked(self, text: str, mask: int) -> list[int]:
-        """A text, as a whole, in which one special token counts: that one, as it is written."""
+        """A whole text, in which one special token counts: the mask, as it is written."""
         parts = text.split(self.piece(mask))
         ids = self._encode_marked(self.piece(mask).join(map(self.mark, parts)))
         return self._ended(self._begun(ids, begin=True), end=True)
 
     @_panics_caught()
     def encode_rendered(self, text: str) -> list[int]:
-        """What a template made: its special tokens count, marked ones are plain text again."""
+        """A rendered template: its special tokens count, marked ones are plain text again."""
         ids = self._encode_marked(text)
         return self._begun(ids, begin=not ids or ids[0] != self._bos)
 
     def mark(self, text: str) -> str:
-        """A person's words, with their special tokens marked as plain text."""
+        """A user's text, with its special tokens marked as plain text."""
         text = text.replace(_MARK, "")
         if self._any_special.search(text) is None:
             return text
@@ -110,7 +110,7 @@ class Text:
         return text
 
     def split(self, text: str) -> list[str | int]:
-        """A template's text, in which special tokens are ids."""
+        """A text cut at special tokens, which become ids."""
         return [self._special.get(part, part) for part in self._parts(text) if part]
 
     @_panics_caught()
@@ -126,13 +126,13 @@ class Text:
         return self.decode([token_id], skip_special=False)
 
     def spelled(self, token_id: int) -> bytes:
-        """What it adds to a text; a special token, its name."""
+        """The bytes that a token adds to a text; of a special token, its name."""
         if token_id not in self._spelled:
             self._spelled[token_id] = self._spell(token_id)
         return self._spelled[token_id]
 
     def decoder(self) -> Decoder:
-        """Turns an answer's tokens into text, one after another."""
+        """Decodes one sequence, token by token."""
         if self._is_byte_level:
             return ByteDecoder(self._visible_bytes_of)
         return WindowDecoder(self.decode)
@@ -168,8 +168,8 @@ class Text:
             return self._bytes_of(token_id)
         if self._falls_back and (byte := _FALLBACK.fullmatch(name)):
             return bytes.fromhex(byte[1])
-        # At the beginning of a text a decoder drops the space that a token may begin with: so it is
-        # looked at behind another.
+        # At the beginning of a text a decoder drops the space that a token may begin with: so the
+        # token is decoded behind another.
         alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(alone) :].encode()
 
@@ -180,7 +180,7 @@ class Text:
 
 
 def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """Without padding and cutting: lengths are ours to decide."""
+    """Without padding and truncation: the server decides lengths."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -193,7 +193,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _types(decoder: Mapping[str, Any]) -> set[str]:
-    """Of a decoder, and of those that it is made of."""
+    """The types of a decoder and of its parts."""
     parts = map(_types, decoder.get("decoders", ()))
     return {decoder.get("type", "")}.union(*parts)
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
+from quill.server.engine.model_runner import Computed
+from quill.server.engine.step import BlockCopy, Piece, Source
 from quill.server.request import Request
-from quill.server.scheduler.plan import BlockCopy, Piece, Source
-from quill.server.scheduler.session import Computed
 
 VOCAB_SIZE = 50
 D_MODEL = 6

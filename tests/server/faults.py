@@ -14,7 +14,7 @@ VARIABLE = "QUILL_FAULTS"
 CODE = """
 import os, pathlib, sys, time
 from quill.__main__ import main
-from quill.server.runtime.model_runner import OrtSession
+from quill.server.engine.model_runner import OrtSession
 
 faults = pathlib.Path(os.environ["QUILL_FAULTS"])
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from quill.server.engine.model_runner import Computed
+from quill.server.engine.step import BlockCopy, Piece
 from quill.server.protocol.served_model import ServedModel
-from quill.server.scheduler.plan import BlockCopy, Piece
-from quill.server.scheduler.session import Computed
 from quill.server.text.chat_template import ChatTemplate
 from tests.server.running import make_served
 from tests.server.scripted_session import D_MODEL, END, VOCAB_SIZE, Reciter, token_of

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quill.server.scheduler.plan import BlockCopy, Piece, Source
-from quill.server.scheduler.session import Computed
+from quill.server.engine.model_runner import Computed
+from quill.server.engine.step import BlockCopy, Piece, Source
 
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1

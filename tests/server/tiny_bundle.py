@@ -15,9 +15,9 @@ from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, by
 from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
-from quill.server.runtime.blocks import Blocks, BlockShape
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.runtime.onnx_session import SessionSettings, open_graph
+from quill.server.engine.kv_cache import Blocks, BlockShape
+from quill.server.engine.model_runner import OrtSession
+from quill.server.machine.onnx_session import SessionSettings, open_graph
 from tests.operators import SERVED
 
 CONTEXT = 128

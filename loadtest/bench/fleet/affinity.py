@@ -36,7 +36,7 @@ from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import IsOver, run_users
 from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.scenarios import make_ask
-from quill.server.client.balancing.target import Balance
+from quill.server.client.target import Balance
 
 SCENARIO = "system-prompts"
 CONTENDERS: tuple[Balance, ...] = ("round-robin", "affinity")
@@ -132,7 +132,7 @@ def _measured(
     servers: Sequence[OwnServer],
     door: FleetDoor,
 ) -> Measured:
-    begun = {each.address: each.num_begun for each in door.servers()}
+    begun = {each.address: each.num_started for each in door.servers()}
     counted = [read_tokens(each.metrics_url) for each in servers]
     return Measured(
         balance=balance,

@@ -20,7 +20,7 @@ from quill.loadtest.bench.fleet.picture import draw
 from quill.loadtest.bench.fleet.simulation import FleetShape, Simulation, Trouble
 from quill.loadtest.bench.fleet.traffic import Traffic
 from quill.loadtest.environment.machine import machine_facts
-from quill.server.client.balancing.target import Balance
+from quill.server.client.target import Balance
 
 BALANCES: tuple[Balance, ...] = ("round-robin", "least", "affinity")
 NUM_DEAD = 5

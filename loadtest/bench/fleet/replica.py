@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quill.server.engine.scheduler import Scheduler
+from quill.server.engine.step import Choice, Plan, StepResult
 from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.scheduler.plan import Choice, Plan, StepResult
-from quill.server.scheduler.scheduler import Scheduler
 
 _NO_HIDDEN = np.zeros((0, 1), np.float32)
 _TOKEN = [Choice(0, None, is_finite=True)]

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from quill.loadtest.bench.fleet.replica import Replica, StepCost
 from quill.loadtest.bench.fleet.traffic import Call
-from quill.server.client.balancing.balancer import Balancer
-from quill.server.client.balancing.target import Balance
+from quill.server.client.balancer import Balancer
 from quill.server.client.retry import Retries
+from quill.server.client.target import Balance
 from quill.server.limits import Limits
 from quill.server.request import Request
 
@@ -184,11 +184,11 @@ class Simulation:
 
     def _tell_load(self, state: CallState) -> None:
         num_calls = len(self._present[state.server])
-        self._balancers[state.client].hear(self._names[state.server], num_calls, self._now_s)
+        self._balancers[state.client].set_load(self._names[state.server], num_calls, self._now_s)
 
     def _note(self, number: int, *, is_serving: bool) -> None:
         for balancer in self._balancers:
-            balancer.note(self._names[number], is_serving)
+            balancer.set_serving(self._names[number], is_serving)
 
 
 def _name(state: CallState) -> str:

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from quill.protos import generation_pb2 as pb
 from quill.server.client.batch.line import Json
 from quill.server.client.batch.posting import Reply, lasting
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.errors import InvalidFieldError
 
 Response = pb.GenerateResponse | pb.EmbedResponse

@@ -15,7 +15,7 @@ from quill.server.client.batch.in_order import in_order
 from quill.server.client.batch.line import Json, derived_seed, read_object, read_request
 from quill.server.client.batch.posting import read_posted
 from quill.server.client.batch.servers import CONCURRENCY, Asking, Servers
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.errors import InvalidFieldError
 
 _NAMES = ("id", "custom_id")  # that authors give their lines

@@ -17,7 +17,7 @@ import grpc
 
 from quill.server.client.access import Access
 from quill.server.client.batch.line import Json
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.errors import InvalidFieldError
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions")

@@ -15,14 +15,14 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
-from quill.server.client.balancing.target import is_several, read_target
 from quill.server.client.batch.answer import Response
 from quill.server.client.batch.calls import embed, generate
 from quill.server.client.batch.line import Request
 from quill.server.client.batch.posting import Posted, Poster, Reply
 from quill.server.client.batch.turns import PATIENCE_S, StoppedError, Turns
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
+from quill.server.client.target import is_multiple, read_target
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Servers:
         servers = _single(asking.addresses)
         self._clients = {each: AsyncClient(each, _ONCE, access=access) for each in servers}
         self._turns = Turns(self._clients, patience_s)
-        http = asking.http_addresses or [_beside(each) for each in servers if not is_several(each)]
+        http = asking.http_addresses or [_beside(each) for each in servers if not is_multiple(each)]
         self._posters = {each: Poster(each, access) for each in http}
         self._posting = Turns(self._posters, patience_s)
         self._threads = ThreadPoolExecutor(asking.concurrency)

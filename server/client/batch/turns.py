@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from quill.server.client.call_error import CallError
-from quill.server.client.retry import is_passing
+from quill.server.client.errors import CallError
+from quill.server.client.retry import is_retryable
 from quill.server.errors import ServerError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Turns(Generic[_Client]):
     def _note(self, server: _Server[_Client], error: CallError) -> None:
         """The server rests, if the error passes. Others are raised."""
         now_s = time.monotonic()
-        passes = is_passing(error)
+        passes = is_retryable(error)
         away = passes and error.retry_after_s is None
         if not away:
             self._heard_s = now_s

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from quill.server.addresses import write_address
 from quill.server.client.access import Access, read_access
-from quill.server.client.balancing.target import read_target, resolve
+from quill.server.client.target import read_target, resolve
 from quill.server.client.top.numbers import numbers
 from quill.server.client.top.page import Look, Page, PageError, Place
 from quill.server.client.top.table import Row, table

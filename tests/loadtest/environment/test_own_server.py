@@ -52,7 +52,7 @@ def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_mix_up_of_tls_is_told_at_once(server: OwnServer) -> None:
-    with pytest.raises(NoServerError, match=r"doesn't speak TLS\. Leave out --tls"):
+    with pytest.raises(NoServerError, match=r"doesn't use TLS\. Leave out --tls"):
         wait_until_healthy(server.address, access=Access(tls=True))
 
 

@@ -25,7 +25,7 @@ def test_answers_come_through_it_and_are_counted(server: OwnServer) -> None:
         next(left)
         left.close()
         states = {each.address: each for each in door.servers()}
-        assert states[server.address].num_begun == 2
+        assert states[server.address].num_started == 2
         assert states[server.address].num_outstanding == 0
         assert not states["127.0.0.1:1"].is_serving
 
@@ -39,7 +39,7 @@ def test_where_nobody_serves_nothing_is_asked_twice() -> None:
             door.embed(pb.EmbedRequest(), 30.0)
         states = door.servers()
         assert [each.num_outstanding for each in states] == [0, 0]
-        assert sum(each.num_begun for each in states) == 2
+        assert sum(each.num_started for each in states) == 2
 
 
 def test_all_users_of_a_process_share_one(server: OwnServer) -> None:

@@ -16,7 +16,7 @@ from quill.loadtest.workload.call import call
 from quill.loadtest.workload.scenarios import SCENARIOS, check_scenario, make_ask
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
-from quill.server.client.balancing.beginning import beginning
+from quill.server.prefix_header import prefix_key
 
 IDS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = Facts(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)
@@ -73,7 +73,7 @@ def test_scenario_that_a_model_cant_do_is_refused() -> None:
 def test_system_prompts_are_twenty() -> None:
     for facts in (TEXT, CHAT):
         asked = [make_ask("system-prompts", 3, index, facts).request for index in range(300)]
-        assert len({beginning(each) for each in asked}) == 20
+        assert len({prefix_key(each) for each in asked}) == 20
 
 
 def test_a_model_without_text_or_end_is_not_asked_to_keep_to_a_form() -> None:

@@ -16,7 +16,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.auth.key_file import add_key, digest, revoke_key
 from quill.server.client.access import Access
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.authority import Authority, trusting, write

@@ -15,7 +15,7 @@ from quill.__main__ import main
 from quill.server.auth.tls import server_credentials
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError

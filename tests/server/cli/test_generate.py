@@ -13,7 +13,7 @@ import pytest
 from quill.__main__ import main
 from quill.protos import generation_pb2 as pb
 from quill.server.cli import chat, generate
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.requests import Options
 from tests.server.running import Running, make_manifest, make_served, running_server
 

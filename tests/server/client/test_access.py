@@ -17,7 +17,7 @@ def test_certificate_and_key_come_together() -> None:
 
 
 def test_api_key_is_never_sent_to_another_machine_in_the_clear() -> None:
-    with pytest.raises(AccessError, match="could read the API key"):
+    with pytest.raises(AccessError, match="the API key could be read"):
         Access(api_key="secret").credentials("example.org:1")
     assert Access(api_key="secret").credentials("127.0.0.1:1") is None
     assert Access(api_key="secret", insecure=True).credentials("example.org:1") is None

@@ -7,8 +7,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.server.client.access import Access
-from quill.server.client.call_error import CallError
-from quill.server.client.connection_errors import diagnose
+from quill.server.client.errors import CallError, diagnose
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.authority import Authority, trusting, write
@@ -47,8 +46,8 @@ def failure(address: str, access: Access) -> CallError:
         (Access(), "give --ca or --tls", False),
         (trusting(OURS), "give --cert and --key", False),
         (trusting(OURS, OURS.sign("stranger")), "signed by an authority of the server's", False),
-        (trusting(THEIRS), "isn't good for the authority in --ca: unable to get", True),
-        (Access(tls=True), "isn't good for this machine's authorities: unable to get", True),
+        (trusting(THEIRS), "isn't trusted by the authority in --ca: unable to get", True),
+        (Access(tls=True), "isn't trusted by this machine's authorities: unable to get", True),
         (Access(ca=b"nonsense"), "must be a PEM file", True),
     ],
 )
@@ -67,13 +66,13 @@ def test_certificate_for_another_name_is_called_that(strict: Running) -> None:
 
 def test_tls_to_a_server_without_it_is_to_be_left_out(plain: Running) -> None:
     error = failure(plain.address, trusting(OURS))
-    assert "doesn't speak TLS. Leave out" in str(error)
+    assert "doesn't use TLS. Leave out" in str(error)
     assert error.is_lasting
 
 
 def test_port_for_metrics_is_not_taken_for_a_server(plain: Running) -> None:
     error = failure(f"127.0.0.1:{plain.server.metrics_port}", Access())
-    assert "doesn't speak gRPC" in str(error)
+    assert "isn't a gRPC server" in str(error)
 
 
 def test_address_where_nobody_listens_asks_whether_a_server_runs() -> None:
@@ -100,5 +99,5 @@ def test_lasting_mix_up_is_told_at_once_in_one_line(
     options = ["--address", plain.address, "--ca", str(tmp_path / "ca.pem")]
     assert main(["generate", *options, "abc"]) == 1
     errors = capsys.readouterr().err
-    assert errors.startswith("quill: the server there doesn't speak TLS")
+    assert errors.startswith("quill: the server doesn't use TLS")
     assert errors.count("\n") == 1

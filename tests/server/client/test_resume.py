@@ -4,8 +4,7 @@ import grpc
 import pytest
 
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
-from quill.server.client.requests import make_request, seeded
+from quill.server.client.errors import CallError
 from quill.server.client.resume import ResumeFilter
 
 
@@ -20,7 +19,7 @@ def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:
 
 
 def take(given: ResumeFilter, *chunks: pb.GenerateChunk) -> list[str]:
-    new = [given.take(each) for each in chunks]
+    new = [given.filter(each) for each in chunks]
     for each in new:
         if each is not None:
             assert [ord(character) for character in each.text] == list(each.token_ids)
@@ -31,15 +30,15 @@ def take(given: ResumeFilter, *chunks: pb.GenerateChunk) -> list[str]:
 def test_what_was_given_is_left_out_however_it_is_cut() -> None:
     given = ResumeFilter()
     assert take(given, chunk("ab"), chunk("c")) == ["ab", "c"]
-    given.replay()
+    given.restart()
     assert take(given, chunk("a"), chunk("bcd"), chunk("e", last=True)) == ["d", "e"]
 
 
 def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
     given = ResumeFilter()
     take(given, chunk("ab"))
-    given.replay()
-    last = given.take(chunk("ab", last=True))
+    given.restart()
+    last = given.filter(chunk("ab", last=True))
     assert last is not None
     assert (last.text, last.finish_reason) == ("", pb.FINISH_REASON_LENGTH)
 
@@ -47,8 +46,8 @@ def test_end_that_was_not_heard_is_told_even_without_new_text() -> None:
 def test_answer_that_ends_before_what_was_given_is_another_one() -> None:
     given = ResumeFilter()
     take(given, chunk("abc"))
-    given.replay()
-    with pytest.raises(CallError, match="another one") as caught:
+    given.restart()
+    with pytest.raises(CallError, match="differs") as caught:
         take(given, chunk("a"), chunk("b", last=True))
     assert caught.value.code is grpc.StatusCode.DATA_LOSS
 
@@ -56,7 +55,7 @@ def test_answer_that_ends_before_what_was_given_is_another_one() -> None:
 def test_answer_that_the_clock_cuts_before_what_was_given_ends_by_the_clock() -> None:
     given = ResumeFilter()
     take(given, chunk("abc"))
-    given.replay()
+    given.restart()
     cut = chunk("b")
     cut.finish_reason = pb.FINISH_REASON_DEADLINE
     assert take(given, chunk("a"), cut) == [""]
@@ -65,7 +64,7 @@ def test_answer_that_the_clock_cuts_before_what_was_given_ends_by_the_clock() ->
 def test_end_is_told_once() -> None:
     given = ResumeFilter()
     take(given, chunk("ab", last=True), chunk("x", 1))
-    given.replay()
+    given.restart()
     assert take(given, chunk("ab", last=True), chunk("xy", 1, last=True)) == ["y"]
 
 
@@ -75,24 +74,24 @@ def test_calls_go_on_where_they_broke() -> None:
         return pb.GenerateChunk(tool_calls=[piece])
 
     def pieces(*chunks: pb.GenerateChunk) -> list[tuple[int, str, str]]:
-        new = [each for each in map(given.take, chunks) if each is not None]
+        new = [each for each in map(given.filter, chunks) if each is not None]
         return [(one.index, one.id, one.arguments) for each in new for one in each.tool_calls]
 
     given = ResumeFilter()
     assert pieces(call(0, "", "a"), call(0, '{"x')) == [(0, "a", ""), (0, "", '{"x')]
-    given.replay()
+    given.restart()
     again = (call(0, "", "a"), call(0, "{"), call(0, '"x": 1}'), call(1, "", "b"), call(1, "{}"))
     assert pieces(*again) == [(0, "", '": 1}'), (1, "b", ""), (1, "", "{}")]
-    given.replay()
+    given.restart()
     pieces(call(0, "", "a"))
-    with pytest.raises(CallError, match="another one"):
-        given.take(call(0, "[]"))
+    with pytest.raises(CallError, match="differs"):
+        given.filter(call(0, "[]"))
 
 
 def test_sequences_are_kept_apart() -> None:
     given = ResumeFilter()
     take(given, chunk("ab", 0), chunk("x", 1))
-    given.replay()
+    given.restart()
     assert take(given, chunk("xy", 1), chunk("abc", 0)) == ["y", "c"]
 
 
@@ -100,22 +99,17 @@ def test_prompts_logprobs_are_given_once() -> None:
     first = chunk("a")
     first.prompt_logprobs.add(token_id=1)
     given = ResumeFilter()
-    told = given.take(first)
+    told = given.filter(first)
     assert told is not None
     assert len(told.prompt_logprobs) == 1
-    given.replay()
-    assert given.take(first) is None
+    given.restart()
+    assert given.filter(first) is None
 
 
 def test_another_answer_is_an_error_and_not_a_mixture() -> None:
     given = ResumeFilter()
     take(given, chunk("ab"))
-    given.replay()
-    with pytest.raises(CallError, match="another one") as caught:
-        given.take(chunk("ax"))
+    given.restart()
+    with pytest.raises(CallError, match="differs") as caught:
+        given.filter(chunk("ax"))
     assert caught.value.code is grpc.StatusCode.DATA_LOSS
-
-
-def test_request_gets_a_seed_only_if_it_has_none() -> None:
-    assert seeded(make_request("a", {"seed": 0})).seed == 0
-    assert seeded(make_request("a", {})).HasField("seed")

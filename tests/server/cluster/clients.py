@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quill.server.client.access import Access
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.cluster.running_cluster import RunningCluster

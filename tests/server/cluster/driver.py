@@ -24,13 +24,18 @@ def main() -> None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
         environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         print(json.dumps(environment), flush=True)
-        threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
+        threading.Thread(target=_wait_for_end, args=(ended,)).start()
         before = None
         while not ended.wait(POLL_S):
             now = asdict(progress())
             if now != before:
                 print(json.dumps(now), flush=True)
             before = now
+
+
+def _wait_for_end(ended: threading.Event) -> None:
+    sys.stdin.read()
+    ended.set()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2 as kserve
 from quill.protos import kserve_pb2_grpc as kserve_grpc
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from tests.server.cluster.clients import (
     NEVER,

@@ -215,7 +215,7 @@ async def test_caller_that_leaves_before_the_answer_holds_nothing() -> None:
 
 @asynccontextmanager
 async def joined(
-    coordinator: Coordinator, reload: Callable[[str], Awaitable[None]]
+    coordinator: Coordinator, reload: Callable[[str], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[list[Membership]]:
     """Two members, in the order of their names."""
     both, beating = members(coordinator, "a", "b"), []

@@ -36,7 +36,7 @@ class Backend:
             for name, is_ready in states.items()
         )
 
-    def watch(self, name: str) -> "grpc.aio.UnaryStreamCall[object, Any]":
+    def watch(self, name: str) -> Any:
         return self._stub.Watch(health_pb2.HealthCheckRequest(service=name))
 
     async def answering(self, num_calls: int = 6, prefix: str | None = None) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from quill.model.network.attention import EncoderAttending
 from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare

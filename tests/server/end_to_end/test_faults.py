@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.faults import CODE, Faults

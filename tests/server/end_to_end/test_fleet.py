@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quill.server.client.async_client import AsyncClient
-from quill.server.client.balancing.balancer import ServerState
+from quill.server.client.balancer import ServerState
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.faults import CODE, Faults
@@ -115,6 +115,6 @@ def test_server_that_comes_back_gets_its_texts_again(
             before = client.servers()
             for _ in range(2):
                 client.model()
-            assert [each.num_begun + 1 for each in before] == [
-                each.num_begun for each in client.servers()
+            assert [each.num_started + 1 for each in before] == [
+                each.num_started for each in client.servers()
             ]

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.api.metrics_endpoint import serve_metrics
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import MAX_FAILURES

@@ -93,7 +93,7 @@ def test_server_looks_no_name_up_and_leaves_nothing_at_home(
     [
         "quill.export.pipeline",
         "quill.export.verify.runner",
-        "quill.server.runtime.model_runner",
+        "quill.server.engine.model_runner",
         "quill.loadtest.bench.contenders.quill_translator",
     ],
 )

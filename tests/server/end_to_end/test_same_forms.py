@@ -16,13 +16,13 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.constraint import Constraint
 from quill.server.engine.engine import Engine
-from quill.server.grammar.compiler import Compiler, Form
-from quill.server.grammar.tool_calls import calls_form
+from quill.server.engine.model_runner import OrtSession
+from quill.server.engine.step import Piece
+from quill.server.grammar import constraint_source as source
+from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.request import Request, SamplingParams
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.scheduler.plan import Piece
-from quill.server.tools import CALL_FORMS, CallForm, Tool
+from quill.server.tools import TOOL_CALL_FORMATS, ToolCallFormat
 from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
@@ -35,17 +35,27 @@ SCHEMA = {
     "properties": {"kind": {"enum": ["a", "bcd"]}, "n": {"type": "integer", "maximum": 99}},
     "required": ["kind", "n"],
 }
-TOOLS = {"tools[0].parameters": Tool("f", "", SCHEMA), "tools[1].parameters": Tool("g", "", None)}
+TOOLS = (
+    source.ToolSchema("tools[0].parameters", "f", json.dumps(SCHEMA)),
+    source.ToolSchema("tools[1].parameters", "g", ""),
+)
 
 
-def _calls(form: CallForm, may_speak: bool) -> Form:
-    return calls_form(TOOLS, form, lambda text: [text], may_speak=may_speak, several=True)
+def _calls(form: ToolCallFormat, may_speak: bool) -> source.Constraint:
+    return source.tool_constraint(TOOLS, form, may_speak=may_speak, several=True)
 
 
 FORMS = (
-    *(Form("json_schema", json.dumps(SCHEMA)), Form("json_object", "true")),
-    *(_calls(form, may_speak) for form in CALL_FORMS for may_speak in (False, True)),
-    *(Form("regex", "[a-z ]{3,30}\\."), Form("choice", '["yes", "no", "nobody knows"]'), None),
+    *(
+        source.Constraint("json_schema", json.dumps(SCHEMA)),
+        source.Constraint("json_object", "true"),
+    ),
+    *(_calls(form, may_speak) for form in TOOL_CALL_FORMATS for may_speak in (False, True)),
+    *(
+        source.Constraint("regex", "[a-z ]{3,30}\\."),
+        source.Constraint("choice", '["yes", "no", "nobody knows"]'),
+        None,
+    ),
 )
 
 

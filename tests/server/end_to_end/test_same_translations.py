@@ -12,12 +12,12 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
+from quill.server.engine.model_runner import OrtSession
+from quill.server.engine.step import Piece, Source
 from quill.server.limits import Limits
 from quill.server.outputs import PositionLogprobs
 from quill.server.request import Request, SamplingParams
-from quill.server.runtime.model_runner import OrtSession
-from quill.server.sampling.logprobs import position_logprobs
-from quill.server.scheduler.plan import Piece, Source
+from quill.server.sampling.sampler import position_logprobs
 from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error

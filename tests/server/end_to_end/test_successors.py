@@ -13,9 +13,9 @@ import torch
 from quill.export.pipeline import Wishes, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.engine.engine import Engine
+from quill.server.engine.kv_cache import BlockShape
 from quill.server.limits import Limits
 from quill.server.request import Request, SamplingParams
-from quill.server.runtime.blocks import BlockShape
 from tests.model.huggingface_models import saved
 from tests.model.successors import CONTEXT, SUCCESSORS
 from tests.operators import OWN

@@ -10,7 +10,7 @@ import pytest
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
 from quill.server.limits import Limits

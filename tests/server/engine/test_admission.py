@@ -2,7 +2,7 @@
 
 import pytest
 
-from quill.server.engine.admission import Admission
+from quill.server.engine.dispatcher import Admission
 from quill.server.errors import CancelledError, DeadlineError, OverloadedError
 from quill.server.outputs import EngineOutputs, Event, FailEvent, StartEvent
 from quill.server.request import Request

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from quill.server.engine.admission import Admission
-from quill.server.engine.dispatcher import Dispatcher
+from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import SlowReaderError, UnavailableError
 from quill.server.outputs import (
     EngineOutputs,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quill.model.reference.sampling import log_probabilities
+from quill.server.engine.model_runner import Computed
+from quill.server.engine.step import Piece
 from quill.server.request import Request, SamplingParams
-from quill.server.scheduler.plan import Piece
-from quill.server.scheduler.session import Computed
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle
 

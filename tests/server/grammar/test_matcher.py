@@ -1,4 +1,4 @@
-"""Masks say what may follow, whatever was guessed in between."""
+"""Masks say what may follow, whatever draft tokens were tried in between."""
 
 import json
 import math
@@ -12,8 +12,9 @@ import pytest
 
 from quill.server.grammar import compiler
 from quill.server.grammar import matcher as matcher_module
-from quill.server.grammar.compiler import Compiler, Form
-from quill.server.grammar.matcher import MAX_FORCED, TokenMatcher
+from quill.server.grammar.compiler import Compiler
+from quill.server.grammar.constraint_source import Constraint
+from quill.server.grammar.matcher import MAX_JUMP_FORWARD, TokenMatcher
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, small_tokenizer, text_of
 
@@ -43,17 +44,17 @@ def walk(matcher: TokenMatcher, rng: random.Random, most: int = 80) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_ends_by_itself_is_a_whole_document(seed: int) -> None:
+def test_output_that_ends_by_itself_is_a_whole_document(seed: int) -> None:
     rng = random.Random(seed)
     for name in ("schema", "regex", "choice"):
-        kind, form = GRAMMARS[name]
-        tokens = walk(small_grammar(kind, form).matcher(), rng)
+        kind, asked = GRAMMARS[name]
+        tokens = walk(small_grammar(kind, asked).matcher(), rng)
         assert tokens[-1] == EOS
         text = text_of(tokens)
         if name == "regex":
-            assert re.fullmatch(form, text)
+            assert re.fullmatch(asked, text)
         elif name == "choice":
-            assert text in json.loads(form)
+            assert text in json.loads(asked)
         else:
             document = json.loads(text)
             assert 0 <= document["a"] <= 300
@@ -62,25 +63,25 @@ def test_what_ends_by_itself_is_a_whole_document(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_guesses_leave_no_trace_and_have_the_masks_of_those_who_go_there(name: str) -> None:
+def test_draft_tokens_leave_no_trace_and_have_the_masks_of_accepted_ones(name: str) -> None:
     grammar, rng = small_grammar(*GRAMMARS[name]), random.Random(name)
     for _ in range(20):
         tokens = walk(grammar.matcher(), rng, 30)
         tokens = tokens[:-1] if tokens[-1] == EOS else tokens
         matcher = grammar.matcher()
         for place in range(len(tokens)):
-            guesses = tokens[place : place + rng.randint(0, 5)]
-            wild = [*guesses[:2], rng.randrange(VOCAB_SIZE)]
-            assert matcher.num_allowed(guesses) == len(guesses)
-            assert matcher.num_allowed(wild) >= min(2, len(guesses))
-            masks = matcher.masks(guesses, (), 0)
+            drafts = tokens[place : place + rng.randint(0, 5)]
+            wild = [*drafts[:2], rng.randrange(VOCAB_SIZE)]
+            assert matcher.num_allowed(drafts) == len(drafts)
+            assert matcher.num_allowed(wild) >= min(2, len(drafts))
+            masks = matcher.masks(drafts, (), 0)
             other = grammar.matcher()
             for token in tokens[:place]:
                 other.accept(token)
-            for mask, guess in zip(masks, [*guesses, None], strict=True):
+            for mask, draft in zip(masks, [*drafts, None], strict=True):
                 assert tokens_in(mask) == allowed(other)
-                if guess is not None:
-                    other.accept(guess)
+                if draft is not None:
+                    other.accept(draft)
             if rng.random() < 0.5:
                 forced = matcher.forced()
                 assert matcher.num_allowed(forced) == len(forced)
@@ -89,7 +90,7 @@ def test_guesses_leave_no_trace_and_have_the_masks_of_those_who_go_there(name: s
             matcher.accept(tokens[place])
 
 
-def test_ends_are_kept_out_where_there_is_anything_else() -> None:
+def test_stop_ids_are_masked_where_there_is_anything_else() -> None:
     matcher = small_grammar("regex", "a{1,3}").matcher()
     (a,) = allowed(matcher)
     masks = matcher.masks([a, a, a], {EOS}, 3)
@@ -100,7 +101,7 @@ def test_ends_are_kept_out_where_there_is_anything_else() -> None:
     assert [tokens_in(mask) for mask in masks] == [[a], [EOS, a], [EOS, a], [EOS]]
 
 
-def test_a_token_that_is_forbidden_loses_the_answer_and_no_other() -> None:
+def test_forbidden_token_fails_its_own_sequence_only() -> None:
     grammar = small_grammar(*GRAMMARS["choice"])
     matcher, other = grammar.matcher(), grammar.matcher()
     matcher.accept(EOS - 1)
@@ -111,7 +112,7 @@ def test_a_token_that_is_forbidden_loses_the_answer_and_no_other() -> None:
     assert len(allowed(other)) > 1
 
 
-def test_a_guess_that_leads_too_far_was_not_made() -> None:
+def test_draft_token_at_which_the_lexer_fails_is_dropped() -> None:
     matcher = small_grammar("regex", "[ab]{1,9}").matcher()
     (first, *_) = allowed(matcher)
     matcher.accept(first)
@@ -123,34 +124,34 @@ def test_a_guess_that_leads_too_far_was_not_made() -> None:
     assert not matcher.has_failed
 
 
-def test_answers_that_share_a_grammar_do_not_wear_it_out_for_each_other(
+def test_sequences_that_share_a_grammar_are_followed_as_far_as_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each can be followed as far as if it were alone, and the next one has a new grammar."""
     limits = llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False)
     monkeypatch.setattr(compiler, "LIMITS", limits)
     monkeypatch.setattr(matcher_module, "MAX_RENEWAL_S", math.inf)
-    form = Form("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}")
+    asked = Constraint("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}")
     own = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
-    shared = own.compile_now(form)
-    said = [walk(shared.matcher(), random.Random(seed), 60) for seed in range(12)]
+    shared = own.compile_now(asked)
+    generated = [walk(shared.matcher(), random.Random(seed), 60) for seed in range(12)]
     assert shared.is_worn_out
-    new = own.compile_now(form)
+    new = own.compile_now(asked)
     assert new is not shared
-    assert own.compile_now(form) is new
-    for seed, tokens in enumerate(said):
-        alone = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS]).compile_now(form).matcher()
+    assert own.compile_now(asked) is new
+    for seed, tokens in enumerate(generated):
+        alone = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS]).compile_now(asked).matcher()
         assert walk(alone, random.Random(seed), 60) == tokens
 
 
-def test_a_grammar_that_takes_long_to_make_is_not_made_again_between_steps(
+def test_grammar_that_is_slow_to_make_is_not_made_again_between_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = llguidance.LLParserLimits(max_lexer_states=100, verbose_errors=False)
     monkeypatch.setattr(compiler, "LIMITS", limits)
     monkeypatch.setattr(matcher_module, "MAX_RENEWAL_S", 0.0)
     own = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
-    grammar = own.compile_now(Form("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}"))
+    grammar = own.compile_now(Constraint("regex", "([a-g]*a){3}[a-g]{12}b[a-g]{0,40}"))
     matcher, rng = grammar.matcher(), random.Random(0)
     with pytest.raises(AssertionError):
         walk(matcher, rng, 60)
@@ -162,15 +163,15 @@ def test_a_grammar_that_takes_long_to_make_is_not_made_again_between_steps(
     assert matcher.num_allowed([0]) == 0
 
 
-def test_what_is_forced_for_long_is_worked_out_once() -> None:
+def test_long_jump_forward_is_computed_once() -> None:
     matcher = small_grammar("regex", "a{300}(b|c)").matcher()
-    told = matcher.forced()
-    assert len(told) == MAX_FORCED
+    first = matcher.forced()
+    assert len(first) == MAX_JUMP_FORWARD
     for _ in range(200):
         (token, *_) = matcher.forced()
         assert allowed(matcher) == [token]
         matcher.accept(token)
     other = small_grammar("regex", "a{300}(b|c)").matcher()
     for _ in range(200):
-        other.accept(told[0])
+        other.accept(first[0])
     assert matcher.forced() == other.forced()

@@ -16,7 +16,7 @@ from quill.server.loading import graph_choice
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.loader import prepare
-from quill.server.runtime.onnx_session import cuda_free_bytes, cuda_problem
+from quill.server.machine.onnx_session import cuda_free_bytes, cuda_problem
 from quill.server.settings import Settings
 from tests.server.running import make_manifest
 from tests.server.scripted_session import TIMEOUT_S

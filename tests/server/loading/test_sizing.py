@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quill.export.bundle.manifest import File, Graphs, Manifest, Verification
+from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.loading import graph_choice
 from quill.server.loading.graph_choice import choose_graphs
@@ -17,7 +18,6 @@ from quill.server.loading.sizing import (
     choose_threads,
 )
 from quill.server.machine.resources import num_cores
-from quill.server.runtime.blocks import BlockShape
 from tests.server.running import make_manifest
 
 MANIFEST = make_manifest(files=(File(name="weights", size=1000, sha256=""),))

@@ -85,9 +85,9 @@ def test_what_breaks_a_rule_is_refused_by_name(field: str, fields: dict[str, Any
 
 def test_forms_are_read_and_only_where_they_can_be_kept_to() -> None:
     constraint = pb.Constraint(choice=pb.Choice(choices=["a", 'é"']))
-    form = read(constraint=constraint).form
-    assert form is not None
-    assert (form.kind, json.loads(form.text)) == ("choice", ["a", 'é"'])
+    constraint_ = read(constraint=constraint).constraint
+    assert constraint_ is not None
+    assert (constraint_.kind, json.loads(constraint_.text)) == ("choice", ["a", 'é"'])
     message = pb.GenerateRequest(prompt_ids=ids(1), constraint=constraint)
     with pytest.raises(UnsupportedError, match="can't keep to a constraint"):
         RequestReader(make_served(grammars=None)).read_generate(message, ARRIVAL)

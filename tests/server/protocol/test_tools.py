@@ -17,7 +17,7 @@ from quill.server.protocol.responses import model_message, response_message
 from quill.server.protocol.served_model import ServedModel
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import whole_calls
+from quill.server.tools import merge_deltas
 from tests.server.parrot import CONTEXT, HERMES, MISTRAL, make_parrot
 from tests.server.running import TEMPLATE, make_served
 
@@ -142,10 +142,10 @@ def test_bad_fields_are_named(field: str, fields: dict[str, Any]) -> None:
 def test_choices_that_ask_for_nothing_need_no_tools() -> None:
     for mode in (pb.TOOL_MODE_UNSPECIFIED, AUTO, NONE):
         assert read(PARROT, tools=[], tool_choice=choice(mode)).tools is None
-    assert read(PARROT, tool_choice=choice(NONE), num_beams=2).form is None
+    assert read(PARROT, tool_choice=choice(NONE), num_beams=2).constraint is None
     free = read(PARROT, tool_choice=choice(NONE), constraint=pb.Constraint(regex="a"))
-    assert free.form is not None
-    assert free.form.kind == "regex"
+    assert free.constraint is not None
+    assert free.constraint.kind == "regex"
 
 
 def test_auto_needs_a_template_that_knows_how() -> None:
@@ -177,13 +177,13 @@ def test_marker_may_be_a_special_token() -> None:
     special = ("<|endoftext|>", "<tool_call>", "</tool_call>")
     tokenizer_json = byte_tokenizer(special)._json
     text = Text(tokenizer_json)
-    grammars = Compiler(tokenizer_json, 259, [0])
+    grammars = Compiler(tokenizer_json, 259, [0], text.split)
     parsed = read(replace(PARROT, text=text, grammars=grammars))
     call = '{"name": "now", "arguments": {}}'
     tokens = text.encode_rendered(f"Hm.<tool_call>\n{call}\n</tool_call>")
     assert {1, 2} < set(tokens)
-    assert parsed.form is not None
-    matcher = grammars.compile_now(parsed.form).matcher()
+    assert parsed.constraint is not None
+    matcher = grammars.compile_now(parsed.constraint).matcher()
     assert matcher.num_allowed(tokens) == len(tokens)
     said = answered(parsed, text, tokens)
     assert said.text == "Hm."
@@ -221,7 +221,7 @@ def test_pieces_are_put_together_where_they_belong() -> None:
     assert [each.arguments for each in chunk.calls] == ["", '{"city": "Oslo"']
     (next_chunk,) = answer.take([TokenEvent("r", 0, text.encode("}")[0], None)])
     assert [(each.id, each.arguments) for each in next_chunk.calls] == [("", "}")]
-    (call,) = whole_calls(chunk.calls + next_chunk.calls)
+    (call,) = merge_deltas(chunk.calls + next_chunk.calls)
     assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
 
 
@@ -231,4 +231,4 @@ def test_templates_are_seen_through() -> None:
     template = ChatTemplate(lookalike, {})
     assert template.knows_tools
     assert template.writes_calls
-    assert template.call_form is None
+    assert template.tool_call_format is None

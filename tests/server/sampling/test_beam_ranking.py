@@ -5,8 +5,7 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.request import BeamParams, Request
-from quill.server.sampling.beam_ranking import rank
-from quill.server.sampling.beam_search import Beam, Search
+from quill.server.sampling.beam_search import Beam, Search, rank
 
 
 def search(num_beams: int, logprobs: int | None = None) -> Search:

@@ -5,7 +5,7 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.sampling import native
-from quill.server.sampling.logprobs import position_logprobs
+from quill.server.sampling.sampler import position_logprobs
 
 
 @pytest.mark.parametrize("vocab_size", [5, 25, 1000, 40_000])

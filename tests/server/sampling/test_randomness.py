@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quill.model import randomness as reference
-from quill.server.sampling.randomness import sequence_seed, uniforms
+from quill.server.sampling.sampler import sequence_seed, uniforms
 
 SEEDS = st.integers(0, 2**64 - 1)
 POSITIONS = st.integers(0, 2**31)

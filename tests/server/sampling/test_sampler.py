@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quill.model.randomness import uniform
 from quill.model.reference import sampling as reference
 from quill.server.request import SamplingParams
-from quill.server.sampling import exact_draw, native, sampler
+from quill.server.sampling import native, sampler
 from quill.server.sampling.penalties import Adjustments
 from quill.server.sampling.sampler import Draw, choose
 
@@ -330,7 +330,7 @@ def test_typical_rows_are_rarely_drawn_exactly(monkeypatch: pytest.MonkeyPatch) 
         exact.append(arguments)
         return real(*arguments)
 
-    real = exact_draw.draw_exactly
+    real = sampler.draw_exactly
     monkeypatch.setattr(sampler, "draw_exactly", counted)
     rng = np.random.default_rng(2)
     # About as peaked as a language model's: a Zipf-like head, and noise.

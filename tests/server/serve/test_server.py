@@ -9,7 +9,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from quill.protos import generation_pb2 as pb
-from quill.server.client.call_error import CallError
+from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.running import SERVING, Running, health_of, running_server

@@ -1,13 +1,12 @@
 """Text that comes in pieces: whole characters only, and nothing of a stop string."""
 
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from quill.model.data.tokenizer import byte_tokenizer, train_bpe
-from quill.server.text.detokenizer import Decoder, WindowDecoder
-from quill.server.text.stop_strings import StopStrings
+from quill.server.text.detokenizer import Decoder, StopStrings, WindowDecoder
 from quill.server.text.tokenizer import Text
 
 BYTES = Text(byte_tokenizer()._json)
@@ -83,6 +82,8 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
+@example(["ab"], ["a", "b"])
+@example(["abab", "b"], ["aba", "ba"])
 @given(
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.text("abc", max_size=4)),

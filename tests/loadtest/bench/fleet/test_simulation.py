@@ -14,7 +14,7 @@ from quill.loadtest.bench.fleet.simulation import (
     Trouble,
 )
 from quill.loadtest.bench.fleet.traffic import Traffic
-from quill.server.client.balancing.target import BALANCES, Balance
+from quill.server.client.target import BALANCES, Balance
 from quill.server.limits import Limits
 from quill.server.request import Request
 

@@ -1,0 +1,193 @@
+"""What a failed call reports: the status, the reason, its details, and advice on connections.
+
+Knows: gRPC's errors and their rich details, the texts of gRPC's connection errors, the client's
+options. Does not know: when a call is retried.
+
+Some causes gRPC reports alike, and the client's options tell them apart: a server that requires TLS
+closes the connection of a client without TLS, and a server that requires a client certificate
+closes the connection of a client without one, both without a reason.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+
+from quill.protos import error_details_pb2 as details_pb
+from quill.server.client.access import Access
+from quill.server.client.primitives import is_task_canceled
+from quill.server.errors import ServerError
+
+_STATUS_KEY = "grpc-status-details-bin"
+# Statuses beside UNAVAILABLE that a call ends with if its server dies: proxies reset the stream, or
+# end it without a status. gRPC also reports them for a server with too many unaccepted calls.
+_BROKEN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
+class CallError(ServerError):
+    """A call that failed. `code` is a gRPC status; `field` is set if the request is wrong.
+
+    `request_id`: the server's log has more under this id; None if the error isn't the server's.
+    `is_lasting`: the same call would fail again.
+    `is_broken`: the connection or the server died during the call; another server may answer.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        request_id: str | None = None,
+        *,
+        is_lasting: bool = False,
+        is_broken: bool = False,
+    ) -> None:
+        super().__init__(f"{message} ({code.name})")
+        self.code = code
+        self.reason = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.request_id = request_id
+        self.is_lasting = is_lasting
+        self.is_broken = is_broken
+
+
+def closed() -> CallError:
+    return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
+
+
+def read_failure(raised: BaseException, access: Access, *, is_closed: bool) -> CallError:
+    """`is_closed`: the client is. The cancellation of the caller's task is raised as it is."""
+    if is_closed and not is_task_canceled(raised):
+        return closed()
+    if isinstance(raised, asyncio.CancelledError):
+        raise raised
+    return read_error(raised, access)
+
+
+def status_code(raised: BaseException) -> grpc.StatusCode:
+    """The cancellation of the caller's task is raised as it is."""
+    if isinstance(raised, asyncio.CancelledError):
+        if is_task_canceled(raised):
+            raise raised
+        return grpc.StatusCode.CANCELLED
+    call: Any = raised
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+def read_error(error: BaseException, access: Access) -> CallError:
+    """The server's error with its details, or why no server was reached.
+
+    Not for calls that were canceled here: such a CANCELLED would be taken for a server's death.
+    """
+    call: Any = error  # every RpcError that a call raises is a Call too, which no type says
+    code, reason = call.code(), call.details() or "no reason was given"
+    if code is grpc.StatusCode.UNAVAILABLE and (found := diagnose(reason, access)):
+        return CallError(code, found.reason, is_lasting=found.is_lasting)
+    details = _read_details(call.trailing_metadata())
+    if code in _BROKEN and details.request_id is None:
+        # To callers CANCELLED means that they did it.
+        code = grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.CANCELLED else code
+        return CallError(code, f"the connection broke during the call: {reason}", is_broken=True)
+    return CallError(code, reason, *details)
+
+
+class _Details(NamedTuple):
+    field: str | None = None  # the wrong one
+    retry_after_s: float | None = None
+    request_id: str | None = None
+
+
+def _read_details(metadata: Any) -> _Details:
+    found = _Details()
+    packed = next((value for key, value in metadata or () if key == _STATUS_KEY), b"")
+    try:
+        for detail in details_pb.ErrorStatus.FromString(packed).details:
+            found = found._replace(**_read_detail(detail))
+    except DecodeError:
+        pass  # a proxy's own, perhaps: the status and the reason are known without it
+    return found
+
+
+def _read_detail(detail: any_pb2.Any) -> dict[str, Any]:
+    match detail.type_url.rpartition("/")[2]:
+        case "google.rpc.BadRequest":
+            violations = details_pb.BadRequest.FromString(detail.value).field_violations
+            return {"field": violations[0].field} if violations else {}
+        case "google.rpc.RetryInfo":
+            delay = details_pb.RetryInfo.FromString(detail.value).retry_delay
+            return {"retry_after_s": delay.ToNanoseconds() / 1e9}
+        case "google.rpc.RequestInfo":
+            return {"request_id": details_pb.RequestInfo.FromString(detail.value).request_id}
+    return {}
+
+
+_NO_PEM = "--ca, --cert or --key holds nothing that TLS can use: each must be a PEM file"
+_NO_TLS = "the server doesn't use TLS. Leave out --tls, --ca, --cert and --key"
+_OTHER_NAME = (
+    "the server's certificate is for another name than the one in --address. Use a name that the "
+    "certificate has, or make a certificate for this name"
+)
+_NOT_GRPC = "what listens there isn't a gRPC server. Is it the metrics port?"
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+# Parts of gRPC's texts, and what they mean. These last until an option is changed.
+_LASTING = {
+    "WRONG_VERSION_NUMBER": _NO_TLS,
+    "Hostname Verification Check failed": _OTHER_NAME,
+    "Failed to create security handshaker": _NO_PEM,
+    "Failed parsing HTTP/2": _NOT_GRPC,
+}
+_CLOSED_BY_SERVER = ("Socket closed", "Connection reset")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`is_lasting`: a retry is of no use."""
+
+    reason: str
+    is_lasting: bool = False
+
+
+def diagnose(details: str, access: Access) -> Diagnosis | None:
+    """Why a connection failed, from gRPC's text. None: the text isn't about a connection."""
+    if details.startswith("errors resolving"):
+        return Diagnosis(f"the host in --address isn't known: {details}")
+    if not details.startswith("failed to connect"):
+        return None
+    last = details.partition("last error: ")[2].partition(": ")[2] or details
+    if _UNTRUSTED in last:
+        return Diagnosis(_untrusted(last, access), is_lasting=True)
+    for part, reason in _LASTING.items():
+        if part in last:
+            return Diagnosis(reason, is_lasting=True)
+    if any(part in last for part in _CLOSED_BY_SERVER):
+        return Diagnosis(_closed_by_server(access))
+    return Diagnosis(f"no server answers: {last}. Is one running? `quill serve` starts it")
+
+
+def _untrusted(last: str, access: Access) -> str:
+    why = last.partition(f"{_UNTRUSTED}: ")[2].removesuffix(": OK")
+    trusted = "the authority in --ca" if access.ca is not None else "this machine's authorities"
+    return (
+        f"the server's certificate isn't trusted by {trusted}: {why}. If another authority signed "
+        "it, give that one with --ca"
+    )
+
+
+def _closed_by_server(access: Access) -> str:
+    if not access.uses_tls:
+        return "the server closed the connection. If it requires TLS, give --ca or --tls"
+    if access.cert is None:
+        return (
+            "the server closed the connection. If it requires a client certificate (--client-ca), "
+            "give --cert and --key"
+        )
+    return (
+        "the server closed the connection. Is the certificate in --cert signed by an authority of "
+        "the server's --client-ca?"
+    )

@@ -1,1 +1,0 @@
-"""One step on ONNX Runtime, and the memory that rows keep."""

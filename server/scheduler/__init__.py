@@ -1,1 +1,0 @@
-"""Who runs in the next step."""

@@ -1,0 +1,269 @@
+"""Who runs in a step, and who waits for a row or for blocks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quill.server.engine.entrance import LOOK_AHEAD
+from quill.server.engine.fair_queue import cost
+from quill.server.engine.scheduler import Scheduler
+from quill.server.engine.step import Choice, Outcome, Plan, StepResult
+from quill.server.limits import Limits
+from quill.server.request import BeamParams, Request
+
+CONTEXT = 128
+
+
+class World:
+    """Runs plans without a model: row i of a request says i, and then i + 1, and so on."""
+
+    def __init__(self, max_num_seqs: int = 4, num_blocks: int = 64, **limits: Any) -> None:
+        fields = {
+            "max_num_seqs": max_num_seqs,
+            "context": CONTEXT,
+            "num_blocks": num_blocks,
+            **limits,
+        }
+        self.scheduler = Scheduler(Limits(**fields))
+        self.plans: list[Plan] = []
+        self.finished: dict[tuple[str, int], str] = {}
+
+    def step(self) -> Outcome | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        choices = []
+        for part in plan.parts:
+            tokens = [row.sequence + len(row.token_ids) for row in part.takers]
+            tokens += [tokens[-1] + i + 1 for i in range(len(part.guesses))]
+            choices.append([Choice(token, None, is_finite=True) for token in tokens])
+        hidden = [np.ones((len(part.piece.hidden), 1), np.float32) for part in plan.parts]
+        outcome = self.scheduler.commit(plan, StepResult(choices, hidden, {}, {}, set()))
+        for row, reason in outcome.finished:
+            self.finished[row.request.request_id, row.sequence] = reason
+        return outcome
+
+    def run(self) -> None:
+        while self.step() is not None:
+            assert len(self.plans) < 10_000
+
+    def starts(self) -> list[str]:
+        return [start.request.request_id for plan in self.plans for start in plan.starts]
+
+
+def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
+    first = sum(map(ord, name)) * 1000
+    prompt = tuple(range(first, first + num_prompt))
+    fields.setdefault("max_new_tokens", 4)
+    return Request(request_id=name, **{"prompt_ids": prompt, **fields})
+
+
+def test_prompt_is_read_and_then_each_step_reads_a_token() -> None:
+    world = World()
+    world.scheduler.add(_request(num_prompt=20))
+    world.run()
+    pieces = [[tuple(part.piece[:2]) for part in plan.parts] for plan in world.plans]
+    prompt = _request(num_prompt=20).prompt_ids
+    assert pieces == [[(prompt, 0)], [((0,), 20)], [((1,), 21)], [((2,), 22)]]
+    assert [plan.kind for plan in world.plans] == ["prefill", "decode", "decode", "decode"]
+    assert world.finished == {("r", 0): "length"}
+
+
+def test_prompts_are_read_beside_running_rows_which_come_first() -> None:
+    world = World()
+    world.scheduler.add(_request("running", max_new_tokens=40))
+    world.step()
+    for name in ("a", "b"):
+        world.scheduler.add(_request(name, num_prompt=8))
+    world.scheduler.note(world.plans[-1], 0.001)
+    world.step()
+    plan = world.plans[-1]
+    assert plan.kind == "mixed"
+    assert plan.parts[0].row.request.request_id == "running"
+    assert {part.row.request.request_id for part in plan.reading} == {"a", "b"}
+
+
+def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() -> None:
+    world = World(speculative=False)
+    world.scheduler.add(_request(num_prompt=40, num_sequences=3))
+    world.step()
+    world.step()
+    blocks = [list(part.piece.blocks) for part in world.plans[-1].running]
+    assert len({tuple(each[:2]) for each in blocks}) == 1
+    assert len({each[2] for each in blocks}) == 3
+    assert len(world.plans[-1].copies) == 2
+    world.run()
+    assert not any(plan.copies for plan in world.plans[2:])
+    assert world.scheduler.num_blocks_held == 0
+
+
+def test_logits_are_wanted_at_a_prompts_end_only_or_everywhere_if_it_is_scored() -> None:
+    world = World()
+    world.scheduler.add(_request("plain", num_prompt=100, max_new_tokens=1))
+    world.run()
+    wanted = [list(part.piece.wanted) for plan in world.plans for part in plan.reading]
+    assert wanted[:-1] == [[]] * (len(wanted) - 1)
+    assert len(wanted[-1]) == 1
+    world.plans.clear()
+    world.scheduler.add(_request("plain", num_prompt=100, prompt_logprobs=0, max_new_tokens=0))
+    world.run()
+    parts = [part for plan in world.plans for part in plan.reading]
+    assert parts[0].piece.start == 0, "nothing comes from the cache"
+    assert [len(part.piece.wanted) for part in parts] == [len(part.piece.ids) for part in parts]
+    assert max(len(part.piece.ids) for part in parts) <= 64
+    assert world.finished["plain", 0] == "length"
+
+
+def test_request_that_needs_much_is_overtaken_by_little() -> None:
+    world = World(max_num_seqs=2)
+    world.scheduler.add(_request("one", max_new_tokens=100))
+    world.step()
+    world.scheduler.add(_request("two", num_sequences=2, num_prompt=100))
+    for number in range(20):
+        world.scheduler.add(_request(f"late {number}"))
+    world.run()
+    starts = world.starts()
+    assert 1 < starts.index("two") < 6, "its own cost is that of three others"
+
+
+@pytest.mark.parametrize("num_new", [20, 60])
+def test_request_starts_when_there_are_blocks_for_its_prompt(num_new: int) -> None:
+    world = World(num_blocks=8)
+    world.scheduler.add(_request("one", num_prompt=60, max_new_tokens=20))
+    world.step()
+    world.scheduler.add(_request("two", num_prompt=60, max_new_tokens=num_new))
+    world.step()
+    assert world.starts() == ["one"]
+    world.run()
+    assert world.starts() == ["one", "two"]
+
+
+def test_youngest_is_set_back_and_the_oldest_never() -> None:
+    world = World(num_blocks=8, speculative=False)
+    for name in ("old", "young"):
+        world.scheduler.add(_request(name, num_prompt=30, max_new_tokens=90))
+    world.run()
+    assert world.scheduler.num_preempted >= 1
+    assert list(world.finished) == [("old", 0), ("young", 0)]
+    assert world.starts() == ["old", "young"], "each is told once"
+    old = [plan for plan in world.plans for p in plan.parts if p.row.request.request_id == "old"]
+    assert len(old) == 90, "not one step without it"
+
+
+def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
+    limits = Limits(max_num_seqs=4, context=CONTEXT, num_blocks=8)
+    cases = {
+        ("plain", 1, 30, 98): True,
+        ("prompt and answer fill the context", 1, 100, 10**6): True,
+        ("three answers share the prompt", 3, 100, 12): False,
+        ("three short answers share the prompt", 3, 64, 16): True,
+        ("too many rows", 5, 1, 1): False,
+    }
+    for (name, num_sequences, num_prompt, num_new), fits in cases.items():
+        request = _request(
+            "r", num_prompt=num_prompt, max_new_tokens=num_new, num_sequences=num_sequences
+        )
+        assert limits.fits(request) == fits, name
+    source = Request(request_id="s", prompt_ids=(0,), source_ids=(1,) * 120, max_new_tokens=16)
+    assert not limits.fits(source)
+    with pytest.raises(AssertionError):
+        Scheduler(limits).add(source)
+    beams = _request(num_prompt=64, max_new_tokens=33, beams=BeamParams(num_beams=2))
+    assert not limits.fits(beams)
+
+
+@pytest.mark.parametrize(("stop", "reason"), [(99, "length"), (6, "stop")])
+def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> None:
+    said: dict[bool, list[int]] = {}
+    for speculative in (True, False):
+        world = World(speculative=speculative)
+        prompt = (90, *range(20), 91)  # the answer will be 0, 1, 2 ...
+        fields: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": frozenset({stop})}
+        world.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
+        said[speculative] = []
+        while (outcome := world.step()) is not None:
+            said[speculative] += [each.token for each in outcome.said]
+            held = [
+                row.num_held - row.num_text
+                for group in world.scheduler._groups
+                for row in group.rows
+            ]
+            assert set(held) <= {-1}
+        assert world.finished["r", 0] == reason
+        num_asked = [len(part.piece.ids) for plan in world.plans for part in plan.running]
+        assert (max(num_asked) > 1) == speculative
+        assert (len(world.plans) < len(said[speculative])) == speculative
+    assert said[True] == said[False] == list(range(min(12, stop + 1)))
+
+
+def test_wrong_guesses_are_forgotten() -> None:
+    world = World()
+    prompt = (90, 0, 1, 2, 55, 56, 57, 91)
+    world.scheduler.add(Request(request_id="r", prompt_ids=prompt, max_new_tokens=30))
+    said = []
+    while (outcome := world.step()) is not None:
+        said += [each.token for each in outcome.said]
+    assert said == list(range(30))
+    guessed = [tuple(part.guesses) for plan in world.plans for part in plan.running]
+    assert any(guessed)
+    assert sum(map(bool, guessed)) < 3
+
+
+def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> None:
+    world = World(max_num_seqs=1)
+    world.scheduler.add(_request("gone", num_prompt=100))
+    world.step()
+    assert world.scheduler.num_blocks_held
+    world.scheduler.remove("gone")
+    assert world.scheduler.num_blocks_held == world.scheduler.num_rows == 0
+    assert world.step() is None
+
+
+def test_set_back_text_that_is_wholly_known_runs_on_though_nobody_else_runs() -> None:
+    world = World(num_blocks=10, block_size=4, context=40)
+    world.scheduler.add(_request("old", num_prompt=6, max_new_tokens=18))
+    world.step()
+    twin = _request("first", num_prompt=6, max_new_tokens=30)
+    world.scheduler.add(twin)
+    for _ in range(5):
+        world.step()
+    # It is set back; the first twin writes the same blocks, and then nobody is left but it.
+    world.scheduler.add(_request("second", prompt_ids=twin.prompt_ids, max_new_tokens=30))
+    world.run()
+    assert world.scheduler.num_preempted >= 1
+    assert set(world.finished) == {("old", 0), ("first", 0), ("second", 0)}
+
+
+@pytest.mark.parametrize("num_prompt", range(1, 9))
+def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
+    # The long prompt may set the row back that takes its blocks, but not while it has to pause.
+    world = World(num_blocks=32, block_size=4, speculative=False, max_read=4)
+    world.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
+    world.step()
+    world.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
+    for _ in range(200):
+        if world.step() is not None:
+            world.scheduler.note(world.plans[-1], 0.02)
+    assert set(world.finished) == {("long", 0), ("row", 0)}
+
+
+def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
+    world = World(num_blocks=36, block_size=4, speculative=False, share=False)
+    scheduler, overtaken = world.scheduler, 0
+    big = _request("big", num_prompt=60, max_new_tokens=28, owner="big")
+    for number in range(600):
+        for place in range(scheduler.num_waiting, 3):
+            name = f"little {number} {place}"
+            scheduler.add(_request(name, num_prompt=4, max_new_tokens=100))
+        if number == 10:
+            scheduler.add(big)
+        waiting = scheduler._entrance._queue.in_order(LOOK_AHEAD)
+        world.step()
+        started = {group.request.request_id for group in scheduler._groups}
+        if waiting[0] is big and "big" not in started:
+            overtaken += sum(cost(each) for each in waiting if each.request_id in started)
+        assert overtaken <= cost(big)
+    assert scheduler.num_preempted >= 1
+    assert ("big", 0) in world.finished
