@@ -8,29 +8,19 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import threading
 
 from quill.export.bundle.manifest import read_manifest
 from quill.server.auth.key_file import read_keys
+from quill.server.cluster import local_ray
 from quill.server.cluster.bundle_source import local_bundle
 from quill.server.cluster.config import (
-    APPLICATION,
     COORDINATOR,
     NAMESPACE,
     write_ray_service,
     write_serve_config,
 )
-from quill.server.cluster.local_ray import (
-    Progress,
-    deploy,
-    is_free,
-    is_serving,
-    local_ray,
-    num_cpus,
-    progress,
-    stop,
-)
-from quill.server.cluster.own_session import go_on_in_own_session
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.errors import ReloadError, StartError
 from quill.server.serve.ready_message import line_to_type, proof, quill_command
@@ -54,27 +44,26 @@ def up(args: argparse.Namespace) -> None:
     kv_cache_mb = max(MIN_KV_CACHE_MB, KV_CACHE_MB // most)
     plan = read_plan(args, threads=threads, kv_cache_mb=kv_cache_mb, one_machine=True)
     check_exposure(plan, args.insecure)
-    go_on_in_own_session()
     lines = lines_to_type(plan)
     stopping, at_once, reloading = threading.Event(), threading.Event(), threading.Event()
     _stop_on_signals(stopping, at_once)
     signal.signal(signal.SIGHUP, lambda *_: reloading.set())
     print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
-    with local_ray(num_cpus(plan), DASHBOARD_PORT if args.dashboard else None):
+    with local_ray.local_ray(plan, DASHBOARD_PORT if args.dashboard else None):
         _stop_on_signals(stopping, at_once)  # again: Ray has replaced the handlers
-        deploy(plan)
+        local_ray.deploy(plan)
         shown = _wait(plan, stopping)
         if stopping.is_set():
             return
         print(f"Serving at {plan.args.frontend}. Now type:")
         print(*(f"  {line}" for line in lines), sep="\n", flush=True)
         while not stopping.wait(POLL_S):
-            shown = _show(progress(), shown)
+            shown = _show(local_ray.progress(), shown)
             if reloading.is_set():
                 reloading.clear()
                 _reload_and_print()
         print("Stopping: running calls finish first; a second signal ends them.", flush=True)
-        stop(at_once)
+        local_ray.stop(at_once)
 
 
 def config(args: argparse.Namespace) -> None:
@@ -107,7 +96,7 @@ def _reload_all() -> None:
     try:
         coordinator = ray.get_actor(COORDINATOR, NAMESPACE)
     except ValueError as error:
-        raise ReloadError(f"this Ray cluster has no application {APPLICATION}") from error
+        raise ReloadError("this Ray cluster has no replicas of Quill") from error
     refused = ray.get(coordinator.reload.remote())
     if refused:
         raise ReloadError(refused)
@@ -143,6 +132,18 @@ def lines_to_type(plan: Plan) -> list[str]:
     return lines
 
 
+def is_free(host: str, port: int) -> bool:
+    """At this moment."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def _stop_on_signals(stopping: threading.Event, at_once: threading.Event) -> None:
     """The first signal stops gracefully, the second at once."""
 
@@ -159,16 +160,16 @@ def _wait(plan: Plan, stopping: threading.Event) -> str:
     """Until the first replicas serve. Returns the last line shown."""
     shown = ""
     while not stopping.wait(POLL_S):
-        found = progress()
+        found = local_ray.progress()
         shown = _show(found, shown)
-        if found.is_running and is_serving(plan):
+        if found.state == "RUNNING" and local_ray.is_serving(plan):
             break
-        if found.has_failed:
+        if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise StartError(f"the replicas don't start: {found.message}")
     return shown
 
 
-def _show(found: Progress, shown: str) -> str:
+def _show(found: local_ray.Progress, shown: str) -> str:
     states = ", ".join(f"{num} {state.lower()}" for state, num in found.replicas.items())
     line = f"replicas: {states or 'none yet'}"
     if line != shown:

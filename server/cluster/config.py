@@ -1,7 +1,6 @@
 """serve.yaml and a RayService: a plan as Ray Serve and KubeRay read it.
 
 Knows: Ray Serve's and KubeRay's names. Does not know: Ray itself; no Ray is needed to write files.
-The RayService was never run by its authors.
 """
 
 import math
@@ -13,12 +12,11 @@ from quill.server.cluster.plan import Plan
 from quill.server.settings import CLUSTER_OPTIONS, OPTIONS
 
 RAY = "2.60.0"
-APPLICATION = "quill"
-REPLICA = "replica"
+APPLICATION, REPLICA = "quill", "replica"
 NAMESPACE, COORDINATOR = "quill", "coordinator"  # of an actor
-REQUESTS = "requests"  # the name under which replicas report their load
-WORKER_MEMORY = "4Gi"
+REQUESTS = "requests"  # the metric by which replicas scale
 HTTP_PORT = 8000  # Ray Serve's own health, which KubeRay checks; Quill has no HTTP here
+WORKER_MEMORY = "4Gi"
 # Of every process of Ray.
 ENVIRONMENT = {
     # The replica's gRPC server shares an event loop with Ray's: grpc.aio supports no second one.
@@ -29,51 +27,61 @@ ENVIRONMENT = {
 }
 Json = dict[str, Any]
 
-_HEAD = """\
+_SERVE_HEAD = """\
 Quill on Ray {ray}. Deploy it with `serve deploy serve.yaml`, on a Ray cluster whose every machine
 has quill[cluster], and was started by `ray start` with this environment. ~/.ray/auth_token is the
 same on every machine; `ray get-auth-token --generate` makes it:
 
 {environment}
 
-A cluster doesn't encrypt: terminate TLS in front of it. A deployed change of num_replicas only
-scales; a change of args replaces replicas, a few at a time.
+A cluster doesn't encrypt: terminate TLS in front of it. A change of num_replicas only scales; a
+change of args replaces replicas, each after its successor is ready and its last call has ended.
 
-- proxy_location, http_options: Ray Serve's own health; clients call args.port
-- max_surge_percent: new replicas are ready before old ones stop
-- autoscaling_config: by running and waiting requests instead of processor time
-- graceful_shutdown_timeout_s: longer than longest_answer_s
 - args.bundle: a directory on every machine, or a URL that fsspec can read
 - args.manifest_sha256: of the bundle's manifest.json; null: any bundle
-- args.host, port: where HAProxy listens, on every machine with replicas
+- args.host, port: where clients call, on every machine with replicas
 - args.one_machine: replicas listen at the loopback address only
 - args.longest_answer_s: a replica that stops finishes its calls for so long
 {options}
 """
+_RAY_SERVICE_HEAD = """\
+Quill on Kubernetes with KubeRay 1.5.1 or newer; its authors never ran it. Clients call the service.
+A bundle that is a path must be on every pod, in the image or on a volume.{keys}
+"""
 
 
 def serve_config(plan: Plan) -> Json:
-    args = plan.args
+    application = {
+        "name": APPLICATION,
+        "route_prefix": None,
+        "import_path": "quill.server.cluster.deployment:build",
+        "args": plan.args.plain(),
+        "deployments": [replica_options(plan)],
+    }
     return {
-        "proxy_location": "Disabled" if args.one_machine else "EveryNode",
-        "http_options": {"host": args.host, "port": HTTP_PORT},
-        "applications": [
-            {
-                "name": APPLICATION,
-                "route_prefix": None,
-                "import_path": "quill.server.cluster.deployment:build",
-                "args": args.plain(),
-                "deployments": [replica_options(plan)],
-            }
-        ],
+        "proxy_location": "Disabled" if plan.args.one_machine else "EveryNode",
+        "http_options": {"host": plan.args.host, "port": HTTP_PORT},
+        "applications": [application],
     }
 
 
 def replica_options(plan: Plan) -> Json:
-    """The replicas' options, as Ray Serve's deployments have them."""
+    """Of the replicas, as a deployment of Ray Serve has them."""
+    count: Json = {"num_replicas": plan.min_replicas}
+    if plan.min_replicas != plan.max_replicas:
+        scaling = {
+            "min_replicas": plan.min_replicas,
+            "max_replicas": plan.max_replicas,
+            "policy": {"policy_function": "quill.server.cluster.config:wanted_replicas"},
+            "target_ongoing_requests": plan.target_requests,
+            "upscale_delay_s": plan.upscale_delay_s,
+            "downscale_delay_s": plan.downscale_delay_s,
+            "look_back_period_s": 15,
+        }
+        count = {"autoscaling_config": scaling}
     return {
         "name": REPLICA,
-        **_count(plan),
+        **count,
         "ray_actor_options": {"num_cpus": plan.cpus},
         "max_surge_percent": 25,
         "graceful_shutdown_timeout_s": plan.shutdown_s,
@@ -83,24 +91,8 @@ def replica_options(plan: Plan) -> Json:
     }
 
 
-def _count(plan: Plan) -> Json:
-    if plan.min_replicas == plan.max_replicas:
-        return {"num_replicas": plan.min_replicas}
-    return {
-        "autoscaling_config": {
-            "min_replicas": plan.min_replicas,
-            "max_replicas": plan.max_replicas,
-            "policy": {"policy_function": "quill.server.cluster.config:wanted_replicas"},
-            "target_ongoing_requests": plan.target_requests,
-            "upscale_delay_s": plan.upscale_delay_s,
-            "downscale_delay_s": plan.downscale_delay_s,
-            "look_back_period_s": 15,
-        }
-    }
-
-
 def wanted_replicas(context: Any) -> tuple[int, Json]:
-    """Ray Serve's autoscaling policy: each replica has its target of requests."""
+    """Ray Serve's autoscaling policy, by running and waiting requests."""
     num_requests = sum(context.aggregated_metrics.get(REQUESTS, {}).values())
     return max(1, math.ceil(num_requests / context.config.target_ongoing_requests)), {}
 
@@ -108,98 +100,76 @@ def wanted_replicas(context: Any) -> tuple[int, Json]:
 def write_serve_config(plan: Plan) -> str:
     exports = "\n".join(f"  export {name}={value}" for name, value in ENVIRONMENT.items())
     options = "\n".join(f"- args.settings.{name}: {OPTIONS[name].help}" for name in CLUSTER_OPTIONS)
-    head = _HEAD.format(ray=RAY, environment=exports, options=options)
-    comment = "\n".join(f"# {line}".rstrip() for line in head.splitlines())
-    return f"{comment}\n{_dump(serve_config(plan))}"
+    head = _SERVE_HEAD.format(ray=RAY, environment=exports, options=options)
+    return _write(head, serve_config(plan))
 
 
-def ray_service(plan: Plan, image: str) -> list[Json]:
-    """For KubeRay 1.5.1 or newer. `image`: one with quill[cluster]."""
-    # The operator sets the token and its mode.
-    environment = [
-        {"name": name, "value": value} for name, value in ENVIRONMENT.items() if "AUTH" not in name
-    ]
-    ports = [{"name": "gcs-server", "containerPort": 6379}]
-    ports += [{"name": "dashboard", "containerPort": 8265}]
-    head = _container("ray-head", image, environment, ports, "1", "2Gi")
-    ports = [{"name": "grpc", "containerPort": plan.args.port}]
-    worker = _container("ray-worker", image, environment, ports, str(plan.cpus), WORKER_MEMORY)
+def write_ray_service(plan: Plan, image: str) -> str:
+    """`image`: one with quill[cluster]."""
+    keys = plan.args.settings.api_keys
+    mount = "" if keys is None else f" Mount a secret with the\nAPI keys at {keys}."
+    return _write(_RAY_SERVICE_HEAD.format(keys=mount), *ray_service(plan, image))
+
+
+def ray_service(plan: Plan, image: str) -> tuple[Json, Json]:
+    """The RayService, and the Service of its replicas' HAProxies."""
+    port = plan.args.port
+    head_ports = [("gcs-server", 6379), ("dashboard", 8265)]
+    head = _pod(image, "ray-head", head_ports, "1", "2Gi")
+    head["automountServiceAccountToken"] = True  # the autoscaler asks Kubernetes for pods
+    worker = _pod(image, "ray-worker", [("grpc", port)], str(plan.cpus), WORKER_MEMORY)
+    worker["terminationGracePeriodSeconds"] = round(plan.shutdown_s) + 30
+    workers = {
+        "groupName": "replicas",
+        "replicas": plan.min_replicas,
+        "minReplicas": plan.min_replicas,
+        "maxReplicas": plan.max_replicas,
+        "rayStartParams": {},
+        "template": {"spec": worker},
+    }
+    start = {"num-cpus": "0", "dashboard-host": "0.0.0.0"}  # no replica; KubeRay's connections
     cluster = {
         "rayVersion": RAY,
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": True,
-        "headGroupSpec": {
-            "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-            # The autoscaler beside the head asks Kubernetes for pods.
-            "template": {"spec": {"automountServiceAccountToken": True, "containers": [head]}},
-        },
-        "workerGroupSpecs": [
-            {
-                "groupName": "replicas",
-                "replicas": plan.min_replicas,
-                "minReplicas": plan.min_replicas,
-                "maxReplicas": plan.max_replicas,
-                "rayStartParams": {},
-                "template": {
-                    "spec": {
-                        "terminationGracePeriodSeconds": round(plan.shutdown_s) + 30,
-                        "containers": [worker],
-                    }
-                },
-            }
-        ],
+        "headGroupSpec": {"rayStartParams": start, "template": {"spec": head}},
+        "workerGroupSpecs": [workers],
     }
-    spec = {"serveConfigV2": _dump(serve_config(plan)), "rayClusterConfig": cluster}
-    service = {
-        "selector": {"ray.io/group": "replicas"},
-        "ports": [{"name": "grpc", "port": plan.args.port, "targetPort": "grpc"}],
-    }
-    return [
-        {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": {"name": APPLICATION},
-         "spec": spec},
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": APPLICATION},
-         "spec": service},
-    ]  # fmt: skip
+    config = yaml.safe_dump(serve_config(plan), sort_keys=False)
+    ports = [{"name": "grpc", "port": port, "targetPort": "grpc"}]
+    service = {"selector": {"ray.io/group": "replicas"}, "ports": ports}
+    names = {"metadata": {"name": APPLICATION}}
+    return (
+        {"apiVersion": "ray.io/v1", "kind": "RayService", **names,
+         "spec": {"serveConfigV2": config, "rayClusterConfig": cluster}},
+        {"apiVersion": "v1", "kind": "Service", **names, "spec": service},
+    )  # fmt: skip
 
 
-def _container(
-    name: str, image: str, environment: list[Json], ports: list[Json], cpu: str, memory: str
-) -> Json:
-    resources = {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
-    return {
+def _pod(image: str, name: str, ports: list[tuple[str, int]], cpu: str, memory: str) -> Json:
+    # KubeRay sets the token and its mode.
+    given = {name: value for name, value in ENVIRONMENT.items() if "AUTH" not in name}
+    container = {
         "name": name,
         "image": image,
-        "env": environment,
-        "ports": ports,
-        "resources": resources,
+        "env": [{"name": name, "value": value} for name, value in given.items()],
+        "ports": [{"name": name, "containerPort": port} for name, port in ports],
+        "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
     }
-
-
-def write_ray_service(plan: Plan, image: str) -> str:
-    lines = [
-        "# Quill on Kubernetes with KubeRay 1.5.1 or newer; its authors never ran it.",
-        "# A bundle that is a path must be on every pod: in the image, or on a volume.",
-    ]
-    if plan.args.settings.api_keys is not None:
-        lines.append(f"# Mount a secret with the API keys at {plan.args.settings.api_keys}.")
-    return "\n".join([*lines, yaml.dump_all(ray_service(plan, image), Dumper=_Dumper,
-                                            sort_keys=False, explicit_start=True)])  # fmt: skip
+    return {"containers": [container]}
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Without anchors, and with texts of several lines as blocks."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _block(dumper: Any, text: str) -> Any:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    def represent_str(self, text: str) -> Any:
+        """Several lines as a block."""
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _block)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _dump(content: Json) -> str:
-    return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False))
+def _write(head: str, *documents: Json) -> str:
+    comment = "\n".join(f"# {line}".rstrip() for line in head.splitlines())
+    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True)
+    return f"{comment}\n{body}"

@@ -35,7 +35,7 @@ class Heartbeat(NamedTuple):
     address: str  # where the replica's gRPC server listens
     frontend: str  # where HAProxy listens for it
     is_ready: bool  # False: no new calls
-    slot: int | None  # None before the first heartbeat
+    slot: int  # 0 before the first answer
     generated: Mapping[int, int] = {}  # tokens so far, by ticket
 
 
@@ -102,28 +102,25 @@ class Coordinator:
         found.held.__exit__(None, None, None)
 
     async def beat(self, heartbeat: Heartbeat) -> Instruction:
-        replica = self._seen(heartbeat.replica)
-        if heartbeat.slot is None:
-            before = replica.heartbeat
-            slot = self._free_slot() if before is None or before.slot is None else before.slot
-            heartbeat = heartbeat._replace(slot=slot)
-        replica.heartbeat = heartbeat
+        replica = self._replicas.setdefault(heartbeat.replica, _Replica(0.0))
+        replica.seen_s = self._clock()
+        before = replica.heartbeat
+        slot = heartbeat.slot or (before and before.slot) or self._free_slot()
+        replica.heartbeat = heartbeat._replace(slot=slot)
         for number, num_generated in heartbeat.generated.items():
             ticket = replica.tickets.get(number)
             if ticket is not None and ticket.usage is not None:
                 ticket.usage.is_read = num_generated > 0
                 ticket.usage.note(num_generated)
-        assert heartbeat.slot is not None
-        return Instruction(heartbeat.slot, heartbeat.replica == self._turn)
+        return Instruction(slot, heartbeat.replica == self._turn)
 
     async def endpoints(self, frontend: str) -> list[Endpoint]:
         """The endpoint pool of the HAProxies at this address."""
-        names = self.replicas
-        beats = [each.heartbeat for name in names if (each := self._replicas[name]).heartbeat]
+        beats = [self._replicas[name].heartbeat for name in self.replicas]
         return [
             Endpoint(beat.slot, beat.address, beat.is_ready)
             for beat in beats
-            if beat is not None and beat.slot is not None and beat.frontend == frontend
+            if beat is not None and beat.frontend == frontend
         ]
 
     async def leave(self, replica: str) -> None:
@@ -172,11 +169,6 @@ class Coordinator:
         known = self._replicas.setdefault(replica, _Replica(self._clock()))
         known.tickets[number] = _Ticket(held, usage)
         return None
-
-    def _seen(self, name: str) -> _Replica:
-        replica = self._replicas.setdefault(name, _Replica(0.0))
-        replica.seen_s = self._clock()
-        return replica
 
     def _free_slot(self) -> int:
         """In turn: a slot isn't taken again while its last streams may still run."""

@@ -13,13 +13,12 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,30 +30,22 @@ from quill.server.errors import StartError
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
 HEALTH_TIMEOUT_S = 5.0
-OWN_CPUS = 1  # beside those of the replicas, twice: new ones start while old ones stop
+OWN_CPUS = 1
 POLL_S = 0.2
 _OUR_ERROR = re.compile(r"^.*quill\.[\w.]+Error: (.+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Of a deployment."""
 
     state: str  # DEPLOYING, RUNNING, DEPLOY_FAILED, …
     replicas: dict[str, int]  # how many in each state
     message: str
 
-    @property
-    def is_running(self) -> bool:
-        return self.state == "RUNNING"
-
-    @property
-    def has_failed(self) -> bool:
-        return self.state in ("DEPLOY_FAILED", "UNHEALTHY")
-
 
 @contextmanager
-def local_ray(num_cpus: int, dashboard_port: int | None = None) -> Iterator[None]:
+def local_ray(plan: Plan, dashboard_port: int | None = None) -> Iterator[None]:
+    """Ray with room for the plan's replicas twice: new ones start while old ones stop."""
     with _own_directory() as directory:
         os.environ |= ENVIRONMENT | {
             "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
@@ -66,7 +57,7 @@ def local_ray(num_cpus: int, dashboard_port: int | None = None) -> Iterator[None
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             ray.init(
-                num_cpus=num_cpus,
+                num_cpus=max(os.cpu_count() or 1, 2 * plan.max_replicas * plan.cpus + OWN_CPUS),
                 include_dashboard=dashboard_port is not None,
                 dashboard_port=dashboard_port,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -93,10 +84,6 @@ def _own_directory() -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def num_cpus(plan: Plan) -> int:
-    return max(os.cpu_count() or 1, 2 * plan.max_replicas * plan.cpus + OWN_CPUS)
 
 
 def deploy(plan: Plan) -> None:
@@ -157,15 +144,3 @@ def stop(at_once: threading.Event) -> None:
     while not at_once.wait(POLL_S):
         if serve.status().applications.get(APPLICATION) is None:
             return
-
-
-def is_free(host: str, port: int) -> bool:
-    """At this moment."""
-    try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind) as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(address)
-    except OSError:
-        return False
-    return True

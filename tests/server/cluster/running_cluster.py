@@ -6,6 +6,7 @@ Knows: how a cluster starts, its replicas' processes and metrics. Does not know:
 import contextlib
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quill.server.cluster.config import write_serve_config
-from quill.server.cluster.local_ray import is_serving, num_cpus
+from quill.server.cluster.local_ray import is_serving
 from quill.server.cluster.plan import Plan, ReplicaArgs
 from quill.server.settings import Settings
 from tests.server.process import ROOT, wait_until
@@ -181,7 +182,8 @@ def make_plan(bundle: Path, settings: Settings, **changes: Any) -> Plan:
 @contextmanager
 def running_cluster(plan: Plan, directory: Path) -> Iterator[RunningCluster]:
     port = free_port()
-    command = [sys.executable, "-m", "tests.server.cluster.driver", str(num_cpus(plan)), str(port)]
+    command = [sys.executable, "-m", "tests.server.cluster.driver"]
+    command += [pickle.dumps(plan).hex(), str(port)]
     log = directory / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(

@@ -49,7 +49,7 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heartbeat(replica: str, **changes: Any) -> Heartbeat:
-    first = Heartbeat(replica, f"10.0.0.1:{ord(replica)}", FRONTEND, True, None)
+    first = Heartbeat(replica, f"10.0.0.1:{ord(replica)}", FRONTEND, True, 0)
     return first._replace(**changes)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from quill.__main__ import build_parser
 from quill.server.auth.key_file import add_key
-from quill.server.cluster.commands import lines_to_type
-from quill.server.cluster.local_ray import is_free, own_error
+from quill.server.cluster.commands import is_free, lines_to_type
+from quill.server.cluster.local_ray import own_error
 from quill.server.cluster.plan import read_plan
 from tests.server.cluster.running_cluster import free_port
 from tests.server.process import ROOT
