@@ -50,6 +50,7 @@ def local_ray(plan: Plan, dashboard_port: int | None = None) -> Iterator[None]:
         os.environ |= ENVIRONMENT | {
             "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
             "RAY_TMPDIR": str(directory),
+            "RAY_ENABLE_AUTO_CONNECT": "0",  # a late call must not start another Ray
         }
         import ray
         from ray import serve
@@ -137,7 +138,7 @@ def stop(at_once: threading.Event) -> None:
     from ray import serve
 
     def delete() -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(Exception):  # it waits a minute at most, and needs Ray
             serve.delete(APPLICATION)
 
     threading.Thread(target=delete, daemon=True).start()
