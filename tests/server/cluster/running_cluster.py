@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -70,7 +69,7 @@ class RunningCluster:
 
     def wait_for_replicas(self, number: int, timeout_s: float = START_S) -> None:
         """So many run, and none starts or stops."""
-        self._wait_for(
+        self._wait_until(
             lambda: (
                 self._progress.get("state") == "RUNNING"
                 and self._progress["replicas"] == {"RUNNING": number}
@@ -78,19 +77,19 @@ class RunningCluster:
             timeout_s,
         )
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end_s, f"never happened: {self._progress}"
-            assert self._process.poll() is None, "Ray has ended"
-            time.sleep(0.05)
-
-    def wait_until_serving(self) -> None:
+    def start(self, dashboard_port: int) -> None:
+        self._wait_until(lambda: bool(self.environment))
+        self.environment["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
+        self.deploy()
         self.wait_for_replicas(self._plan.min_replicas)
-        wait_until(lambda: is_serving(self._plan), "it is serving", START_S)
+        self._wait_until(lambda: is_serving(self._plan))
 
-    def wait_for_ray(self) -> None:
-        self._wait_for(lambda: bool(self.environment), START_S)
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+        def is_so() -> bool:
+            assert self._process.poll() is None, "Ray has ended"
+            return condition()
+
+        wait_until(is_so, f"it is so; the progress is {self._progress}", timeout_s)
 
     def replica_pids(self) -> list[int]:
         return self.pids("ServeReplica:quill:replica")
@@ -196,10 +195,7 @@ def running_cluster(plan: Plan, directory: Path) -> Iterator[RunningCluster]:
         )
     cluster = RunningCluster(process, plan, directory)
     try:
-        cluster.wait_for_ray()
-        cluster.environment["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{port}"
-        cluster.deploy()
-        cluster.wait_until_serving()
+        cluster.start(port)
         yield cluster
     except BaseException:
         print(log.read_text("utf-8", "replace")[-5000:])
