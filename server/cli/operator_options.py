@@ -6,7 +6,7 @@ Imports nothing heavy: `--help` must answer at once.
 import argparse
 from pathlib import Path
 
-from quill.server.auth.rate_limit import BURST_S
+from quill.server.auth.quota import BURST_S
 from quill.server.cli.access_options import add_access
 from quill.server.cli.argument_types import Subparsers, positive, seconds
 

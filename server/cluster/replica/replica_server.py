@@ -22,10 +22,9 @@ from quill.server.api.grpc_server import bind
 from quill.server.cluster.replica.labelled import labelled
 from quill.server.cluster.replica.membership import Membership
 from quill.server.errors import StartError, UnavailableError
+from quill.server.frontend.served_model import ServedModel
 from quill.server.loading.loader import Load
-from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.server import QUIET_S, Server
-from quill.server.service.service import Service
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ class ReplicaServer(Server):
         self, hosts: Sequence[str], port: int, service: str, handlers: Handlers
     ) -> grpc.aio.Server:
         """`service`, with its `handlers`, is offered beside ours, and to callers without a key."""
-        share_cache = self._settings.share_prefix_cache
-        own = Service(self.dispatcher, self.reloader, self.calls, share_cache)
-        server = self._make_server(own, [f"/{service}/"])
+        server = self._make_server([f"/{service}/"])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         server.add_registered_method_handlers(service, handlers)
         for host in hosts:

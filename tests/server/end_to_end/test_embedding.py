@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quill.model.network.attention import EncoderAttending
+from quill.model.network.attention import EncoderAttention
 from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
@@ -79,7 +79,7 @@ def of_torch(bundle: TinyBundle, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         if bundle.manifest.family == "causal":
             return model.hidden(ids_1T, model.uncached())[0]
-        return model.memory(ids_1T, EncoderAttending(model.config, model.rotary, None))[0]
+        return model.memory(ids_1T, EncoderAttention(model.config, model.rotary, None))[0]
 
 
 @pytest.mark.parametrize("family", ["encoder", "causal"])
@@ -159,8 +159,8 @@ def test_masks_are_filled_as_pytorch_would(encoder: Client, tiny_encoder: TinyBu
         chances_TV = tiny_encoder.model.project(of_torch(tiny_encoder, ids)).softmax(dim=-1)
     for mask in response.masks:
         top = chances_TV[mask.position].topk(4)
-        assert [each.token_id for each in mask.fillings] == top.indices.tolist()
-        chances = [each.probability for each in mask.fillings]
+        assert [each.token_id for each in mask.candidates] == top.indices.tolist()
+        chances = [each.probability for each in mask.candidates]
         np.testing.assert_allclose(chances, top.values.tolist(), rtol=1e-2)
 
 

@@ -23,7 +23,7 @@ def work(metrics: Metrics, num_calls: int, first_token_ms: float, num_made: int)
         record = Record("Generate", first_token_ms=first_token_ms)
         record.close()
         metrics.finish(record)
-    metrics._made.inc(num_made)
+    metrics._generated.inc(num_made)
     metrics._cache_hits.inc(num_calls)
 
 
@@ -36,7 +36,7 @@ def make_metrics() -> Metrics:
     )
     metrics.observe(
         EngineOutputs(
-            events=(), step=step, queue=QueueStats(num_rows=3, num_blocks=20, num_waiting=7)
+            events=(), step=step, queue=QueueStats(num_sequences=3, num_blocks=20, num_waiting=7)
         )
     )
     return metrics
