@@ -47,6 +47,9 @@ EARLY_STOPPING = Choices(
 POOLING = Choices("POOLING", ("mean", "first", "last"))
 TOOL_MODE = Choices("TOOL_MODE", ("auto", "none", "required"))
 FINISH_REASON = Choices("FINISH_REASON", ("stop", "eos", "length", "cancelled", "deadline"))
+# Why an answer ended, as OpenAI and vLLM name it. Neither has a name for a deadline.
+OPENAI_FINISH_REASON = {"stop": "stop", "eos": "stop", "length": "length", "deadline": "length"}
+VLLM_FINISH_REASON = OPENAI_FINISH_REASON | {"cancelled": "abort", "deadline": "abort"}
 FAMILY = Choices("FAMILY", ("causal", "seq2seq", "encoder"))
 
 

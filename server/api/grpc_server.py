@@ -15,16 +15,14 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.addresses import write_address
-from quill.server.api.administration import Administration
-from quill.server.api.answering import KSERVE
-from quill.server.api.auth_interceptor import AuthInterceptor
-from quill.server.api.decode_interceptor import DecodeInterceptor
-from quill.server.api.servicer import TextGeneration
+from quill.server.api.grpc_calls import KSERVE
+from quill.server.api.interceptor import Interceptor
+from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
-from quill.server.service.calls import Calls
+from quill.server.frontend.call import Calls
 from quill.server.settings import Settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
@@ -55,15 +53,11 @@ def make_server(
 
     `also_open`: how methods begin that need no key, and that the caller adds.
     """
-    guards: list[grpc.aio.ServerInterceptor] = [
-        DecodeInterceptor((SERVICE, ADMINISTRATION, KSERVE), calls)
-    ]
+    services = (SERVICE, ADMINISTRATION, KSERVE)
+    open_reflection = "reflection" in settings.allow_unauthenticated
+    interceptor = Interceptor(services, calls, keyring, open_reflection, also_open)
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        auth_interceptor = AuthInterceptor(
-            keyring, "reflection" in settings.allow_unauthenticated, calls, also_open
-        )
-        guards = [auth_interceptor, *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -73,7 +67,7 @@ def make_server(
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
-    server = make_unknown_methods_server(guards, options)
+    server = make_unknown_methods_server([interceptor], options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -22,10 +22,9 @@ from quill.server.api.grpc_server import bind
 from quill.server.cluster.membership import Membership
 from quill.server.cluster.plan import REPLICA_PORTS
 from quill.server.errors import StartError, UnavailableError
+from quill.server.frontend.served_model import ServedModel
 from quill.server.loading.loader import Load
-from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.server import QUIET_S, Server
-from quill.server.service.service import Service
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,9 +51,7 @@ class ReplicaServer(Server):
         """Loads, listens at `host`, and only then joins the cluster."""
         await self.health.begin()
         await self._open()
-        share_cache = self._settings.share_prefix_cache
-        service = Service(self.dispatcher, self.reloader, self.calls, share_cache)
-        server = self._server = self._make_server(service)
+        server = self._server = self._make_server()
         settings = replace(self._settings, host=host)
         self.port = open_first(
             REPLICA_PORTS, lambda port: bind(server, replace(settings, port=port)), "the replica"
