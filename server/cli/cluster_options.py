@@ -50,7 +50,7 @@ def _add_config(actions: Subparsers) -> None:
     parser = actions.add_parser(
         "config",
         help="write serve.yaml, for `serve deploy`",
-        description="Writes the file that `serve deploy` needs on a Ray cluster, with explanations.",
+        description="Writes the file for `serve deploy` on a Ray cluster, with explanations.",
     )
     _add_plan(parser, threads="default 4")
     parser.add_argument("--host", default="0.0.0.0", help="default 0.0.0.0")
