@@ -129,7 +129,7 @@ def test_download_removes_the_files_of_a_killed_process(
         from quill.server.cluster import bundle_source
         files = fsspec.filesystem("memory")
         files.put(sys.argv[1], "/models/tiny", recursive=True)
-        bundle_source._fetch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bundle_source._download_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         bundle_source.local_bundle("memory://models/tiny")
     """
     command = [sys.executable, "-c", killed, str(tiny_bundle.directory)]
