@@ -34,7 +34,7 @@ from quill.loadtest.bench.tasks import PAST_TOKENS, random_ids
 from quill.loadtest.environment.machine import machine_facts, num_cores
 from quill.loadtest.environment.own_server import own_server
 from quill.loadtest.errors import LoadtestError, OptionError
-from quill.server.loading.graph_choice import choose_graphs
+from quill.server.loading.choices import choose_graphs
 
 NUM_STEPS = 32
 WARM_STEPS = 4

@@ -14,7 +14,7 @@ from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
 from quill.export.precisions import PRECISIONS
 from quill.server.errors import StartError
-from quill.server.loading.graph_choice import best_here, takes_cuda
+from quill.server.loading.choices import best_here, takes_cuda
 from quill.server.serve.subcommand import run_step
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it

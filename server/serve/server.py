@@ -25,7 +25,7 @@ from quill.server.errors import ReloadError
 from quill.server.http.app import App
 from quill.server.http.wire.http_server import HttpServer
 from quill.server.kserve.servicer import InferenceService
-from quill.server.loading.loader import Load
+from quill.server.loading.loader import ModelLoader
 from quill.server.loading.reload import Reloader
 from quill.server.machine.hang_up import hang_up, stop_listening
 from quill.server.protocol.served_model import ServedModel
@@ -50,13 +50,11 @@ class Server:
 
     def __init__(
         self,
-        load: Load,
+        loader: ModelLoader,
         settings: Settings,
-        load_again: Load | None = None,
         limits: RateLimits | None = None,
     ) -> None:
-        self._load = load
-        self._load_again = load_again or load
+        self._loader = loader
         self._settings = settings
         self.metrics = Metrics()
         self.health = Health(SERVICE)
@@ -90,7 +88,7 @@ class Server:
     async def reload(self) -> ServedModel:
         """Serves the bundle as it is on disk now. A bad one is refused."""
         try:
-            instance = await self.reloader.reload(self._load_again)
+            instance = await self.reloader.reload(self._loader.reload)
         except ReloadError as error:
             logger.error("%s", error)
             raise
@@ -163,7 +161,7 @@ class Server:
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
-        loading = asyncio.ensure_future(self.reloader.take_over(self._load))
+        loading = asyncio.ensure_future(self.reloader.take_over(self._loader.load))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -132,18 +132,21 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
-        self.load_again: Callable[[], ModelInstance] = self._load
+        self.load_again: Callable[[], ModelInstance] = self.load
 
-    def _load(self) -> ModelInstance:
+    def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         return ModelInstance(self._served, Engine(self.session, self._served.limits))
+
+    def reload(self) -> ModelInstance:
+        return self.load_again()
 
     def _run(self) -> None:
         asyncio.run(self._main())
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = Server(self._load, self._settings, lambda: self.load_again())
+        server = Server(self, self._settings)
         report = server.calls.report
 
         def note(record: Record) -> None:

@@ -20,7 +20,7 @@ from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import About, Score, serve
 from quill.server.errors import CancelledError
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import (
     EngineOutputs,
     Event,
@@ -71,7 +71,7 @@ class Quill:
             share=False,
             speculative=speculative,
         )
-        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
+        self._engine = open_engine(opened, limits, num_threads)
         self._eos_ids = frozenset(opened.manifest.stop_ids)
         self._names = map(str, itertools.count())
 

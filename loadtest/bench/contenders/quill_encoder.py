@@ -14,7 +14,7 @@ import onnxruntime
 
 from quill.loadtest.bench.contenders.protocol import About, Embedded, serve
 from quill.server.limits import encoder_limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import EmbeddingEvent, FailEvent
 from quill.server.request import PoolingParams, Request
 
@@ -28,7 +28,7 @@ class Quill:
         weight_bytes = sizes[opened.graphs.weights]
         self.about = About("Quill", precision, f"ORT {onnxruntime.__version__}", weight_bytes)
         limits = encoder_limits(max_num_seqs=1, context=opened.manifest.sizes.context)
-        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
+        self._engine = open_engine(opened, limits, num_threads)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Embedded:
         """All in one call, as a client would send them."""

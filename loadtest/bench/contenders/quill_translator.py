@@ -17,7 +17,7 @@ import onnxruntime
 from quill.export.bundle.graph_contract import BLOCK
 from quill.loadtest.bench.contenders.protocol import MAX_NEW_TOKENS, About, Translated, serve
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
 from quill.server.request import BeamParams, Request, SamplingParams
 
@@ -42,7 +42,7 @@ class Quill:
             speculative=not opened.graphs.one_token_steps,
             one_token_steps=opened.graphs.one_token_steps,
         )
-        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
+        self._engine = open_engine(opened, limits, num_threads)
         self._names = map(str, itertools.count())
 
     def translate(

@@ -22,7 +22,7 @@ from quill.server.cluster.replica.own_server import Listening, put_in_place
 from quill.server.cluster.replica.replica_server import Handlers, ReplicaServer
 from quill.server.errors import ServerError
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.telemetry.log_format import set_up_logging
 
 LOOPBACK = "127.0.0.1"
@@ -38,6 +38,18 @@ class ReachedKeeper:
         return getattr(self._handle, name).remote
 
 
+class _ReplicaLoader:
+    """Fetches the bundle each time: it may be at a URL."""
+
+    def __init__(self, options: ReplicaOptions) -> None:
+        self._options = options
+
+    def load(self) -> ModelInstance:
+        return Loader(_bundle(self._options), self._options.settings()).load()
+
+    reload = load
+
+
 class Replica:
     """One engine, in a process of its own."""
 
@@ -50,11 +62,8 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         settings = options.settings()
 
-        def load() -> ModelInstance:
-            return prepare(_bundle(options), settings)()
-
         member = Membership(cast("KeeperCalls", ReachedKeeper(keeper)), name)
-        self._server = ReplicaServer(load, settings, member, name)
+        self._server = ReplicaServer(_ReplicaLoader(options), settings, member, name)
         await self._server.load()
         put_in_place(self._listen)
 

@@ -22,7 +22,7 @@ from quill.server.api.grpc_server import bind
 from quill.server.cluster.replica.labelled import labelled
 from quill.server.cluster.replica.membership import Membership
 from quill.server.errors import StartError, UnavailableError
-from quill.server.loading.loader import Load
+from quill.server.loading.loader import ModelLoader
 from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.server import QUIET_S, Server
 from quill.server.service.service import Service
@@ -39,8 +39,10 @@ Handlers = dict[str, Any]  # grpc.RpcMethodHandler, generic in its stub alone
 class ReplicaServer(Server):
     """From loading to the end of the process. Belongs to one event loop."""
 
-    def __init__(self, load: Load, settings: Settings, member: Membership, replica: str) -> None:
-        super().__init__(load, settings, None, member)
+    def __init__(
+        self, loader: ModelLoader, settings: Settings, member: Membership, replica: str
+    ) -> None:
+        super().__init__(loader, settings, member)
         self._member = member
         self._replica = replica
         self._tasks: list[asyncio.Task[None]] = []

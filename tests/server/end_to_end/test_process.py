@@ -21,8 +21,8 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.loading.loader import prepare, warm_up
-from quill.server.loading.sizing import MIN_CONTEXT
+from quill.server.loading.choices import MIN_CONTEXT
+from quill.server.loading.loader import Loader, warm_up
 from quill.server.settings import Settings
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
@@ -128,7 +128,7 @@ def change_manifest(bundle: Path, **changes: Any) -> None:
 
 
 def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
-    served = prepare(bundle, SMALL)().served
+    served = Loader(bundle, SMALL).load().served
     assert (served.max_num_seqs, served.text) == (2, None)
 
 
@@ -161,7 +161,7 @@ def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None
         prepend_bos=True,
         chat_template="{{ bos_token + messages[0].content }}",
     )
-    served = prepare(bundle, SMALL)().served
+    served = Loader(bundle, SMALL).load().served
     assert served.text is not None
     assert served.text.encode("a") == [0, ord("a") + 1]
     assert served.template is not None
@@ -175,22 +175,22 @@ def test_bundle_with_a_flipped_byte_is_refused(bundle: Path) -> None:
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     with pytest.raises(BundleError, match=r"weights\.fp32\.bin has the SHA-256"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
 
 
 def test_bundle_with_a_missing_file_is_refused(bundle: Path) -> None:
     (bundle / "decoder.fp32.onnx").unlink()
     with pytest.raises(BundleError, match=r"can't read .*decoder\.fp32\.onnx"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
 
 
 def test_bundle_of_a_newer_format_is_refused(bundle: Path) -> None:
     change_manifest(bundle, format_version=99)
     with pytest.raises(BundleError, match="format version 3"):
-        prepare(bundle, SMALL)
+        Loader(bundle, SMALL)
 
 
 def test_bundle_of_another_runtime_is_refused(bundle: Path) -> None:
     change_manifest(bundle, onnxruntime="1.0.0")
     with pytest.raises(StartError, match=r"ONNX Runtime 1\.0\.0"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
