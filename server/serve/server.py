@@ -27,7 +27,7 @@ from quill.server.http.wire.http_server import HttpServer
 from quill.server.kserve.servicer import InferenceService
 from quill.server.loading.loader import ModelLoader
 from quill.server.loading.reload import Reloader
-from quill.server.machine.hang_up import hang_up, stop_listening
+from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
 from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.ready_message import http_url, line_to_type
 from quill.server.service.calls import Calls
@@ -233,7 +233,7 @@ class Server:
         await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)
         if self._http is not None:
             await self._http.close()
-        hang_up(self.port)
+        disconnect_all(self.port)
         await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

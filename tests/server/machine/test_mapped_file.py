@@ -9,10 +9,10 @@ import pytest
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.machine import mapped_file
-from quill.server.machine.mapped_file import PIECE_BYTES, detach
+from quill.server.machine.mapped_file import CHUNK_BYTES, detach
 from tests.server.tiny_bundle import TinyBundle
 
-LENGTH = 2 * PIECE_BYTES + 5000
+LENGTH = 2 * CHUNK_BYTES + 5000
 
 
 def write(path: Path) -> bytes:
