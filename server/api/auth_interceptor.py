@@ -13,7 +13,7 @@ from quill.protos import kserve_pb2 as kserve
 from quill.server.api.answering import frontend_of
 from quill.server.api.status import grpc_status
 from quill.server.auth.caller import CALLER
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.errors import RequestError
 from quill.server.service.calls import Calls
 from quill.server.service.origin import Origin

@@ -21,7 +21,7 @@ from quill.server.api.auth_interceptor import AuthInterceptor
 from quill.server.api.decode_interceptor import DecodeInterceptor
 from quill.server.api.servicer import TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
 from quill.server.service.calls import Calls

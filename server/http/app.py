@@ -11,7 +11,7 @@ from importlib import metadata
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from quill.server.auth.caller import Caller
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.errors import DeadlineError, RequestError, StepError
 from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
 from quill.server.http.model_facts import ModelFacts

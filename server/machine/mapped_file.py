@@ -24,7 +24,7 @@ FAILED = ctypes.c_void_p(-1).value
 
 
 def detach(file: Path) -> int:
-    """Puts copies in the place of a file's mappings; how many bytes. Nobody may use them meanwhile."""
+    """Puts copies in the place of a file's mappings; how many bytes. Nobody may use them then."""
     ranges = list(_mapped(file))
     for start, end in ranges:
         for at in range(start, end, CHUNK_BYTES):

@@ -18,7 +18,7 @@ from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.auth.quota import RateLimits
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
