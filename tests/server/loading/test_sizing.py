@@ -111,13 +111,13 @@ def test_what_loses_too_much_gives_way_to_the_next(monkeypatch: pytest.MonkeyPat
     )
     choice = choose_graphs(manifest, "cpu", None)
     assert choice.graphs.precision == "quill8"
-    assert choice.why == "as asked; not quill4: its perplexity is too high"
+    assert choice.why == "as chosen; not quill4: its perplexity is too high"
 
 
 def test_what_would_be_faster_is_said() -> None:
     without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
     assert without == (
-        "as asked; not quill4: the bundle has none; add it to the bundle: "
+        "as chosen; not quill4: the bundle has none; add it to the bundle: "
         "quill export CHECKPOINT --out BUNDLE --add --precision quill4"
     )
     unproven = choose_graphs(manifest_with(graphs_in("fp32"), graphs_in("quill4")), "cpu", None)
