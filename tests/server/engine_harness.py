@@ -25,7 +25,7 @@ from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession
 CONTEXT = 96
 
 
-class House:
+class Harness:
     """An engine on a fake session with a clock that only tests turn, and all that came out."""
 
     def __init__(
@@ -38,7 +38,7 @@ class House:
             **limits,
         }
         self.limits = Limits(**fields)
-        kind = FakeEncoder if self.limits.reads_whole else FakeSession
+        kind = FakeEncoder if self.limits.whole_prompts else FakeSession
         self.session = kind(num_blocks, self.limits.block_size)
         self.now_s = 0.0
         self.engine = Engine(self.session, self.limits, clock=self._clock)
