@@ -25,7 +25,7 @@ from quill.server.frontend.json_values import (
     read_object,
 )
 from quill.server.frontend.served_model import ServedModel
-from quill.server.http.openai.texts import MODEL
+from quill.server.http.texts import MODEL
 from quill.server.http.wire.exchange import Events, event
 from quill.server.outputs import FinishEvent, PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
