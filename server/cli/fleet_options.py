@@ -47,7 +47,7 @@ def add_batch(subparsers: Subparsers) -> None:
     )
     add_proof(parser)
     _add_pace(parser)
-    parser.set_defaults(run="quill.server.client.batch.command:batch", extra="client")
+    parser.set_defaults(run="quill.server.client.tools.batch:batch", extra="client")
 
 
 def add_top(subparsers: Subparsers) -> None:
@@ -78,7 +78,7 @@ def add_top(subparsers: Subparsers) -> None:
     )
     add_proof(parser)
     parser.set_defaults(
-        run="quill.server.client.top.command:top", extra="client", default_address=ADDRESS
+        run="quill.server.client.tools.top:top", extra="client", default_address=ADDRESS
     )
 
 
