@@ -17,7 +17,7 @@ from quill.export.bundle.json_records import RecordError, from_json
 from quill.export.errors import BundleError
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Device, Family, Precision
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 

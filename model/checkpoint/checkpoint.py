@@ -29,7 +29,7 @@ from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
 
-FORMAT = 1
+FORMAT = 2
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 QUANTIZED_FILE = "quantized.safetensors"

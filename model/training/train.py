@@ -43,7 +43,7 @@ from quill.model.training.trainer import Trainer
 RECIPE_ARGUMENTS = {
     "steps": "num_steps",
     "batch_tokens": "batch_tokens",
-    "pieces": "num_pieces",
+    "micro_batches": "num_pieces",
     "learning_rate": "learning_rate",
     "schedule": "schedule",
     "warmup": "warmup_steps",

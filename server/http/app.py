@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by whom, and how refusals are told.
+"""The HTTP application: which path is answered by whom, and how refusals are told.
 
 Knows: paths, the order of checks. Does not know: what is asked for, sockets.
 """
@@ -21,7 +21,7 @@ from quill.server.http.openai.embeddings import Embeddings
 from quill.server.http.openai.models import Models
 from quill.server.http.openai.tokens import Detokenize, Tokenize
 from quill.server.http.page_files import page_files
-from quill.server.http.wire.exchange import Exchange, Message, Receive, Send
+from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.wire.route import Route
@@ -29,7 +29,6 @@ from quill.server.service.json_fields import Json
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
-from quill.server.telemetry.call_record import new_request_id
 from quill.server.telemetry.stats import stats
 from quill.server.telemetry.tracing import HEADERS
 
@@ -63,11 +62,7 @@ class App:
             **page_files(),
         }
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        timeout_s = self._settings.write_timeout_s
-        exchange = Exchange(scope, receive, send, new_request_id(), timeout_s)
+    async def __call__(self, exchange: Exchange) -> None:
         try:
             self._guard.check(exchange)
             await self._answer(exchange)

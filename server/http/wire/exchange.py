@@ -1,56 +1,96 @@
-"""One HTTP request and its answer: bodies, JSON, streams of events, clients that leave.
+"""One HTTP request and its response: bodies, JSON, server-sent events, clients that leave.
 
-Knows: ASGI, times and sizes. Does not know: paths, what is asked for.
+Knows: h11's events, times and sizes. Does not know: connections, paths, what is requested.
 """
 
 import asyncio
 import contextlib
+import http
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from email.utils import formatdate
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import h11
 
 from quill.server.errors import CancelledError, SlowReaderError
 from quill.server.http.wire.refusals import Headers, RefusalError
 from quill.server.service.json_fields import Json
 from quill.server.service.json_text import MAX_INLINE_BYTES, JsonError, parse_json
-
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+from quill.server.telemetry.call_record import new_request_id
 
 JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 30.0
-QUIET_S = 10.0  # proxies hang up on who says nothing
-PIECE = 64 * 1024  # of an answer: a reader's patience is measured piece by piece
+QUIET_S = 10.0  # proxies close connections on which nothing is sent
+CHUNK = 64 * 1024  # of a response: the time that a client may take is measured for each
+MAX_UNREAD_BYTES = 64 * 1024  # of a body, before somebody wants to read it
 COMMENT = b": still here\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+
+
+class Wire(Protocol):
+    """What an exchange needs of its connection."""
+
+    transport: asyncio.Transport
+    peer_names: list[str]  # of the client's certificate
+
+    def encode(self, event: h11.Event) -> bytes: ...
+    def request_body(self) -> None: ...
+    async def write(self, data: bytes) -> None: ...
+    def end_response(self) -> None: ...
 
 
 class Exchange:
-    def __init__(
-        self, scope: Message, receive: Receive, send: Send, request_id: str, write_timeout_s: float
-    ) -> None:
-        self.scope = scope
-        self.request_id = request_id
-        self.path = str(scope["path"])
-        self.verb = str(scope["method"])
+    def __init__(self, wire: Wire, request: h11.Request) -> None:
+        self._wire = wire
+        self._headers = [(name, value) for name, value in request.headers]
+        self.request_id = new_request_id()
+        self.path = unquote(request.target.partition(b"?")[0].decode("ascii"))
+        self.verb = request.method.decode("ascii")
+        self.peer_names = wire.peer_names
         self.arrived_s = time.monotonic()
-        self._receive = receive
-        self._send = send
-        self._write_timeout_s = write_timeout_s
-        self.has_begun = False  # to answer
-        self.is_over = False  # all was said
+        self.is_whole = False  # the request
+        self.has_begun = False  # the response
+        self.is_over = False  # the response
         self.has_left = False  # the client
         self._is_stream = False
+        self._unsent = b""  # the response's head, until there is something to go with it
+        self._body: list[bytes] | None = []  # None: nobody wants it any more
+        self._num_bytes = 0
+        self._has_news = asyncio.Event()  # more of the body, or the client has left
+        self._worker: asyncio.Task[Any] | None = None
+
+    def feed(self, data: bytes) -> None:
+        """More of the body has arrived."""
+        if self._body is None or self.is_over:
+            return
+        self._body.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_UNREAD_BYTES:
+            self._wire.transport.pause_reading()  # until somebody wants to read it
+        self._has_news.set()
+
+    def feed_end(self) -> None:
+        self.is_whole = True
+        self._has_news.set()
+
+    def disconnect(self) -> None:
+        """The client has left."""
+        if self.is_over:
+            return
+        self.has_left = True
+        self._has_news.set()
+        if self._worker is not None:
+            self._worker.cancel()
 
     def headers(self, name: str) -> list[str]:
         """All values of one, in order."""
         wanted = name.encode()
-        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == wanted]
+        return [value.decode("latin-1") for key, value in self._headers if key == wanted]
 
     def header(self, name: str) -> str | None:
         return next(iter(self.headers(name)), None)
@@ -72,42 +112,38 @@ class Exchange:
         announced = self.header("content-length")
         if announced is not None and int(announced) > max_bytes:
             raise RefusalError(413, "body", f"has {announced} bytes; {rule}")
-        pieces, size = [], 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.has_left = True
-                        raise CancelledError("the client left before its request was whole")
-                    pieces.append(message["body"])
-                    size += len(message["body"])
-                    if size > max_bytes:
-                        raise RefusalError(413, "body", f"has more than {max_bytes} bytes; {rule}")
-                    if not message["more_body"]:
-                        return b"".join(pieces)
+                while not self.is_whole and not self.has_left and self._num_bytes <= max_bytes:
+                    self._has_news.clear()
+                    self._wire.request_body()
+                    await self._has_news.wait()
         except TimeoutError:
             reason = f"wasn't whole after {BODY_TIMEOUT_S:g} s"
             raise RefusalError(408, "body", reason, [("connection", "close")]) from None
+        self._wire.transport.resume_reading()  # to notice that the client leaves
+        if self._num_bytes > max_bytes:
+            self._body = None
+            raise RefusalError(413, "body", f"has more than {max_bytes} bytes; {rule}")
+        if self.has_left:
+            raise CancelledError("the client left before its request was whole")
+        body, self._body = b"".join(self._body or ()), None
+        return body
 
     async def attend(self, work: Coroutine[Any, Any, None]) -> None:
-        """Works for as long as the client is there. Who leaves is noticed at once."""
-        worker = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(self._watch(worker))
+        """Works for as long as the client is there; cancels the work when the client leaves."""
+        worker = self._worker = asyncio.current_task()
+        assert worker is not None
+        if self.has_left:
+            worker.cancel()
         try:
-            await worker
+            await work
         except asyncio.CancelledError:
             if not self.has_left:
                 raise
+            worker.uncancel()
         finally:
-            watcher.cancel()
-
-    async def _watch(self, worker: "asyncio.Future[None]") -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not worker.done():
-            self.has_left = True
-            worker.cancel()
+            self._worker = None
 
     async def answer_json(self, content: Any, status: int = 200, headers: Headers = ()) -> None:
         await self.answer(dump(content), JSON_TYPE, status, headers)
@@ -121,10 +157,10 @@ class Exchange:
         self, body: bytes, kind: str, status: int = 200, headers: Headers = ()
     ) -> None:
         length = ("content-length", str(len(body)))
-        await self._begin(status, [("content-type", kind), length, *headers])
-        for start in range(0, len(body), PIECE):
-            more = start + PIECE < len(body)
-            await self._write(body[start : start + PIECE], more)
+        self._begin(status, [("content-type", kind), length, *headers])
+        for start in range(0, len(body), CHUNK):
+            more = start + CHUNK < len(body)
+            await self._write(body[start : start + CHUNK], more)
         if not body:
             await self._write(b"", more=False)
 
@@ -138,10 +174,10 @@ class Exchange:
         finally:
             keeper.cancel()
 
-    async def begin_events(self) -> None:
+    def begin_events(self) -> None:
         self._is_stream = True
         kind = ("content-type", "text/event-stream; charset=utf-8")
-        await self._begin(200, [kind, ("cache-control", "no-cache"), ("x-accel-buffering", "no")])
+        self._begin(200, [kind, ("cache-control", "no-cache"), ("x-accel-buffering", "no")])
 
     async def break_off(self, error: Json) -> None:
         """Tells what went wrong in the middle of an answer, if there is a way to."""
@@ -152,8 +188,9 @@ class Exchange:
         await self.end()
 
     def abort(self) -> None:
-        """What isn't whole mustn't look as if it were."""
-        self.scope["state"]["abort"]()
+        """An incomplete response mustn't look complete."""
+        self.has_left, self._worker = True, None
+        self._wire.transport.abort()
 
     async def write(self, data: bytes) -> None:
         await self._write(data, more=True)
@@ -161,25 +198,32 @@ class Exchange:
     async def end(self) -> None:
         await self._write(b"", more=False)
 
-    async def _begin(self, status: int, headers: Headers) -> None:
+    def _begin(self, status: int, headers: Headers) -> None:
         self.has_begun = True
         own = [("date", formatdate(usegmt=True)), ("x-request-id", self.request_id)]
         own.append(("x-content-type-options", "nosniff"))
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in (*own, *headers)]
-        await self._tell({"type": "http.response.start", "status": status, "headers": encoded})
+        reason = _REASONS.get(status, b"")
+        if not self.has_left:
+            response = h11.Response(status_code=status, headers=encoded, reason=reason)
+            self._unsent = self._wire.encode(response)
 
     async def _write(self, data: bytes, more: bool) -> None:
-        await self._tell({"type": "http.response.body", "body": data, "more_body": more})
-        self.is_over = not more
-
-    async def _tell(self, message: Message) -> None:
+        if self.has_left or self.is_over:
+            return
+        encode = self._wire.encode
+        encoded = self._unsent + encode(h11.Data(data=b"" if self.verb == "HEAD" else data))
+        self._unsent = b""
+        if not more:
+            encoded += encode(h11.EndOfMessage())
         try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._send(message)
-        except TimeoutError:
+            await self._wire.write(encoded)
+        except SlowReaderError:
             self.abort()
-            reason = f"nothing was read for {self._write_timeout_s:g} s"
-            raise SlowReaderError(reason) from None
+            raise
+        if not more:
+            self.is_over = True
+            self._wire.end_response()
 
 
 class Events:
@@ -211,7 +255,7 @@ class Events:
         async with self._writing:
             self._said_s = time.monotonic()
             if not self._exchange.has_begun:
-                await self._exchange.begin_events()
+                self._exchange.begin_events()
             await self._exchange.write(data)
 
 

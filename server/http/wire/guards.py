@@ -44,7 +44,7 @@ class Guard:
         """By its API key; without those, by its certificate, if it had to show one."""
         if self._keyring is not None:
             return self._keyring.identify(exchange.headers("authorization"))
-        names = exchange.scope["state"]["peer"]
+        names = exchange.peer_names
         return certified_caller(names) if names else ANYBODY
 
 

@@ -213,8 +213,8 @@ def test_missing_weights_are_an_error(tmp_path: Path, checkpoint: Checkpoint) ->
 
 def test_another_format_is_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
     save_checkpoint(tmp_path / "out", checkpoint)
-    change_description(tmp_path / "out", format=2)
-    with pytest.raises(CheckpointError, match="isn't of checkpoint format 1"):
+    change_description(tmp_path / "out", format=99)
+    with pytest.raises(CheckpointError, match="isn't of checkpoint format"):
         load_checkpoint(tmp_path / "out")
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from quill.server.http.wire.http_server import MAX_CONNECTIONS
+from quill.server.http.wire.connection import MAX_CONNECTIONS
 from tests.server.http_client import (
     HttpClient,
     connected,

@@ -185,7 +185,7 @@ def test_bundle_with_a_missing_file_is_refused(bundle: Path) -> None:
 
 
 def test_bundle_of_a_newer_format_is_refused(bundle: Path) -> None:
-    change_manifest(bundle, format_version=3)
+    change_manifest(bundle, format_version=99)
     with pytest.raises(BundleError, match="format version 3"):
         prepare(bundle, SMALL)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quill.server.http.wire import exchange, http_server
+from quill.server.http.wire import connection, exchange
 from quill.server.settings import TlsFiles
 from tests.server.authority import Authority, Signed, write
 from tests.server.http_client import (
@@ -43,7 +43,7 @@ def running() -> Iterator[Running]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """With less time for those who dawdle, and enough for everybody else."""
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.7)
     monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.7)
     with running_server(http_port=0) as server:
         yield server
@@ -86,7 +86,7 @@ def test_half_a_body_is_a_408_and_the_end(impatient: Running) -> None:
 
 def test_large_heads_are_refused(running: Running) -> None:
     with connected(running.http_port) as sock:
-        sock.sendall(b"GET /version HTTP/1.1\r\nx: " + b"x" * (2 * http_server.MAX_HEAD_BYTES))
+        sock.sendall(b"GET /version HTTP/1.1\r\nx: " + b"x" * (2 * connection.MAX_HEAD_BYTES))
         assert read_until_closed(sock)[:12] in (b"HTTP/1.1 400", b"")
     assert ask(running) == "lmn"
 
@@ -181,7 +181,7 @@ def test_no_protocol_is_changed_to(running: Running) -> None:
 
 
 def test_idle_connections_make_place_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
     with running_server(http_port=0) as running, ExitStack() as stack:
         running.session.hold()
         busy = stack.enter_context(connected(running.http_port))
@@ -195,7 +195,7 @@ def test_idle_connections_make_place_for_new_ones(monkeypatch: pytest.MonkeyPatc
 
 
 def test_half_bodies_make_place_for_whole_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
     half = whole_request(CHAT, ENDLESS)[:-5]
     with running_server(http_port=0) as running, ExitStack() as stack:
         for _ in range(40):
@@ -215,12 +215,16 @@ def test_who_sends_too_much_ahead_is_hung_up_on(running: Running) -> None:
 
 
 # Whatever follows a request, it is heard that its client leaves.
-@pytest.mark.parametrize("more", [b"", b"\r\n", head("GET", "/health")], ids=len)
-def test_disconnect_in_prefill_cancels(running: Running, more: bytes) -> None:
+@pytest.mark.parametrize(
+    ("more", "user"),
+    [(b"", "u"), (b"\r\n", "u"), (head("GET", "/health"), "u"), (b"", "u" * 500_000)],
+    ids=["nothing", "a line", "a request", "a large body before it"],
+)
+def test_disconnect_in_prefill_cancels(running: Running, more: bytes, user: str) -> None:
     running.session.hold()
     for stream in (True, False):
         with connected(running.http_port) as sock:
-            sock.sendall(whole_request(CHAT, ENDLESS | {"stream": stream}))
+            sock.sendall(whole_request(CHAT, ENDLESS | {"stream": stream, "user": user}))
             running.wait_for_requests(1)
             sock.sendall(more)
         running.wait_for_requests(0)
