@@ -11,8 +11,7 @@ from pathlib import Path
 from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
 from quill.loadtest.protocols.names import DOORS, DoorName
-from quill.server.cli.access_options import add_proof
-from quill.server.cli.argument_types import address, addresses
+from quill.server.cli.arguments import add_access, address, addresses
 from quill.server.client.target import is_multiple
 
 DEFAULT_USERS = 8
@@ -77,7 +76,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="the door that the load comes through (default grpc)")  # fmt: skip
     add("--http", type=address, metavar="HOST:PORT",
         help="of --address, for --protocol http (default: the port after the next)")  # fmt: skip
-    add_proof(parser)
+    add_access(parser)
 
 
 @dataclass(frozen=True)

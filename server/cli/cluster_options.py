@@ -5,7 +5,7 @@ Knows: argparse, what a person may choose. Does not know: what comes of it; it i
 
 import argparse
 
-from quill.server.cli.argument_types import (
+from quill.server.cli.arguments import (
     Subparsers,
     port,
     positive,

@@ -6,7 +6,7 @@ imports no grpc.
 
 from pathlib import Path
 
-from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.arguments import Subparsers
 from quill.server.settings import add_options
 
 

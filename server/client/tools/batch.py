@@ -98,10 +98,9 @@ def answer_lines(
     answers: list[str] = []
 
     async def main() -> None:
-        texts = (each.encode("utf-8", "surrogatepass") for each in lines)
         requests = (
-            Line(text, derived_seed(seed, line), {})
-            for text, line in zip(texts, lines, strict=True)
+            Line(each.encode("utf-8", "surrogatepass"), derived_seed(seed, each), {})
+            for each in lines
         )
         async with BatchServers(options) as servers:
             await in_order(

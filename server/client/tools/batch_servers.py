@@ -25,10 +25,10 @@ from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancer import Balancer
 from quill.server.client.errors import CallError
-from quill.server.client.http_client import HttpClient, HttpResponse, split_address
 from quill.server.client.retry import Retries, is_retryable
 from quill.server.client.target import LISTED, NAMED, Target, TargetError, read_target
 from quill.server.client.tools.batch_lines import HttpReply, HttpRequest, Request, Response
+from quill.server.client.tools.http_client import HttpClient, HttpResponse, split_address
 from quill.server.errors import ServerError
 
 logger = logging.getLogger(__name__)

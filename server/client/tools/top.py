@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from quill.server.addresses import MAX_PORT, METRICS_OFFSET, write_address
 from quill.server.client.access import Access, read_access
-from quill.server.client.http_client import HttpClient, split_address
 from quill.server.client.target import read_target, resolve
+from quill.server.client.tools.http_client import HttpClient, split_address
 from quill.server.client.tools.top_table import LEGEND, Row, Window, table
 from quill.server.errors import ServerError
 from quill.server.prometheus_text import Samples, read_samples

@@ -43,7 +43,7 @@ class HttpClient:
         self, address: str, tls: ssl.SSLContext | None, headers: Mapping[str, str], name: str = ""
     ) -> None:
         """`name`: what the server's certificate is for, if that isn't the host."""
-        self._make = lambda: _Connection(address, tls, name)
+        self._address, self._tls, self._name = address, tls, name
         self._headers = headers
         self._own = threading.local()
         self._open: set[_Connection] = set()
@@ -68,7 +68,7 @@ class HttpClient:
         """A kept connection that the server has closed meanwhile is replaced by a new one."""
         while True:
             kept: _Connection | None = getattr(self._own, "connection", None)
-            connection = kept or self._make()
+            connection = kept or _Connection(self._address, self._tls, self._name)
             self._open.add(connection)
             self._own.connection = None
             try:
