@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-portable test-page test-clients test-cluster check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-page test-clients test-cluster check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
 	@echo "make translate  train, export, serve and ask a translation model (an hour or less)"
 	@echo "make test    run the tests"
+	@echo "make test-fast  those that start and train nothing (a minute)"
 	@echo "make .venv/dev  bring Locust, and what else the tests need"
 	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
 	@echo "make test-page  the page at / in Chromium, where there is one"
@@ -90,6 +91,10 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 
 test: $(VENV)/dev compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster'
+
+# By the rule in tests/tiers.py.
+test-fast: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --fast
 
 # Needs Chromium (Debian: chromium, fonts-dejavu-core); without it they are skipped, and say so.
 test-page: $(VENV)/dev compiled

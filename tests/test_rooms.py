@@ -1,6 +1,7 @@
 """Who may import whom: the rooms, and the folders within them, checked in the source itself."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,9 +112,14 @@ def source_files(room: str) -> list[Path]:
 SOURCES = [path for room in ROOMS for path in source_files(room)]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports, at the top or inside a function, with what it takes."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -204,7 +210,7 @@ def test_a_serving_room_never_imports_torch(room: str) -> None:
 def test_a_module_opens_by_saying_what_it_is(path: Path) -> None:
     if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
         return
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = parsed(path)
     assert ast.get_docstring(tree), path
     if path.name == "__init__.py":
         assert len(tree.body) == 1, "a package is its modules"

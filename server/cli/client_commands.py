@@ -159,7 +159,7 @@ def _add_batch(subparsers: Subparsers) -> None:
         help="answer a file of requests on running servers",
         description="Answers every line of a file, in order, and resumes where it was stopped if "
         "it is started again. A line is a JSON object with prompt, messages or input, and options "
-        "by the names of protos/generation.proto, or a line of OpenAI's batch files. A line without a "
+        "by the names of generation.proto, or a line of OpenAI's batch files. A line without a "
         "seed gets one by its number, so the same file has the same answers. The exit code is 4 if "
         "lines failed.",
     )

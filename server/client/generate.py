@@ -31,7 +31,7 @@ TOKENS = (
     (r"The endpoint pool", "The blocking endpoint pool"),
     (r"Belongs to one event loop", "Safe to use from several threads"),
 )
-OPTIONS = '''"""The options of requests as types, for those who check types. Comments are in server/fields.py."""
+OPTIONS = '''"""Types of the options of requests. What they mean is in server/fields.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict

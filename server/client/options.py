@@ -1,5 +1,5 @@
 # Generated from server/fields.py by server/client/generate.py: don't edit.
-"""The options of requests as types, for those who check types. Comments are in server/fields.py."""
+"""Types of the options of requests. What they mean is in server/fields.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict

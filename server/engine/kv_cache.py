@@ -21,7 +21,7 @@ from quill.export.bundle.manifest import CacheType, Graphs, Sizes
 from quill.export.precisions import Device
 from quill.server.engine.step import BlockCopy
 from quill.server.errors import StartError
-from quill.server.machine.huge_pages import small_pages
+from quill.server.machine.memory import small_pages
 from quill.server.machine.onnx_session import (
     SessionSettings,
     identity_graph,

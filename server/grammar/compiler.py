@@ -28,7 +28,7 @@ from quill.server.grammar.constraint_source import (
 )
 from quill.server.grammar.json_schema import Schema, locate, parse_schema
 from quill.server.grammar.matcher import Grammar, panics_are_errors
-from quill.server.machine.priority import be_nice
+from quill.server.machine.resources import lower_priority
 
 MAX_CACHED = 64  # grammars: each may grow to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the constraints that they were compiled from
@@ -64,7 +64,7 @@ class Compiler:
         self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
         self._split = split
         self._cache = _Cache()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars", be_nice, (NICENESS,))
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars", lower_priority, (NICENESS,))
 
     def cached(self, constraint: Constraint) -> Grammar | None:
         """One that was compiled before, and whose lexer isn't full."""

@@ -29,7 +29,7 @@ from quill.server.service.json_fields import Json
 from quill.server.service.origin import Origin
 from quill.server.service.service import Service
 from quill.server.settings import Settings
-from quill.server.telemetry.stats import stats
+from quill.server.telemetry.metrics import stats
 from quill.server.telemetry.tracing import HEADERS
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from quill.server.engine.step import Piece, Source
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.loading.graph_choice import only_on_cpu
-from quill.server.machine.huge_pages import huge_pages
 from quill.server.machine.mapped_file import detach
+from quill.server.machine.memory import huge_pages
 from quill.server.machine.onnx_session import SessionSettings, first_line, open_graph
 from quill.server.sampling import native
 

@@ -21,7 +21,7 @@ from quill.server.loading.graph_choice import Choice, choose_graphs
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.own_library import require_library
 from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
-from quill.server.machine.heap import drop_startup_pages
+from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent

@@ -18,7 +18,7 @@ from quill.server.errors import ReloadError
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import Load
 from quill.server.loading.watchdog import Watchdog
-from quill.server.machine.heap import trim_heap
+from quill.server.machine.memory import trim_heap
 from quill.server.outputs import EngineOutputs
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use.
+"""How much memory and how many cores this process may use, and which thread waits for others.
 
 Knows: Linux's files, control groups of both versions. Does not know: what they are wanted for.
 
@@ -6,7 +6,10 @@ A container, or a service of systemd, is a group of processes with limits of its
 groups with theirs. Who plans with the whole machine's memory there is killed when it is used.
 """
 
+import contextlib
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +47,15 @@ def num_cores(root: Path = ROOT) -> int:
         if len(quota) == 2 and quota[0] > 0:
             cores.append(quota[0] // quota[1])
     return max(1, min(cores))
+
+
+def lower_priority(by: int) -> None:
+    """Of this thread, from now on. Without Linux the whole process would wait, so nothing does."""
+    if sys.platform != "linux":
+        return
+    own = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it, and then all others are slower
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + by)
 
 
 def _machine_bytes(root: Path) -> int:

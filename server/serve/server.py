@@ -19,7 +19,7 @@ from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import TextGeneration
 from quill.server.auth.keyring import Keyring
-from quill.server.auth.limiting import Limiting
+from quill.server.auth.quota import RateLimits
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
 from quill.server.http.app import App
@@ -53,7 +53,7 @@ class Server:
         load: Load,
         settings: Settings,
         load_again: Load | None = None,
-        limits: Limiting | None = None,
+        limits: RateLimits | None = None,
     ) -> None:
         self._load = load
         self._load_again = load_again or load

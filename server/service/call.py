@@ -13,7 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
-from quill.server.auth.limiting import Limiting, Paying
+from quill.server.auth.quota import QuotaUsage, RateLimits
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.grammar.compiler import Compiler
@@ -63,7 +63,7 @@ class Call:
         record: Record,
         instance: ModelInstance,
         dispatcher: Dispatcher,
-        limits: Limiting,
+        limits: RateLimits,
         share_cache: bool,
     ) -> None:
         self._origin = origin
@@ -164,10 +164,10 @@ class Call:
 
     async def _answer(self, parsed: ParsedRequest, send: _SendChunk) -> None:
         self._record.submitted_s = self._record.submitted_s or time.monotonic()
-        async with self._tokens(parsed.request.num_prompt) as spending:
-            await self._serve(parsed, send, spending)
+        async with self._tokens(parsed.request.num_prompt) as usage:
+            await self._serve(parsed, send, usage)
 
-    async def _serve(self, parsed: ParsedRequest, send: _SendChunk, spending: Paying) -> None:
+    async def _serve(self, parsed: ParsedRequest, send: _SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
         with self._dispatcher.serve(request, self._instance.engine) as inbox:
             await self._origin.note_taken_in()
@@ -175,26 +175,26 @@ class Call:
             try:
                 while not answer.is_over:
                     chunks = answer.take(await inbox.take())
-                    spending.note(answer.num_generated)
+                    usage.note(answer.num_generated)
                     for chunk in chunks:
                         if chunk.finish is not None:
                             record.note(chunk.finish)
                         await send(chunk)
             finally:  # a client that left has had its tokens too
                 if answer.num_cached is not None:
-                    spending.is_read = True
-                    spending.note(answer.num_generated)
+                    usage.is_read = True
+                    usage.note(answer.num_generated)
                     record.num_prompt += request.num_prompt
                     record.num_cached += answer.num_cached
                     record.num_generated += answer.num_generated
 
     @asynccontextmanager
-    async def _tokens(self, num_prompt: int) -> AsyncIterator[Paying]:
+    async def _tokens(self, num_prompt: int) -> AsyncIterator[QuotaUsage]:
         """A call is let in as a whole, by the first of its requests."""
         caller, is_admitted = self._origin.caller, self._is_admitted
-        async with self._limits.tokens(caller, num_prompt, is_admitted) as spending:
+        async with self._limits.tokens(caller, num_prompt, is_admitted) as usage:
             self._is_admitted = True
-            yield spending
+            yield usage
 
     async def _collect(self, parsed: ParsedRequest) -> list[Chunk]:
         """One chunk for each sequence."""

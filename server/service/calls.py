@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ParamSpec, TypeVar, cast
 
-from quill.server.auth.limiting import Limiting, OwnLimits
+from quill.server.auth.quota import RateLimits
 from quill.server.errors import InvalidFieldError, RequestError, StepError, status_name
 from quill.server.service.origin import Origin
 from quill.server.telemetry.call_record import Record
@@ -40,9 +40,9 @@ def raising_context(
 class Calls:
     """`report` is told of each call when it has ended."""
 
-    def __init__(self, report: Callable[[Record], None], limits: Limiting | None = None) -> None:
+    def __init__(self, report: Callable[[Record], None], limits: RateLimits | None = None) -> None:
         self.report = report
-        self.limits = limits or OwnLimits()
+        self.limits = limits or RateLimits()
         self._num_open = 0
         self._changed_s = 0.0  # when a call began or ended
 

@@ -1,13 +1,14 @@
-"""Numbers for Prometheus.
+"""Metrics for Prometheus, and the same as JSON for the page's dashboard.
 
-Knows: batches, records of calls. Does not know: who reads them, gRPC.
+Knows: the engine's outputs, records of calls. Does not know: who reads the metrics, gRPC.
 The names are documented in server/docs/monitoring.md: change them there too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
 
 from quill.server.limits import Limits
 from quill.server.outputs import (
@@ -39,71 +40,52 @@ class Metrics:
         self._make_histograms()
 
     def _make_counters(self) -> None:
-        registry = self.registry
-        self._requests = Counter(
-            "quill_requests", "Calls by how they ended", ["method", "outcome"], registry=registry
-        )
-        self._tokens = Counter(
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        self._requests = counter("quill_requests", "Calls by how they ended", ["method", "outcome"])
+        self._tokens = counter(
             "quill_tokens",
             "Tokens of finished sequences' prompts, of those from the prefix cache, and generated",
             ["kind"],
-            registry=registry,
         )
-        self._made = Counter(
-            "quill_generation_tokens", "Tokens, counted as they are generated", registry=registry
+        self._generated = counter(
+            "quill_generation_tokens", "Tokens, counted as they are generated"
         )
-        self._cache_hits = Counter(
-            "quill_prefix_cache_hits", "Prompts with a cached prefix", registry=registry
+        self._cache_hits = counter("quill_prefix_cache_hits", "Prompts with a cached prefix")
+        self._cache_misses = counter("quill_prefix_cache_misses", "Prompts without a cached prefix")
+        self._draft_tokens = counter(
+            "quill_spec_draft_tokens", "Draft tokens of speculative decoding"
         )
-        self._cache_misses = Counter(
-            "quill_prefix_cache_misses", "Prompts without a cached prefix", registry=registry
+        self._accepted_tokens = counter(
+            "quill_spec_accepted_tokens", "Draft tokens that were accepted"
         )
-        self._draft_tokens = Counter(
-            "quill_spec_draft_tokens", "Draft tokens of speculative decoding", registry=registry
+        self._jump_forward = counter(
+            "quill_jump_forward_tokens", "Tokens that a grammar determined"
         )
-        self._accepted_tokens = Counter(
-            "quill_spec_accepted_tokens", "Draft tokens that were accepted", registry=registry
+        self._grammar_hits = counter(
+            "quill_grammar_cache_hits", "Constraints whose grammar was cached"
         )
-        self._jump_forward = Counter(
-            "quill_jump_forward_tokens", "Tokens that a grammar determined", registry=registry
+        self._grammar_misses = counter(
+            "quill_grammar_cache_misses", "Constraints whose grammar was compiled"
         )
-        self._grammar_hits = Counter(
-            "quill_grammar_cache_hits", "Constraints whose grammar was cached", registry=registry
-        )
-        self._grammar_misses = Counter(
-            "quill_grammar_cache_misses",
-            "Constraints whose grammar was compiled",
-            registry=registry,
-        )
-        self._preemptions = Counter(
-            "quill_preemptions", "Requests preempted to free KV blocks", registry=registry
-        )
-        self._embeddings = Counter("quill_embeddings", "Texts embedded", registry=registry)
-        self._cancellations = Counter(
-            "quill_cancellations", "Calls whose client left", registry=registry
-        )
+        self._preemptions = counter("quill_preemptions", "Requests preempted to free KV blocks")
+        self._embeddings = counter("quill_embeddings", "Texts embedded")
+        self._cancellations = counter("quill_cancellations", "Calls whose client left")
 
     def _make_gauges(self) -> None:
-        registry = self.registry
-        self._serving = Gauge(
-            "quill_serving", "1 while health says that it serves, else 0", registry=registry
-        )
-        self._waiting = Gauge("quill_requests_waiting", "Requests in the queue", registry=registry)
-        self._requests_running = Gauge(
-            "quill_requests_running", "Requests with a running sequence", registry=registry
-        )
-        self._sequences_running = Gauge(
-            "quill_sequences_running", "Sequences that are running", registry=registry
-        )
-        self._max_num_seqs = Gauge(
-            "quill_max_num_seqs", "Sequences that can run at once", registry=registry
-        )
-        self._blocks = Gauge("quill_kv_blocks", "Blocks of the KV cache", registry=registry)
-        self._blocks_used = Gauge(
-            "quill_kv_blocks_used", "KV blocks of running sequences", registry=registry
-        )
-        self._kv_cache_usage = Gauge(
-            "quill_kv_cache_usage", "Share of the KV blocks in use, 0 to 1", registry=registry
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, registry=self.registry)
+
+        self._serving = gauge("quill_serving", "1 while health says that it serves, else 0")
+        self._waiting = gauge("quill_requests_waiting", "Requests in the queue")
+        self._requests_running = gauge("quill_requests_running", "Requests with a running sequence")
+        self._sequences_running = gauge("quill_sequences_running", "Sequences that are running")
+        self._max_num_seqs = gauge("quill_max_num_seqs", "Sequences that can run at once")
+        self._blocks = gauge("quill_kv_blocks", "Blocks of the KV cache")
+        self._blocks_used = gauge("quill_kv_blocks_used", "KV blocks of running sequences")
+        self._kv_cache_usage = gauge(
+            "quill_kv_cache_usage", "Share of the KV blocks in use, 0 to 1"
         )
 
     def _make_histograms(self) -> None:
@@ -131,7 +113,7 @@ class Metrics:
         self._compile = histogram("quill_grammar_compile_time_seconds", "Compiling a grammar")
 
     def watch_health(self, is_serving: Callable[[], bool]) -> None:
-        """Asked whenever the numbers are read."""
+        """`is_serving` is called whenever the metrics are read."""
         self._serving.set_function(is_serving)
 
     def set_limits(self, limits: Limits) -> None:
@@ -155,10 +137,10 @@ class Metrics:
 
     def _note(self, event: Event, now_s: float) -> None:
         if isinstance(event, TokenEvent):
-            self._made.inc()
+            self._generated.inc()
             self._note_token(event, now_s)
         elif isinstance(event, HypothesisEvent):
-            self._made.inc(len(event.token_ids))
+            self._generated.inc(len(event.token_ids))
         elif isinstance(event, StartEvent):
             if event.was_looked_up:
                 (self._cache_hits if event.cached else self._cache_misses).inc()
@@ -209,3 +191,27 @@ class Metrics:
             self._queue.observe(record.queue_ms / 1000)
         if record.first_token_ms is not None:
             self._first_token.observe(record.first_token_ms / 1000)
+
+
+def stats(registry: CollectorRegistry) -> dict[str, Any]:
+    """All values as JSON, for the page's dashboard. `time_s`: by the clock of time.monotonic."""
+    metrics = {metric.name: _values(metric) for metric in registry.collect()}
+    return {"time_s": time.monotonic(), "metrics": metrics}
+
+
+def _values(metric: Metric) -> list[dict[str, Any]]:
+    """One for each set of labels: a value, or a histogram with its buckets up to each bound."""
+    found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    for sample in metric.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "le"}
+        one = found.setdefault(tuple(labels.items()), {"labels": labels})
+        if sample.name.endswith("_bucket"):
+            if sample.labels["le"] != "+Inf":  # that is the count, and JSON can't write it
+                one.setdefault("buckets", []).append([float(sample.labels["le"]), sample.value])
+        elif sample.name.endswith("_sum"):
+            one["sum"] = sample.value
+        elif sample.name.endswith("_count"):
+            one["count"] = sample.value
+        elif not sample.name.endswith("_created"):
+            one["value"] = sample.value
+    return list(found.values())

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,12 +21,14 @@ from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from quill.server.protocol.served_model import ServedModel
-from quill.server.serve.server import Server
 from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 from tests.server.scripted_session import D_MODEL, END, TIMEOUT_S, VOCAB_SIZE, Reciter
+
+if TYPE_CHECKING:
+    from quill.server.serve.server import Server
 
 CONTEXT = 200
 NUM_BLOCKS = 256
@@ -142,6 +144,9 @@ class Running:
         asyncio.run(self._main())
 
     async def _main(self) -> None:
+        # Tests that only describe a model do without the server: see tests/tiers.py.
+        from quill.server.serve.server import Server
+
         self._loop = asyncio.get_running_loop()
         server = Server(self._load, self._settings, lambda: self.load_again())
         report = server.calls.report

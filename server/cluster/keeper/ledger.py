@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from quill.server.auth.caller import Caller
-from quill.server.auth.rate_limit import Quotas, Spending
+from quill.server.auth.quota import Quotas, QuotaUsage
 from quill.server.errors import QuotaError
 
 MAX_SILENCE_S = 10.0  # of a replica, which is heard twice a second
@@ -29,8 +29,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Ticket:
-    held: AbstractContextManager[Spending | None]
-    spending: Spending | None
+    held: AbstractContextManager[QuotaUsage | None]
+    spending: QuotaUsage | None
 
 
 class Ledger:
@@ -85,7 +85,7 @@ class Ledger:
             ticket.held.__exit__(None, None, None)
 
     def _open(
-        self, replica: str, number: int, held: AbstractContextManager[Spending | None]
+        self, replica: str, number: int, held: AbstractContextManager[QuotaUsage | None]
     ) -> Refusal | None:
         try:
             spending = held.__enter__()

@@ -12,11 +12,10 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from quill.server.auth.caller import Caller
-from quill.server.auth.limiting import OwnLimits, Paying
+from quill.server.auth.quota import QuotaUsage, RateLimits
 from quill.server.cluster.keeper.ledger import Refusal
 from quill.server.errors import QuotaError, ReloadError
 
@@ -55,24 +54,15 @@ class KeeperSilentError(Exception):
     """It didn't answer in time, or not at all."""
 
 
-@dataclass
-class _Paying:
-    num_generated: int = 0
-    is_read: bool = False
-
-    def note(self, num_generated: int) -> None:
-        self.num_generated = num_generated
-
-
-class Membership:
+class Membership(RateLimits):
     """Belongs to the event loop. It is what a Server asks for its callers' limits."""
 
     def __init__(self, keeper: KeeperCalls, replica: str) -> None:
+        super().__init__()
         self._keeper = keeper
         self._replica = replica
-        self._own = OwnLimits()
         self._numbers = itertools.count()
-        self._open: dict[int, _Paying] = {}
+        self._open: dict[int, QuotaUsage] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_silent = False
 
@@ -85,28 +75,28 @@ class Membership:
         try:
             await self._enter(ticket, self._keeper.open_call(self._replica, ticket, caller))
         except KeeperSilentError:
-            async with self._own.call(caller):
+            async with super().call(caller):
                 yield
             return
         try:
             yield
         finally:
             # Before the client hears that it is over: it may call again at once.
-            await self._leave(ticket, _Paying())
+            await self._leave(ticket, QuotaUsage())
 
     @asynccontextmanager
     async def tokens(
         self, caller: Caller, num_prompt: int, is_admitted: bool = False
-    ) -> AsyncIterator[Paying]:
+    ) -> AsyncIterator[QuotaUsage]:
         if caller.tokens_per_minute is None:
-            yield _Paying()
+            yield QuotaUsage()
             return
-        ticket, paying = next(self._numbers), _Paying()
+        ticket, paying = next(self._numbers), QuotaUsage()
         ask = self._keeper.open_tokens(self._replica, ticket, caller, num_prompt, is_admitted)
         try:
             await self._enter(ticket, ask)
         except KeeperSilentError:
-            async with self._own.tokens(caller, num_prompt, is_admitted) as own:
+            async with super().tokens(caller, num_prompt, is_admitted) as own:
                 yield own
             return
         self._open[ticket] = paying
@@ -162,12 +152,12 @@ class Membership:
         """Whoever asked left before the answer came: if it was let in, it is out again."""
         with suppress(KeeperSilentError):
             if await asked is None:
-                await self._give_back(ticket, _Paying())
+                await self._give_back(ticket, QuotaUsage())
 
-    async def _leave(self, ticket: int, paying: _Paying) -> None:
+    async def _leave(self, ticket: int, paying: QuotaUsage) -> None:
         await asyncio.shield(self._begin(self._give_back(ticket, paying)))
 
-    async def _give_back(self, ticket: int, paying: _Paying) -> None:
+    async def _give_back(self, ticket: int, paying: QuotaUsage) -> None:
         with suppress(KeeperSilentError):
             await self._ask(
                 self._keeper.close(self._replica, ticket, paying.num_generated, paying.is_read)

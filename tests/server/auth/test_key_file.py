@@ -13,7 +13,7 @@ from quill.__main__ import main
 from quill.server.auth.caller import Caller
 from quill.server.auth.key_file import KeysError, add_key, digest, read_keys, revoke_key
 from quill.server.auth.keyring import Keyring
-from quill.server.auth.rate_limit import BURST_S, Quotas
+from quill.server.auth.quota import BURST_S, Quotas
 from quill.server.errors import QuotaError, RevokedError, UnauthenticatedError
 
 

@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from quill.server.machine.resources import available_bytes, num_cores
+from quill.server.machine.resources import available_bytes, lower_priority, num_cores
 from tests.server.process import ROOT, serve_command, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -203,3 +205,16 @@ def test_server_plans_within_a_real_quota(tiny_bundle: TinyBundle) -> None:
     finally:
         wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty")
         group.rmdir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is of whole processes here")
+def test_only_the_thread_itself_waits_for_others() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    with ThreadPoolExecutor(1, initializer=lower_priority, initargs=(3,)) as nice:
+        assert nice.submit(niceness).result() == min(19, before + 3)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(niceness).result() == before
+    assert niceness() == before

@@ -9,12 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
+from quill.server.telemetry.metrics import stats
 from tests.server.running import Running, make_manifest, make_served, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
@@ -158,3 +160,24 @@ def test_finished_request_is_one_line_without_its_prompt(
     assert f"request_id={fields['request_id']}" in text
     assert "\n" not in text
     assert not any("secret" in each.getMessage() + str(vars(each)) for each in caplog.records)
+
+
+def test_values_are_told_by_label_and_histograms_with_their_buckets() -> None:
+    registry = CollectorRegistry()
+    Gauge("depth", "", registry=registry).set(3)
+    counter = Counter("calls", "", ["method", "outcome"], registry=registry)
+    counter.labels("a", "OK").inc(2)
+    counter.labels("b", "OK").inc()
+    times = Histogram("time_seconds", "", ["kind"], registry=registry, buckets=(0.5, 1))
+    for value in (0.1, 0.7, 4.0):
+        times.labels("x").observe(value)
+    read = json.loads(json.dumps(stats(registry), allow_nan=False))
+    assert read["time_s"] > 0
+    assert read["metrics"]["depth"] == [{"labels": {}, "value": 3}]
+    assert read["metrics"]["calls"] == [
+        {"labels": {"method": "a", "outcome": "OK"}, "value": 2},
+        {"labels": {"method": "b", "outcome": "OK"}, "value": 1},
+    ]
+    (one,) = read["metrics"]["time_seconds"]
+    assert (one["labels"], one["count"], one["buckets"]) == ({"kind": "x"}, 3, [[0.5, 1], [1, 2]])
+    assert abs(one["sum"] - 4.8) < 1e-9

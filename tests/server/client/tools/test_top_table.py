@@ -35,7 +35,7 @@ def work(metrics: Metrics, num_calls: int, first_token_ms: float, num_made: int)
         record = Record("Generate", first_token_ms=first_token_ms)
         record.close()
         metrics.finish(record)
-    metrics._made.inc(num_made)
+    metrics._generated.inc(num_made)
     metrics._cache_hits.inc(num_calls)
 
 
