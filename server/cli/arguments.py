@@ -29,6 +29,7 @@ _METAVARS = {"strings": "TEXT", "integers": "ID", "bias": "ID:BIAS"}
 
 def add_fields(parser: argparse.ArgumentParser, fields: Iterable[Field]) -> None:
     """A flag for each option of a request. One that isn't given is None."""
+    group = parser.add_argument_group("request")
     for field in fields:
         several = "; may be given several times" if field.is_list else ""
         options: dict[str, Any] = {"dest": field.name, "help": field.help + several}
@@ -41,7 +42,7 @@ def add_fields(parser: argparse.ArgumentParser, fields: Iterable[Field]) -> None
         else:
             options |= {"type": _parser(field), "metavar": _METAVARS.get(field.type, "N")}
             options |= {"action": "append"} if field.is_list else {}
-        parser.add_argument(field.flag, **options)
+        group.add_argument(field.flag, **options)
 
 
 def given_fields(args: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:
@@ -71,35 +72,40 @@ def _parser(field: Field) -> Callable[[str], Any]:
 def add_address(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """For a client. `many`: several servers may be given."""
     several = f"; several servers are {SEVERAL}" if many else ""
-    parser.add_argument(
+    group = parser.add_argument_group("connection")
+    group.add_argument(
         "--address",
         type=addresses if many else address,
         default=ADDRESS,
         metavar="HOST:PORT",
         help=f"the server's gRPC port (default {ADDRESS}){several}",
     )
-    add_access(parser)
+    _add_access(parser, group)
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
     """TLS and API key of a client."""
+    _add_access(parser, parser.add_argument_group("connection"))
+
+
+def _add_access(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     # gRPC's own log lines would hide the one line that says what to do.
     parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"})
-    parser.add_argument(
+    group.add_argument(
         "--tls", action="store_true", help="use TLS and trust this machine's authorities"
     )
-    parser.add_argument(
+    group.add_argument(
         "--ca", type=Path, metavar="PEM", help="use TLS and trust this certificate authority"
     )
-    parser.add_argument("--cert", type=Path, metavar="PEM", help="the client's certificate")
-    parser.add_argument("--key", type=Path, metavar="PEM", help="the certificate's private key")
-    parser.add_argument(
+    group.add_argument("--cert", type=Path, metavar="PEM", help="the client's certificate")
+    group.add_argument("--key", type=Path, metavar="PEM", help="the certificate's private key")
+    group.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
         help="a file with the API key (default: $QUILL_API_KEY)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--insecure", action="store_true", help="allow the API key to be sent without TLS"
     )
 

@@ -86,8 +86,8 @@ def _add_chat(subparsers: Subparsers) -> None:
 
 
 def _add_constraint(parser: argparse.ArgumentParser) -> None:
-    title = "structured output"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
+    title = parser.add_argument_group("structured output")
+    group = title.add_mutually_exclusive_group()
     group.add_argument(
         "--json-schema", metavar="FILE", help="the answer is JSON of the schema in this file"
     )
@@ -147,10 +147,10 @@ def _add_fill_mask(subparsers: Subparsers) -> None:
 
 
 def _add_call(parser: argparse.ArgumentParser) -> None:
-    add_address(parser, many=True)
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="the deadline (default: none)"
     )
+    add_address(parser, many=True)
 
 
 def _add_batch(subparsers: Subparsers) -> None:

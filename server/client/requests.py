@@ -66,7 +66,7 @@ def _tool_choice(choice: pb.ToolChoice | str) -> pb.ToolChoice:
     if isinstance(choice, pb.ToolChoice):
         return choice
     if choice in TOOL_MODE.values:
-        return pb.ToolChoice(mode=pb.ToolMode.Value(TOOL_MODE.proto_name(choice)))
+        return pb.ToolChoice(mode=TOOL_MODE.proto_name(choice))
     return pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=[choice])
 
 

@@ -90,16 +90,16 @@ def test_functions_become_tools(tools: Path) -> None:
     ("source", "said"),
     [
         ("x = 1", "has no public function"),
-        ("def f(x): pass", "doesn't say the type of x"),
+        ("def f(x): pass", "has no type hint for x"),
         ("def f(x: set): pass", "x of f() has the type"),
         ("def f(x: Nobody): pass", "can't be imported: NameError"),
-        ("def f(x: 'Nobody'): pass", "a type that isn't there"),
+        ("def f(x: 'Nobody'): pass", "a type hint that fails"),
         ("def f(*x: int): pass", "each needs its own name"),
         ("async def f(): pass", "is async"),
         ("1 / 0", "can't be imported: ZeroDivisionError"),
         ("def", "can't be imported: SyntaxError"),
         ("import sys; sys.exit(3)", "can't be imported: SystemExit: 3"),
-        ("def f(x: '1+'): pass", "a type that isn't there"),
+        ("def f(x: '1+'): pass", "a type hint that fails"),
         ("from typing import Literal\ndef f(x: Literal[b'x']): pass", "x of f() has the type"),
         ("from typing import Literal\ndef f(x: Literal[[1]]): pass", "x of f() has the type"),
         ("f = lambda: 1", "has no public function"),
@@ -205,7 +205,7 @@ def test_call_that_was_cut_short_isnt_run(
 ) -> None:
     long = ADD.replace("38", "3" * 400)
     printed = talk(knowing, tools, monkeypatch, capsys, f"say {long}", "y")
-    assert "[its call was cut short]" in printed
+    assert "[the tool call is incomplete]" in printed
     assert "Run it?" not in printed
 
 
@@ -216,5 +216,5 @@ def test_template_that_knows_no_tools_calls_when_told_to(
     tools.write_text('def fail() -> None:\n    raise RuntimeError("no \\x1b[2Jluck")')
     with running_server(served=make_parrot(TEMPLATE)) as server:
         printed = talk(server, tools, monkeypatch, capsys, "hi", "/call do it", "y")
-    assert "it asks only when you say /call WORDS" in printed
+    assert "it calls them only after /call TEXT" in printed
     assert printed.count("fail({})\nRun it? [y/N] RuntimeError: no \\u001b[2Jluck\n") == 1
