@@ -1,7 +1,7 @@
-"""Writes a bundle, or adds to one: a directory that is whole or absent.
+"""Writes a bundle, or adds graphs to one: a directory that is whole or absent.
 
-Knows: the files of a bundle, the order in which they come about, which precisions are kept.
-Does not know: how graphs are made, verified or shown to anybody.
+Knows: the files of a bundle, the order of export's stages, which precisions are kept.
+Does not know: how graphs are made, verified or displayed.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from quill.export.bundle.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     TOKENIZER_FILE,
-    Graphs,
     Manifest,
     Sizes,
     SpecialTokens,
@@ -29,99 +28,109 @@ from quill.export.bundle.manifest import (
     read_manifest,
     write_manifest,
 )
-from quill.export.errors import BundleError, UnsupportedModelError, VerificationError
-from quill.export.graph.prepare import Networks, check_exportable
+from quill.export.errors import BundleError, VerificationError
+from quill.export.exportability import check_exportable
+from quill.export.graph.prepare import Networks
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
-from quill.export.precisions import MAX_PERPLEXITY_RATIO, PRECISIONS, Precision, family_problem
-from quill.export.verify.encoder_proof import EncoderProof
+from quill.export.precisions import Precision
 from quill.export.verify.held_out import held_out
-from quill.export.verify.proof import Proof, Tick
+from quill.export.verify.verifier import (
+    Candidate,
+    Tick,
+    Verifier,
+    check_default,
+    make_verifier,
+    num_reference_ticks,
+)
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.network.config import ModelConfig
 from quill.model.network.networks import make_network
 
-Say = Callable[[str], None]
-Keep = Literal["all", "proven", "best"]
+Report = Callable[[str], None]
+Keep = Literal["all", "verified", "best"]
 
 # The files of any bundle.
-OWN_FILE = re.compile(r"manifest\.json|tokenizer\.json|(de|en)coder\.\w+\.onnx|weights\.\w+\.bin")
+BUNDLE_FILE = re.compile(
+    r"manifest\.json|tokenizer\.json|(de|en)coder\.\w+\.onnx|weights\.\w+\.bin"
+)
 
 
 class Stage(Protocol):
-    """Shows what is going on while it lasts. Of `total` things, each tick says that one is done."""
+    """Displays a stage of the export. Each tick: one more of `total` items is done."""
 
     def __call__(self, title: str, total: int | None = None) -> AbstractContextManager[Tick]: ...
 
 
 @contextlib.contextmanager
 def quietly(title: str, total: int | None = None) -> Iterator[Tick]:
-    """A stage that shows nothing."""
+    """Displays nothing."""
     yield lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class ExportOptions:
     """What the bundle should hold."""
 
     precisions: tuple[Precision, ...]
-    # all: each must be proven. proven: those that are. best: the first that a server would take.
+    # all: each must pass verification. verified: those that pass. best: the first that a server
+    # chooses by itself.
     keep: Keep = "all"
     verify: bool = True
-    text: Path | None = None  # to verify on; None: export/verify/held_out.py decides
-    add: bool = False  # to the bundle that stands there, whose graphs are kept as they are
+    text: Path | None = None  # to verify on; None: export/verify/held_out.py chooses
+    add: bool = False  # to the existing bundle, whose graphs stay as they are
 
 
 def write_bundle(
     out: Path,
     checkpoint: Checkpoint,
-    wishes: Wishes,
+    options: ExportOptions,
     stage: Stage = quietly,
-    say: Say = print,
+    report: Report = print,
 ) -> Manifest:
-    """Exports, verifies, writes. When anything fails, what stood at `out` is still there."""
-    check_exportable(checkpoint.config)
-    out = out.resolve()  # a link stays one, and what it leads to is replaced
+    """Exports, verifies, writes. If a stage fails, `out` stays as it was."""
+    for precision in options.precisions:
+        check_exportable(checkpoint.config, precision)
+    out = out.resolve()  # the target of a link is replaced, not the link
     check_replaceable(out)
-    standing = check_standing(out, checkpoint) if wishes.add else None
+    existing = check_existing(out, checkpoint) if options.add else None
     try:
         with atomic_directory(out) as directory:
-            if standing is None:
+            if existing is None:
                 empty = describe(out.name, checkpoint)
                 manifest = _save_tokenizer(directory, checkpoint, empty)
             else:
-                manifest = link_files(out, directory, standing)
-            manifest = _add_graphs(directory, manifest, checkpoint, wishes, stage, say)
+                manifest = link_files(out, directory, existing)
+            manifest = _add_graphs(directory, manifest, checkpoint, options, stage, report)
             write_manifest(directory, manifest)
             return manifest
     except VerificationError as error:
         raise VerificationError(
             f"{error}. Nothing was written. Export another precision, or use --no-verify to look "
-            "into it. If PyTorch's answers are sound, please report it with the model's config"
+            "into it. If PyTorch's output is right, please report this with the model's config"
         ) from error
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise BundleError(f"can't write the bundle {out}: {reason}") from error
 
 
-def check_standing(out: Path, checkpoint: Checkpoint) -> Manifest:
-    """The bundle that stands there, if graphs of this checkpoint may be added to it."""
-    standing = read_manifest(out)
-    check_addable(out, standing, describe(out.resolve().name, checkpoint))
-    return standing
+def check_existing(out: Path, checkpoint: Checkpoint) -> Manifest:
+    """The existing bundle's manifest, if graphs of this checkpoint may be added."""
+    existing = read_manifest(out)
+    check_addable(out, existing, describe(out.resolve().name, checkpoint))
+    return existing
 
 
 def check_replaceable(out: Path) -> None:
-    """Only an empty directory gives way, or a bundle that holds nothing of anybody else's."""
+    """Raises an error unless `out` is free, empty, or a bundle without other files."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if not {MANIFEST_FILE} < {name for name in names if OWN_FILE.fullmatch(name)}:
+    if not {MANIFEST_FILE} < {name for name in names if BUNDLE_FILE.fullmatch(name)}:
         raise BundleError(
             f"{out} exists and isn't a bundle, so it isn't replaced. Give --out another name"
         )
-    # By their names: a bundle that is damaged, or of another version, is replaced as well.
-    if others := [name for name in names if not OWN_FILE.fullmatch(name)]:
+    # By names: a bundle that is damaged, or of another version, is replaced, too.
+    if others := [name for name in names if not BUNDLE_FILE.fullmatch(name)]:
         raise BundleError(
             f"{out} holds more than its bundle ({', '.join(others[:3])}), which would be lost. "
             "Move that elsewhere, or give --out another name"
@@ -132,82 +141,49 @@ def _add_graphs(
     directory: Path,
     manifest: Manifest,
     checkpoint: Checkpoint,
-    wishes: Wishes,
+    options: ExportOptions,
     stage: Stage,
-    say: Say,
+    report: Report,
 ) -> Manifest:
-    """The manifest with the graphs that were made, proven and kept."""
+    """Makes, verifies and keeps each precision's graphs. Returns the manifest with them."""
     networks = Networks(checkpoint)
-    proof = _ask_pytorch(checkpoint, wishes.text, stage) if wishes.verify else None
-    for precision in wishes.precisions:
+    verifier = _run_pytorch(checkpoint, manifest, options.text, stage) if options.verify else None
+    for precision in options.precisions:
         with stage(f"{precision}: tracing and writing"):
-            if problem := shape_problem(precision, checkpoint.config):
-                raise UnsupportedModelError(problem)
             prepared = networks.prepare(precision)
             graphs = write_graphs(directory, precision, prepared)
         try:
-            if proof is not None:
+            if verifier is not None:
                 with (
-                    stage(f"{precision}: verifying", proof.num_checks(precision)) as tick,
+                    stage(f"{precision}: verifying", verifier.num_ticks(precision)) as tick,
                     runnable(directory, graphs, prepared) as here,
                 ):
-                    graphs = proof.prove(
-                        directory, manifest.sizes, graphs, here, prepared.quantization, tick
-                    )
-                if wishes.keep == "best":
-                    check_good(graphs)
+                    candidate = Candidate(directory, graphs, here, prepared.quantization)
+                    graphs = verifier.verify(candidate, tick)
+                if options.keep == "best":
+                    check_default(graphs)
         except VerificationError as error:
-            if wishes.keep == "all" or precision == "fp32":
+            if options.keep == "all" or precision == "fp32":
                 raise
-            say(f"Leaving {precision} out: {error}")
+            report(f"Leaving {precision} out: {error}")
             remove_graphs(directory, graphs)
             manifest = replace(manifest, left_out=(*manifest.left_out, precision))
             continue
-        files = tuple(describe_file(directory, name) for name in graphs.own_files)
+        files = tuple(describe_file(directory, name) for name in graphs.file_names)
         manifest = replace(
             manifest, graphs=(*manifest.graphs, graphs), files=(*manifest.files, *files)
         )
-        if wishes.keep == "best":
+        if options.keep == "best":
             break
     return manifest
 
 
-def shape_problem(precision: Precision, config: ModelConfig) -> str | None:
-    """Why a model has no such graphs, in words."""
-    if problem := family_problem(precision, config.family):
-        return problem
-    if PRECISIONS[precision].device == "cpu":
-        return None
-    own = {"experts": config.experts, "latent attention": config.latent}
-    if found := [name for name, part in own.items() if part is not None]:
-        return (
-            f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's own "
-            "operators compute that, and they are for the CPU"
-        )
-    if config.window:
-        return (
-            f"a model with a window has no {precision} graphs: how the runtime's attention over "
-            "blocks counts its tokens couldn't be tried without a card"
-        )
-    return None
-
-
-def _ask_pytorch(checkpoint: Checkpoint, text: Path | None, stage: Stage) -> Proof | EncoderProof:
+def _run_pytorch(
+    checkpoint: Checkpoint, manifest: Manifest, text: Path | None, stage: Stage
+) -> Verifier:
     found = held_out(checkpoint, text)
-    kind = EncoderProof if checkpoint.config.family == "encoder" else Proof
-    with stage("asking PyTorch what it computes", kind.num_questions(found)) as tick:
-        return kind(checkpoint, found, tick)
-
-
-def check_good(graphs: Graphs) -> None:
-    """Refuses what no server would take by itself."""
-    found = graphs.verification
-    if found is not None and not graphs.is_good:
-        rise = found.perplexity / found.reference_perplexity - 1
-        raise VerificationError(
-            f"its perplexity is {rise:.1%} above PyTorch's, and a server takes "
-            f"{MAX_PERPLEXITY_RATIO - 1:.0%} at the most by itself"
-        )
+    with stage("running PyTorch for reference", num_reference_ticks(checkpoint, found)) as tick:
+        return make_verifier(checkpoint, manifest.sizes, found, tick)
 
 
 def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest) -> Manifest:
@@ -239,7 +215,7 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
 
 
 def describe(name: str, checkpoint: Checkpoint) -> Manifest:
-    """The manifest of a bundle that holds nothing yet."""
+    """The manifest of a bundle without graphs."""
     special = checkpoint.special_tokens
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -1,6 +1,6 @@
-"""Shows a person how long work is going: a live line on a terminal, plain lines elsewhere.
+"""Displays the progress of long work: a bar on a terminal, plain lines elsewhere, on stderr.
 
-Knows: rich, terminals. Does not know: what is being done.
+Knows: rich, terminals. Does not know: what the work is.
 """
 
 import sys
@@ -15,7 +15,9 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
@@ -26,44 +28,43 @@ PLAIN_INTERVAL_S = 5.0  # without a terminal, a line at most this often
 
 
 class Display:
-    """Progress through a known number of steps or bytes, with a few numbers beside it, on stderr.
+    """Progress through a number of steps or bytes, with a few numbers beside it.
 
-    A whole stage that may take 5 s belongs in one, or says a line when it begins.
+    Any stage that may take 5 s has a display, or prints a line when it begins. `total`: None if it
+    is unknown. `transient`: the bar vanishes at the end, and without a terminal the title is
+    printed at the beginning.
     """
 
     def __init__(
         self,
         title: str,
-        total: int,
+        total: int | None,
         quiet: bool = False,
         in_bytes: bool = False,
+        transient: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._title = title
         self._total = total
+        self._transient = transient
         self._clock = clock
         self._started = self._last_line = clock()
-        self._first_step = 0
+        self._step = self._first_step = 0
         self._has_ended = False
         self._in_bytes = in_bytes
         self._progress = Progress(
-            TextColumn("{task.description}", style="bold", markup=False),  # it may be a path
-            # On a narrow terminal the bar gives way first, then the last of the numbers.
-            BarColumn(bar_width=None, table_column=Column(max_width=24)),
-            DownloadColumn(table_column=_whole(len("100.0/100.0 MB")))
-            if in_bytes
-            else MofNCompleteColumn(table_column=_whole(2 * len(str(total)) + 1)),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(table_column=_whole(len("0:00:00"))),
+            *_columns(total, in_bytes),
             console=self._console,
+            transient=transient,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(title, total=total, numbers="")
 
     def __enter__(self) -> "Display":
         self._progress.start()
+        if self._transient and not self._console.is_terminal:
+            self.print(f"{self._title} …")
         return self
 
     def __exit__(
@@ -76,32 +77,39 @@ class Display:
         sys.stderr.flush()
 
     def start_at(self, step: int) -> None:
-        """Where a resumed run goes on."""
-        self._first_step = step
+        """Sets the step that a resumed run continues from."""
+        self._step = self._first_step = step
         self._progress.update(self._task, completed=step)
 
+    def advance(self) -> None:
+        """One more step is done."""
+        self.update(self._step + 1)
+
     def update(self, step: int, numbers: str = "") -> None:
+        self._step = step
         self._progress.update(self._task, completed=step, numbers=numbers)
         ends = step == self._total and not self._has_ended and not self._console.is_terminal
         self._has_ended |= ends
-        if ends or self._is_line_due(self._clock()):
+        if (ends and not self._transient) or self._is_line_due(self._clock()):
             parts = (self._amount(step), numbers, self._left(step))
             self._print_line("  ".join(part for part in parts if part))
 
     def _amount(self, step: int) -> str:
+        if self._total is None:
+            return f"{self._title} {step}"
         if self._in_bytes:
             return f"{self._title} {step / 1e6:.1f}/{self._total / 1e6:.1f} MB"
         return f"{self._title} {step}/{self._total}"
 
     def _left(self, step: int) -> str:
-        if step <= self._first_step:
-            return ""  # nothing to reckon with yet
+        if step <= self._first_step or self._total is None:
+            return ""  # no estimate yet
         elapsed_s = self._clock() - self._started
         left_s = elapsed_s / (step - self._first_step) * (self._total - step)
         return f"{left_s:.0f} s left"
 
     def track(self, items: list[T], title: str) -> Iterator[T]:
-        """Goes through a list that belongs to a step, and shows how far it is meanwhile."""
+        """Iterates over a list within a step, with a bar for the list."""
         task = self._progress.add_task(title, total=len(items), numbers="")
         try:
             for number, item in enumerate(items, start=1):
@@ -117,19 +125,35 @@ class Display:
 
     def _print_line(self, line: str) -> None:
         self._last_line = self._clock()
-        self._console.print(line, markup=False)
+        self.print(line)
 
-    def say(self, text: str) -> None:
-        """A line that stays, above the moving one."""
+    def print(self, text: str) -> None:
+        """Prints a line that stays, above the bar."""
         self._console.print(text, markup=False)
 
 
-def _whole(width: int) -> Column:
+def _columns(total: int | None, in_bytes: bool) -> Iterator[ProgressColumn]:
+    yield TextColumn("{task.description}", style="bold", markup=False)  # it may be a path
+    # On a narrow terminal the bar shrinks first, then the last of the numbers.
+    yield BarColumn(bar_width=None, table_column=Column(max_width=24))
+    if total is None:
+        yield TimeElapsedColumn()
+        return
+    if in_bytes:
+        yield DownloadColumn(table_column=_fixed(len("100.0/100.0 MB")))
+    else:
+        yield MofNCompleteColumn(table_column=_fixed(2 * len(str(total)) + 1))
+    yield TextColumn("{task.fields[numbers]}")
+    yield TextColumn("left")
+    yield TimeRemainingColumn(table_column=_fixed(len("0:00:00")))
+
+
+def _fixed(width: int) -> Column:
     return Column(no_wrap=True, min_width=width)
 
 
 def track(items: Sequence[T], title: str = "scoring") -> Iterator[T]:
-    """Goes through a list and shows how far it is."""
+    """Iterates over a list and displays the progress."""
     with Display(title, len(items)) as display:
         for number, item in enumerate(items, start=1):
             yield item

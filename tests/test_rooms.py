@@ -65,8 +65,9 @@ WITHIN = {
         "quantize": "",
         "graph": "quantize bundle",
         "verify": "quantize bundle operators",
-        "pipeline": "quantize graph verify bundle",
-        "cli": "pipeline verify quantize bundle operators",
+        "exportability": "quantize graph operators",
+        "pipeline": "exportability quantize graph verify bundle",
+        "cli": "exportability pipeline verify quantize bundle operators",
         "commands": "",
     },
     "model": {

@@ -30,35 +30,35 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def check_addable(out: Path, standing: Manifest, new: Manifest) -> None:
+def check_addable(out: Path, existing: Manifest, new: Manifest) -> None:
     """Refuses to put graphs of one model beside those of another. `new` holds no graphs yet."""
-    if standing.weights_sha256 is None:
+    if existing.weights_sha256 is None:
         raise BundleError(
             f"{out} was made by an older version of Quill and doesn't say from which weights, so "
             "nothing can be added to it. Export it again without --add"
         )
-    if standing.onnxruntime != new.onnxruntime:
+    if existing.onnxruntime != new.onnxruntime:
         raise BundleError(
-            f"{out} was verified with ONNX Runtime {standing.onnxruntime}, and this is "
+            f"{out} was verified with ONNX Runtime {existing.onnxruntime}, and this is "
             f"{new.onnxruntime}: one bundle is proven with one version. Export it again without "
             "--add"
         )
     names = [each.name for each in fields(Manifest) if each.name not in _OWN]
-    different = [name for name in names if getattr(standing, name) != getattr(new, name)]
+    different = [name for name in names if getattr(existing, name) != getattr(new, name)]
     if different:
         raise BundleError(
             f"{out} was made from another checkpoint ({', '.join(different)} differ), so nothing "
             "can be added to it. Give --out another directory, or export without --add to replace "
             "it"
         )
-    check_files(out, standing)
+    check_files(out, existing)
 
 
-def link_files(out: Path, directory: Path, standing: Manifest) -> Manifest:
-    """The standing bundle's files in another directory, without a second copy where that can be."""
-    for file in standing.files:
+def link_files(out: Path, directory: Path, existing: Manifest) -> Manifest:
+    """The existing bundle's files in another directory, without a second copy where that can be."""
+    for file in existing.files:
         try:
             os.link(out / file.name, directory / file.name, follow_symlinks=True)
         except OSError:  # a file system without links
             shutil.copy2(out / file.name, directory / file.name)
-    return standing
+    return existing

@@ -111,7 +111,7 @@ class Graphs:
         )
 
     @property
-    def own_files(self) -> list[str]:
+    def file_names(self) -> list[str]:
         return [name for name in (self.decoder, self.encoder, self.weights) if name is not None]
 
 
@@ -162,7 +162,7 @@ class Manifest:
 
     def files_for(self, graphs: Graphs) -> list[str]:
         """The names of the files that serving these graphs needs."""
-        return [*graphs.own_files, *([] if self.tokenizer is None else [self.tokenizer])]
+        return [*graphs.file_names, *([] if self.tokenizer is None else [self.tokenizer])]
 
     def cache_bytes_per_token(self, cache_type: CacheType) -> int:
         """Memory for one more token; a seq2seq source takes the same for each token."""

@@ -1,9 +1,12 @@
-"""`quill export`: from a checkpoint to a bundle's directory, with progress and a closing table.
+"""`quill export`: from a checkpoint to a bundle, with progress and a closing table.
 
-Knows: the command's arguments, what a person sees. Does not know: how any of it is done.
+Knows: the command's arguments and output. Does not know: how graphs are made or verified.
 """
 
 import argparse
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rich import box
@@ -11,91 +14,87 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import Graphs, Manifest, read_manifest
-from quill.export.cli.stages import Stages
-from quill.export.errors import ExportError, UnsupportedModelError
-from quill.export.operators.library import (
-    kernels,
-    library_path,
-    operators_are_fast,
-    operators_problem,
-)
-from quill.export.pipeline import Wishes, check_standing, shape_problem, write_bundle
-from quill.export.precisions import ALL_PRECISIONS, PRECISIONS, Precision, preferred
-from quill.export.quantize.quantization import check_quantizable
+from quill.export.errors import ExportError
+from quill.export.exportability import Problem, exportability
+from quill.export.operators.library import kernels, library_path, operators_are_fast
+from quill.export.pipeline import ExportOptions, check_existing, write_bundle
+from quill.export.precisions import ALL_PRECISIONS, Precision, preferred
+from quill.export.verify.verifier import Tick
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
+from quill.model.progress import Display
 
 
 def run(args: argparse.Namespace) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    standing = read_manifest(args.out).precisions if args.add else ()
+    existing = read_manifest(args.out).precisions if args.add else ()
     checkpoint = open_checkpoint(args.checkpoint)
-    wishes = Wishes(precisions=(), verify=args.verify, text=args.text, add=args.add)
-    wishes = with_precisions(wishes, args.precision, checkpoint.config, standing, console)
-    if not wishes.precisions:
-        check_standing(args.out, checkpoint)
-        console.print(f"Nothing to add: {args.out} has {', '.join(standing)}")
+    options = ExportOptions(precisions=(), verify=args.verify, text=args.text, add=args.add)
+    options = with_precisions(options, args.precision, checkpoint.config, existing, console)
+    if not options.precisions:
+        check_existing(args.out, checkpoint)
+        console.print(f"Nothing to add: {args.out} has {', '.join(existing)}")
         return
-    manifest = write_bundle(args.out, checkpoint, wishes, Stages(console), console.print)
+    manifest = write_bundle(args.out, checkpoint, options, stage, console.print)
     _warn(console, manifest)
     console = Console(highlight=False)
     console.print(summary(manifest))
     console.print(f"{manifest.name} is in {args.out}")
 
 
+@contextlib.contextmanager
+def stage(title: str, total: int | None = None) -> Iterator[Tick]:
+    """Displays one stage of the export, and prints its time at the end."""
+    start = time.monotonic()
+    with Display(title, total, transient=True) as display:
+        yield display.advance
+        display.print(f"{title}: {time.monotonic() - start:.0f} s")
+
+
 def with_precisions(
-    wishes: Wishes,
+    options: ExportOptions,
     wanted: str | None,
     config: ModelConfig,
-    standing: tuple[str, ...],
+    existing: tuple[str, ...],
     console: Console,
-) -> Wishes:
-    """What was asked for and isn't there yet. If nothing was: what a server here would take."""
-    problems = _problems(config, wishes.verify)
+) -> ExportOptions:
+    """The requested precisions that the bundle lacks; by default what a server here chooses."""
+    found = {name: exportability(config, name, verify=options.verify) for name in ALL_PRECISIONS}
+    problems = {name: problem for name, problem in found.items() if problem is not None}
     if wanted is not None and wanted.strip() != "all":
         precisions = parse_precisions(wanted)
         for name in precisions:
             if name in problems:
-                raise ExportError(f"{name} can't be exported here: {problems[name]}")
-        return replace(wishes, precisions=tuple(p for p in precisions if p not in standing))
-    if "fp32" in problems:  # the plainest
-        raise ExportError(f"nothing can be exported here: {problems['fp32']}")
+                raise _error(f"{name} can't", problems[name])
+        return replace(options, precisions=tuple(p for p in precisions if p not in existing))
+    if "fp32" in problems:  # it has the fewest conditions
+        raise _error("nothing can", problems["fp32"])
     if wanted is not None:
         for name, problem in problems.items():
-            console.print(f"Leaving {name} out: {problem}")
+            console.print(f"Leaving {name} out: {problem.reason}")
         possible = [name for name in ALL_PRECISIONS if name not in problems]
-        missing = tuple(name for name in possible if name not in standing)
-        return replace(wishes, precisions=missing, keep="proven")
+        missing = tuple(name for name in possible if name not in existing)
+        return replace(options, precisions=missing, keep="verified")
     ideal = preferred(config.family, fast_operators=True)[0]
     order = preferred(config.family, fast_operators=operators_are_fast())
     possible = [name for name in order if name not in problems]
-    better = tuple(possible[: next((i for i, p in enumerate(possible) if p in standing), None)])
+    better = tuple(possible[: next((i for i, p in enumerate(possible) if p in existing), None)])
     if better:
-        why = f"{ideal} can't be had: {problems[ideal]}" if ideal in problems else _why_fastest()
-        console.print(f"Exporting {better[0]}, which a server takes here ({why})")
-    return replace(wishes, precisions=better, keep="best")
+        why = _why_fastest()
+        if ideal in problems:
+            why = f"{ideal} can't be exported: {problems[ideal].reason}"
+        console.print(f"Exporting {better[0]}, which a server on this machine chooses ({why})")
+    return replace(options, precisions=better, keep="best")
 
 
 def _why_fastest() -> str:
     if operators_are_fast():
         return f"the fastest that is good enough, with Quill's {kernels(library_path())} kernels"
-    return "Quill's own operators have no fast kernels for this processor"
+    return "Quill's custom operators have no fast kernels for this processor"
 
 
-def _problems(config: ModelConfig, verify: bool) -> dict[Precision, str]:
-    """Why precisions can't be had here, for this model."""
-    operators = operators_problem() if verify else None
-    try:
-        check_quantizable(config)
-        shape = None
-    except UnsupportedModelError as error:
-        shape = str(error)
-    problems: dict[Precision, str] = {}
-    for name, facts in PRECISIONS.items():
-        blocks = shape if facts.is_quantized else None
-        if problem := shape_problem(name, config) or blocks or operators:
-            problems[name] = problem
-    return problems
+def _error(what: str, problem: Problem) -> ExportError:
+    return problem.error(f"{what} be exported here: {problem.reason}")
 
 
 def parse_precisions(wanted: str) -> tuple[Precision, ...]:
@@ -112,8 +111,8 @@ def _warn(console: Console, manifest: Manifest) -> None:
         if graphs.invariance is not None and not graphs.invariance.holds:
             console.print(
                 f"[bold]Warning:[/] with ONNX Runtime {manifest.onnxruntime} the {graphs.precision}"
-                " graph's answers to a request depend on what else is in the batch. The server "
-                "can't promise the same tokens for the same seed with it."
+                " graph isn't batch-invariant: its output for a request depends on what else is in "
+                "the batch. The server can't promise the same tokens for the same seed with it."
             )
 
 
@@ -125,7 +124,7 @@ def summary(manifest: Manifest) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     sizes = {file.name: file.size for file in manifest.files}
     for graphs in manifest.graphs:
-        names = graphs.own_files
+        names = graphs.file_names
         megabytes = "\n".join(f"{sizes[name] / 1e6:.2f}" for name in names)
         table.add_row("\n".join(names), graphs.precision, megabytes, *_measured(graphs))
     return table

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
-from quill.export.cli.speed import ROWS, measure_speed, measure_yardstick
+from quill.export.cli.speed import ROWS, measure_baseline, measure_speed
 from quill.export.errors import BundleError
 from quill.export.operators.library import operators_problem
 
@@ -53,7 +53,7 @@ def speed_table(directory: Path, manifest: Manifest) -> Table:
     for num_rows in ROWS:
         table.add_column(f"{num_rows} row{'s' if num_rows > 1 else ''}", justify="right")
     table.add_column("prefill", justify="right")
-    best = measure_yardstick(manifest.sizes)
+    best = measure_baseline(manifest.sizes)
     problem = operators_problem()
     if manifest.family == "encoder":
         problem = "an encoder has no decode steps, so there is nothing to time"

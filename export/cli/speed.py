@@ -31,7 +31,7 @@ class Speed(NamedTuple):
     prefill: float
 
 
-def measure_yardstick(sizes: Sizes) -> Speed:
+def measure_baseline(sizes: Sizes) -> Speed:
     """The same numbers of rows through one matrix product."""
     columns = sizes.num_parameters // sizes.d_model
     weights = np.ones((sizes.d_model, columns), np.float32)

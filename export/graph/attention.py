@@ -1,10 +1,10 @@
-"""Attention as one operator with its cache inside, over packed tokens and blocks.
+"""Attention as one operator with the KV cache inside, over packed tokens and blocks.
 
-Knows: Quill's own operators and com.microsoft::PagedAttention, their inputs and their rules.
+Knows: Quill's attention operators and com.microsoft::PagedAttention, their inputs and limits.
 Does not know: layers, precisions, files.
 
-The network hands its queries, keys and values to an `Attending` (model/network/attention.py). These
-compute nothing: they write operators into the graph that torch.onnx is tracing.
+Each class is an `AttentionImplementation` (model/network/attention.py). It computes nothing: it
+emits operators into the graph that torch.onnx is tracing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from quill.model.network.positions import RotaryTables, tables_of
 
 # S sequences · T new tokens of all · B blocks of the longest · E heads x head size
 
-# What they have kernels for (export/operators/kernels/sequences.h).
+# The operators' limits (export/operators/kernels/sequences.h).
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 640
 MAX_GROUP = 128
-# Blocks may be of either precision: the runtime tells operators of one name apart by their types.
+# Blocks may be float32 or float16: the runtime chooses a kernel by the types.
 ATTENTION = "quill::Attention"
 CROSS_ATTENTION = "quill::CrossAttention"
 ENCODER_ATTENTION = "quill::EncoderAttention"
@@ -34,7 +34,7 @@ PAGED = "com.microsoft::PagedAttention"
 Attributes = Mapping[str, int | float]
 
 
-def own_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
+def attention_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
     num_kv_heads, key_size, value_size = config.cached
     attributes: dict[str, int | float] = {
         "heads": config.num_heads,
@@ -42,7 +42,7 @@ def own_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
         "head_size": key_size,
         "scale": config.scale,
     }
-    # Said only where there is something to say: older versions of the operators know only that.
+    # Omitted where they are the default: older versions of the operators don't know them.
     if window := config.window_of(layer):
         attributes["window"] = window
     if config.attention_soft_cap:
@@ -61,13 +61,13 @@ class Layer(NamedTuple):
 
 @dataclass
 class Pool:
-    """The blocks of all layers, and what the operators gave back."""
+    """The blocks of all layers, and the operators' outputs in their place."""
 
     layers: Sequence[Layer]
     extended: list[Layer] = field(default_factory=list)
 
     def replace(self, layer: int, sides: Sequence[Tensor]) -> None:
-        assert len(self.extended) == layer, "layers attend in order, each once"
+        assert len(self.extended) == layer, "layers run in order, each once"
         self.extended.append(Layer(*sides))
 
     def flat(self) -> list[Tensor]:
@@ -75,21 +75,21 @@ class Pool:
 
 
 class Packed(NamedTuple):
-    """Whose the new tokens are, and where they stand."""
+    """The positions of the new tokens, and where each sequence begins."""
 
     positions_T: Tensor
     starts_S: Tensor  # one more than there are sequences
 
 
 class Source(NamedTuple):
-    """Where each sequence's source lies."""
+    """The blocks of each sequence's source."""
 
     lengths_S: Tensor
     table_SB: Tensor
 
 
-class PackedEncoding:
-    """Every token of a source sees every token of the same source."""
+class PackedEncoderAttention:
+    """Bidirectional attention within each packed text."""
 
     def __init__(self, config: ModelConfig, rotary: RotaryTables | None, packed: Packed) -> None:
         self._config = config
@@ -101,7 +101,7 @@ class PackedEncoding:
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         inputs = [qkv_TE, self._packed.starts_S, *self._tables(layer)]
-        return _write(ENCODER_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
+        return _write(ENCODER_ATTENTION, inputs, attention_attributes(self._config), self._width)[0]
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         raise AssertionError("an encoder has no cross-attention")
@@ -115,8 +115,8 @@ class PackedEncoding:
         return self._config.num_heads * self._config.cached.value_size
 
 
-class PackedAttending(PackedEncoding):
-    """New tokens against blocks that the operator extends in place."""
+class PackedAttention(PackedEncoderAttention):
+    """Causal attention of new tokens to blocks that the operator extends in place."""
 
     def __init__(
         self,
@@ -134,26 +134,26 @@ class PackedAttending(PackedEncoding):
         self._source = source
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
-        """Queries, keys and values side by side, as the projection made them."""
-        # They are halves when a graph for a card is tried without one.
+        """`qkv_TE`: queries, keys and values in one tensor, as the fused projection has them."""
+        # They are float16 when a CUDA graph is verified on the CPU.
         tables = [None if each is None else each.float() for each in self._tables(layer)]
         blocks = self._pool.layers[layer]
         inputs = [qkv_TE.float(), *blocks, *self._where, *tables]
-        attributes = own_attributes(self._config, layer)
+        attributes = attention_attributes(self._config, layer)
         out_TE, *extended = _write(ATTENTION, inputs, attributes, self._width, blocks)
         self._pool.replace(layer, extended)
         return out_TE.to(qkv_TE.dtype)
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
-        """Reads a source's blocks, which lie among the others."""
+        """Attends to the source's blocks, which are in the same pool."""
         assert self._source is not None, "a decoder with cross-attention needs a source"
         inputs = [q_TE, *self._pool.extended[layer], self._packed.starts_S, *self._source]
-        return _write(CROSS_ATTENTION, inputs, own_attributes(self._config), self._width)[0]
+        return _write(CROSS_ATTENTION, inputs, attention_attributes(self._config), self._width)[0]
 
 
-class PagedAttending(PackedAttending):
-    """The same by the runtime's operator, which only cards have. It can't leave a source as it is,
-    so there is no cross-attention."""
+class PagedAttention(PackedAttention):
+    """The same by the runtime's CUDA operator. It writes into the blocks that it reads, so there is
+    no cross-attention."""
 
     def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
         tables = [each for each in self._tables(layer) if each is not None]
@@ -173,7 +173,7 @@ class PagedAttending(PackedAttending):
         return out_TE
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
-        raise AssertionError("no card computes cross-attention (export/graph/prepare.py)")
+        raise AssertionError("CUDA has no cross-attention (export/exportability.py)")
 
 
 def store(
@@ -183,13 +183,13 @@ def store(
     key_value: Sequence[Tensor],
     where: Sequence[Tensor],
 ) -> None:
-    """Puts keys and values into blocks. `where`: starts and block table, and past lengths if
-    sequences don't begin here."""
+    """Writes keys and values to blocks. `where`: starts and block table, and past lengths if the
+    sequences have any."""
     blocks = pool.layers[layer]
     extended = torch.onnx.ops.symbolic_multi_out(
         STORE,
         [*key_value, *blocks, *where],
-        attrs={**own_attributes(config)},
+        attrs={**attention_attributes(config)},
         dtypes=[side.dtype for side in blocks],
         shapes=[list(side.shape) for side in blocks],
         version=VERSION,
@@ -204,7 +204,7 @@ def _write(
     width: int,
     blocks: Sequence[Tensor] = (),
 ) -> Sequence[Tensor]:
-    """The operator into the graph: what was found for each token, and the extended blocks."""
+    """Emits the operator. Returns the attention's output and the extended blocks."""
     x_TE = inputs[0]
     assert x_TE is not None
     found: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(

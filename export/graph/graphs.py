@@ -1,7 +1,7 @@
 """The network as the graphs that a server runs: a decoder, an encoder, or for seq2seq both.
 
-Knows: the graphs' inputs and outputs (export/bundle/graph_contract.py), which dimensions are free.
-Does not know: how attention is emitted, files, what the weights are made of.
+Knows: the graphs' inputs and outputs (export/bundle/graph_contract.py), dynamic dimensions.
+Does not know: attention's operators, files, quantization.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from quill.export.bundle import graph_contract
 from quill.export.graph.attention import (
     Layer,
     Packed,
-    PackedAttending,
-    PackedEncoding,
-    PagedAttending,
+    PackedAttention,
+    PackedEncoderAttention,
+    PagedAttention,
     Pool,
     Source,
     store,
 )
-from quill.export.graph.recurrent import PackedMemory, park
+from quill.export.graph.recurrent import PackedStateAccess, write_source_states
 from quill.export.precisions import Device
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
@@ -39,7 +39,7 @@ Project = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Graph:
-    """A module to trace, with all that the tracer must be told about it."""
+    """A module to trace, with the tracer's arguments."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -55,7 +55,7 @@ class DecoderModule(nn.Module):
         super().__init__()
         self.model = model
         self.project = project
-        self.paging = PackedAttending if device == "cpu" else PagedAttending
+        self.paging = PackedAttention if device == "cpu" else PagedAttention
 
     def forward(
         self,
@@ -87,22 +87,22 @@ class DecoderModule(nn.Module):
     ) -> Tensor:
         model = self.model
         if isinstance(model, Transformer):
-            attending = self.paging(
+            attn_impl = self.paging(
                 model.config, model.rotary, packed, past_S, table_SB, pool, source
             )
-            return model.hidden(ids_T, attending)
+            return model.hidden(ids_T, attn_impl)
         assert source is not None, "a recurrent decoder needs a source"
-        memory = PackedMemory(model.config, packed, past_S, table_SB, pool, source)
-        return model.hidden(ids_T, memory)
+        state_access = PackedStateAccess(model.config, packed, past_S, table_SB, pool, source)
+        return model.hidden(ids_T, state_access)
 
     def logits(self, x_TD: Tensor, indices_L: Tensor) -> Tensor:
-        # Before the projection: logits nobody asked for are the largest waste there is.
+        # Selected before the projection: most tokens of a prompt need no logits.
         return self.project(F.embedding(indices_L, x_TD)).to(torch.float32)
 
 
-class ShowingModule(DecoderModule):
-    """A causal model's step that also shows hidden states. `norm`: what is still to be done to
-    them, because the projection does it to what it takes."""
+class HiddenStatesModule(DecoderModule):
+    """A causal model's step with hidden states as output. `norm`: the final norm, if the projection
+    computes it for its inputs only."""
 
     def __init__(
         self, model: Transformer, project: Project, device: Device, norm: nn.Module
@@ -128,7 +128,7 @@ class ShowingModule(DecoderModule):
 
 
 class EncoderModule(nn.Module):
-    """Sources in; each decoder layer's keys and values of them go into blocks."""
+    """Encodes sources and writes each decoder layer's keys and values to blocks."""
 
     def __init__(self, model: Network) -> None:
         super().__init__()
@@ -144,19 +144,21 @@ class EncoderModule(nn.Module):
     ) -> list[Tensor]:
         model, pool = self.model, _pool(caches)
         if isinstance(model, Recurrent):
-            park(model, source_ids_T, pool, (starts_S, table_SB))
+            write_source_states(model, source_ids_T, pool, (starts_S, table_SB))
             return pool.flat()
         assert isinstance(model, Transformer)
-        attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
-        memory_TD = model.memory(source_ids_T, attending)
-        for layer, cross in enumerate(model.crossings()):
+        attn_impl = PackedEncoderAttention(
+            model.config, model.rotary, Packed(positions_T, starts_S)
+        )
+        memory_TD = model.memory(source_ids_T, attn_impl)
+        for layer, cross in enumerate(model.cross_attentions()):
             key_value = cross.key_value(memory_TD).chunk(2, dim=-1)
             store(model.config, pool, layer, key_value, (starts_S, table_SB))
         return pool.flat()
 
 
 class TextEncoderModule(nn.Module):
-    """An encoder alone: texts in, every token's hidden state and some tokens' logits out."""
+    """An encoder model: texts in, every token's hidden state and some tokens' logits out."""
 
     def __init__(self, model: Network, project: Project) -> None:
         super().__init__()
@@ -173,12 +175,14 @@ class TextEncoderModule(nn.Module):
         segments_T: Tensor | None = None,
     ) -> list[Tensor]:
         model = self.model
-        attending = PackedEncoding(model.config, model.rotary, Packed(positions_T, starts_S))
-        hidden_TD = model.memory(ids_T, attending, segments_T)
+        attn_impl = PackedEncoderAttention(
+            model.config, model.rotary, Packed(positions_T, starts_S)
+        )
+        hidden_TD = model.memory(ids_T, attn_impl, segments_T)
         return [hidden_TD, self.project(F.embedding(logit_indices_L, hidden_TD))]
 
 
-# Which dimensions of an input are free. What isn't here are caches, whose number of blocks is.
+# The dynamic dimensions of each input but caches, whose number of blocks is dynamic.
 _FREE: Mapping[str, tuple[str, ...]] = {
     graph_contract.INPUT_IDS: ("tokens",),
     graph_contract.SOURCE_IDS: ("tokens",),
@@ -192,7 +196,7 @@ _FREE: Mapping[str, tuple[str, ...]] = {
     graph_contract.SOURCE_LENGTHS: ("sequences",),
     graph_contract.SOURCE_TABLE: ("sequences", "most_source_blocks"),
 }
-# Arbitrary; that they differ shows what is free.
+# Arbitrary, and different, so that the tracer tells dynamic dimensions apart.
 _SIZES = {
     "sequences": 2,
     "starts": 3,
@@ -241,22 +245,23 @@ def decoder_graph(
     device: Device,
     norm: nn.Module,
 ) -> Graph:
-    """The decoder of a causal or a seq2seq model. `project` turns hidden states into logits, and
-    `norm` makes of them what is shown."""
+    """The decoder of a causal or a seq2seq model. `project` computes logits of hidden states, and
+    `norm` the hidden states that are output."""
     caches = _caches(model, cache_type, device)
     outputs = [graph_contract.LOGITS]
-    if gives_hidden(model.config, device):
+    if has_hidden_output(model.config, device):
         assert isinstance(model, Transformer)
-        showing = ShowingModule(model, project, device, norm).eval()
+        with_hidden = HiddenStatesModule(model, project, device, norm).eval()
         outputs.append(graph_contract.HIDDEN)
-        return _graph(showing, _DECODER_INPUTS, caches, (graph_contract.HIDDEN_INDICES,), outputs)
+        after = (graph_contract.HIDDEN_INDICES,)
+        return _graph(with_hidden, _DECODER_INPUTS, caches, after, outputs)
     module = DecoderModule(model, project, device).eval()
-    after = _SOURCE_INPUTS if model.config.family == "seq2seq" else ()
-    return _graph(module, _DECODER_INPUTS, caches, after, outputs)
+    source = _SOURCE_INPUTS if model.config.family == "seq2seq" else ()
+    return _graph(module, _DECODER_INPUTS, caches, source, outputs)
 
 
-def gives_hidden(config: ModelConfig, device: Device) -> bool:
-    """Whether a decoder's graph shows hidden states."""
+def has_hidden_output(config: ModelConfig, device: Device) -> bool:
+    """Whether a decoder's graph outputs hidden states."""
     return config.family == "causal" and device == "cpu"
 
 
@@ -267,7 +272,7 @@ def encoder_graph(model: Network, cache_type: torch.dtype) -> Graph:
 
 
 def text_encoder_graph(model: Network, project: Project) -> Graph:
-    """The whole of an encoder model."""
+    """An encoder model."""
     names = list(_TEXT_ENCODER_INPUTS)
     if model.config.num_segments:
         names.append(graph_contract.SEGMENTS)
@@ -287,7 +292,7 @@ def _graph(
     after: Sequence[str] = (),
     outputs: Sequence[str] = (),
 ) -> Graph:
-    """With the caches among its inputs, and as its last outputs."""
+    """Adds the caches to the inputs and outputs."""
     names = graph_contract.cache_names(len(caches) // 2)
     free_caches = [{0: Dim("num_blocks")} for _ in caches]
     return Graph(

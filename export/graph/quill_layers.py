@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quill.export.quantize.quill_layout import lay_out
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
-from quill.model.network.attention import Attending
+from quill.model.network.attention import AttentionImplementation
 from quill.model.network.config import ModelConfig
 from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
 
@@ -23,7 +23,7 @@ from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
 VERSION = 1  # of the operators: what a graph was made for
 
 
-class OwnLinear(nn.Module):
+class CustomLinear(nn.Module):
     """A linear layer; with gains, of what an RMS norm makes of its inputs."""
 
     records_CGB: Tensor
@@ -70,7 +70,7 @@ class OwnLinear(nn.Module):
         return y
 
 
-class OwnEmbedding(nn.Module):
+class CustomEmbedding(nn.Module):
     """An embedding of 8-bit integers: the very bytes of the vocabulary projection, if tied."""
 
     records_CGB: Tensor
@@ -126,11 +126,11 @@ class FusedLayer(nn.Module):
             self.feed_forward = feed_forward
             self.feed_forward_residual = layer.feed_forward_residual
 
-    def forward(self, x_RTD: Tensor, layer: int, attending: Attending) -> Tensor:
+    def forward(self, x_RTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
         if (attention := self.attention) is not None:
-            x_RTD = self.attention_residual(x_RTD, lambda x: attention(x, layer, attending))
+            x_RTD = self.attention_residual(x_RTD, lambda x: attention(x, layer, attn_impl))
         else:
-            attended = attending.self_attention(layer, self.qk_norm(self.qkv(x_RTD)))
+            attended = attn_impl.self_attention(layer, self.qk_norm(self.qkv(x_RTD)))
             x_RTD = self.out(attended, x_RTD)
         y_RTD: Tensor
         if self.feed_forward is not None:
@@ -140,6 +140,6 @@ class FusedLayer(nn.Module):
         return y_RTD
 
 
-def _own(layer: nn.Module) -> OwnLinear:
-    assert isinstance(layer, OwnLinear)
+def _own(layer: nn.Module) -> CustomLinear:
+    assert isinstance(layer, CustomLinear)
     return layer

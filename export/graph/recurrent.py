@@ -1,12 +1,11 @@
-"""Recurrent networks as graphs: states in the place of keys and values.
+"""Recurrent networks as graphs: states in the blocks of keys and values.
 
-Knows: Quill's operators for states. Does not know: cells' formulas, precisions, files.
+Knows: Quill's operators for states. Does not know: the cells' formulas, precisions, files.
 
-The state after the token at position p lies at position p of its sequence's blocks: h among the
-keys, c among the values. So whoever shares, copies or gives up blocks needn't know what they hold.
-A source's blocks have the annotations for values and, for attention, what queries are compared with
-for keys; only the first layer's are used. A step has one token of a sequence: the one before must
-have left its state.
+The state after the token at position p is at position p of its sequence's blocks: h among the keys,
+c among the values. Code that shares, copies or frees blocks needn't know the difference. A source's
+blocks have the annotations as values and, for attention, the keys; only the first layer's are used.
+A step has one token of a sequence: the previous token must have written its state.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from quill.export.graph.attention import Attributes, Packed, Pool, Source, own_attributes, store
+from quill.export.graph.attention import (
+    Attributes,
+    Packed,
+    Pool,
+    Source,
+    attention_attributes,
+    store,
+)
 from quill.export.graph.quill_layers import VERSION
 from quill.model.network.config import CellKind, ModelConfig
 from quill.model.network.recurrent import Additive, Cell, Recurrent, State
@@ -26,7 +32,7 @@ KINDS: dict[CellKind, int] = {"rnn": 0, "gru": 1, "lstm": 2}
 
 
 class StateProduct(nn.Module):
-    """A cell's matrix for states as a loop reads it: states x gates."""
+    """A cell's matrix for states, transposed for the operator's loop: states x gates."""
 
     weight_HG: Tensor
     bias_G: Tensor
@@ -37,13 +43,13 @@ class StateProduct(nn.Module):
         self.register_buffer("bias_G", state.bias.detach())
 
 
-class PackedReading:
-    """Sources one after another, each from nothing."""
+class PackedScan:
+    """Scans packed sources, each from a zero state."""
 
     def __init__(self, starts_S: Tensor) -> None:
         self._starts_S = starts_S
 
-    def read(self, cell: Cell, x_TD: Tensor, *, backwards: bool) -> Tensor:
+    def scan(self, cell: Cell, x_TD: Tensor, *, backwards: bool) -> Tensor:
         state = cell.state
         assert isinstance(state, StateProduct)
         input_TG = cell.input(x_TD)
@@ -55,8 +61,8 @@ class PackedReading:
         )[0]
 
 
-class PackedMemory:
-    """One new token of each sequence, whose state before lies in its blocks."""
+class PackedStateAccess:
+    """One new token of each sequence, whose previous state is in its blocks."""
 
     def __init__(
         self,
@@ -73,31 +79,31 @@ class PackedMemory:
         self._pool = pool
         self._source = source
         self._shape = [packed.positions_T.shape[0], config.d_model]
-        self._ends: Tensor | None = None
-        self._before: dict[int, State] = {}
+        self._final: Tensor | None = None
+        self._previous: dict[int, State] = {}
 
     def steps(self, x_TD: Tensor) -> Sequence[Tensor]:
         return [x_TD]
 
-    def joined(self, steps: Sequence[Tensor]) -> Tensor:
+    def stack(self, steps: Sequence[Tensor]) -> Tensor:
         return steps[0]
 
-    def ends(self) -> Tensor:
-        if self._ends is None:
+    def final_annotations(self) -> Tensor:
+        if self._final is None:
             inputs = [self._pool.layers[0].values, self._starts_S, *self._source]
-            self._ends = self._look("quill::Ends", inputs, 1)[0]
-        return self._ends
+            self._final = self._emit("quill::Ends", inputs, 1)[0]
+        return self._final
 
     def attend(self, attention: Additive, query_TD: Tensor) -> Tensor:
         where = (self._starts_S, *self._source)
         inputs = [query_TD, attention.score, *self._pool.layers[0], *where]
-        return self._look("quill::AdditiveAttention", inputs, 1)[0]
+        return self._emit("quill::AdditiveAttention", inputs, 1)[0]
 
-    def before(self, layer: int) -> State:
-        if layer not in self._before:
-            inputs = [self.ends(), *self._pool.layers[layer], *self._where]
-            self._before[layer] = State(*self._look("quill::Recall", inputs, 2))
-        return self._before[layer]
+    def previous(self, layer: int) -> State:
+        if layer not in self._previous:
+            inputs = [self.final_annotations(), *self._pool.layers[layer], *self._where]
+            self._previous[layer] = State(*self._emit("quill::Recall", inputs, 2))
+        return self._previous[layer]
 
     def update(self, cell: Cell, layer: int, input_TG: Tensor, before: State) -> Tensor:
         state = self._update(cell.kind, [input_TG, cell.state(before.h), *before])
@@ -105,27 +111,31 @@ class PackedMemory:
         store(self._config, self._pool, layer, state, (starts_S, table_SB, past_S))
         return state.h
 
-    def bend(self, x_TD: Tensor) -> Tensor:
+    def tanh(self, x_TD: Tensor) -> Tensor:
         return self._update("rnn", [x_TD, None, None, None]).h
 
     def _update(self, kind: CellKind, inputs: Sequence[Tensor | None]) -> State:
         attributes = {"kind": KINDS[kind], "size": self._config.d_model}
         return State(*_write("quill::Update", inputs, attributes, [self._shape] * 2))
 
-    def _look(self, operator: str, inputs: Sequence[Tensor], num_outputs: int) -> Sequence[Tensor]:
-        return _write(operator, inputs, own_attributes(self._config), [self._shape] * num_outputs)
+    def _emit(self, operator: str, inputs: Sequence[Tensor], num_outputs: int) -> Sequence[Tensor]:
+        return _write(
+            operator, inputs, attention_attributes(self._config), [self._shape] * num_outputs
+        )
 
 
-def park(model: Recurrent, source_ids_T: Tensor, pool: Pool, where: tuple[Tensor, Tensor]) -> None:
-    """Sources' keys and annotations into blocks. `where`: starts and block table."""
-    memory_TD = model.memory(source_ids_T, PackedReading(where[0]))
+def write_source_states(
+    model: Recurrent, source_ids_T: Tensor, pool: Pool, where: tuple[Tensor, Tensor]
+) -> None:
+    """Writes sources' keys and annotations to blocks. `where`: starts and block table."""
+    memory_TD = model.memory(source_ids_T, PackedScan(where[0]))
     store(model.config, pool, 0, (model.keys(memory_TD), memory_TD), where)
-    for number, layer in enumerate(pool.layers[1:], 1):  # they are left as they are
+    for number, layer in enumerate(pool.layers[1:], 1):  # unchanged
         pool.replace(number, layer)
 
 
 def loop_products(model: Recurrent) -> None:
-    """What the encoder's loops multiply with stays float32: it is read once a token, not a step."""
+    """Keeps the matrices of the encoder's loops in float32: they run once a source, not a step."""
     for layer in model.encoder:
         for cell in layer.children():
             assert isinstance(cell, Cell)

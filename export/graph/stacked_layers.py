@@ -25,7 +25,7 @@ FLOAT_BITS = 32
 Weights = Mapping[str, QuantizedWeight]
 
 
-class OwnExperts(nn.Module):
+class CustomExperts(nn.Module):
     """A mixture of experts. Without integers for its matrices it keeps their numbers."""
 
     up: Tensor
@@ -76,7 +76,7 @@ class OwnExperts(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
 
-class OwnHeads(nn.Module):
+class CustomHeadLinear(nn.Module):
     """A matrix of floats for each head."""
 
     records: Tensor
@@ -102,7 +102,7 @@ class OwnHeads(nn.Module):
         return y
 
 
-class OwnLatentAttention(LatentAttention):
+class CustomLatentAttention(LatentAttention):
     """With what comes before and after the look at the latents by an operator of our own."""
 
     def __init__(self, of: LatentAttention) -> None:
@@ -111,10 +111,10 @@ class OwnLatentAttention(LatentAttention):
         for name, child in of.named_children():
             if name != "up":
                 setattr(self, name, child)
-        self.keys, self.values = OwnHeads(of.key_NUC), OwnHeads(of.value_NCV)
+        self.keys, self.values = CustomHeadLinear(of.key_NUC), CustomHeadLinear(of.value_NCV)
 
-    def into_latent(self, still: Tensor) -> Tensor:
-        x: Tensor = self.keys(still)
+    def into_latent(self, nope: Tensor) -> Tensor:
+        x: Tensor = self.keys(nope)
         return x
 
     def out_of_latent(self, found: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def stack_operators(model: nn.Module, weights: Weights | None = None) -> None:
         if not isinstance(layer, EncoderLayer):
             continue
         if isinstance(layer.attention, LatentAttention):
-            layer.attention = OwnLatentAttention(layer.attention)
+            layer.attention = CustomLatentAttention(layer.attention)
         if isinstance(layer.feed_forward, ExpertFeedForward):
             up, down = (
                 None if weights is None else weights[f"{name}.feed_forward.{part}.weight"]
                 for part in ("up", "down")
             )
-            layer.feed_forward = OwnExperts(layer.feed_forward, up, down)
+            layer.feed_forward = CustomExperts(layer.feed_forward, up, down)

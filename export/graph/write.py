@@ -1,7 +1,7 @@
 """Writes a network's graphs and their weights into a bundle's directory.
 
-Knows: the names of a precision's files, in which order they come about.
-Does not know: how graphs are traced, whether they are right (export/verify/proof.py), manifests.
+Knows: the names of a precision's files, the order in which they are written.
+Does not know: how graphs are traced, whether they are right (export/verify/), manifests.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch
 
 from quill.export.bundle.manifest import Graphs
 from quill.export.graph.cuda_kernels import check_cuda_kernels
-from quill.export.graph.graphs import gives_hidden
+from quill.export.graph.graphs import has_hidden_output
 from quill.export.graph.prepare import Prepared
 from quill.export.graph.trace import trace
 from quill.export.graph.weights_file import WeightsFile, weights_file
@@ -23,7 +23,7 @@ from quill.export.precisions import PRECISIONS, Precision
 
 
 def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> Graphs:
-    """Traces the network and writes what came of it. Nothing is proven yet."""
+    """Traces the network and writes the graphs and weights, which aren't verified yet."""
     device = PRECISIONS[precision].device
     decoder, encoder = prepared.decoder(device), prepared.encoder()
     quantization = prepared.quantization
@@ -37,7 +37,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
         quantization=None if quantization is None else quantization.description,
         verification=None,
         invariance=None,
-        hidden=decoder is not None and gives_hidden(prepared.model.config, device),
+        hidden=decoder is not None and has_hidden_output(prepared.model.config, device),
         one_token_steps=prepared.model.config.recurrence is not None,
     )
     with weights_file(directory / graphs.weights) as weights:
@@ -52,13 +52,13 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
 
 @contextlib.contextmanager
 def runnable(directory: Path, graphs: Graphs, prepared: Prepared) -> Iterator[Graphs]:
-    """The graphs as they can be run here. Without a card, Quill's own attention stands in for the
-    card's: everything else is the same network with the same weights."""
+    """The graphs as this machine can run them. Of CUDA graphs: a temporary decoder with the same
+    weights and Quill's CPU attention."""
     if graphs.device == "cpu":
         yield graphs
         return
     decoder, name = prepared.decoder("cpu"), "decoder.stand_in.onnx"
-    assert decoder is not None, "only decoders are for a card"
+    assert decoder is not None, "only decoders are for CUDA"
     stand_in = replace(
         graphs, device="cpu", decoder=name, weights="weights.stand_in.bin", hidden=True
     )
@@ -78,5 +78,5 @@ def _write_model(path: Path, model: ir.Model, weights: WeightsFile, graphs: Grap
 
 
 def remove_graphs(directory: Path, graphs: Graphs) -> None:
-    for name in graphs.own_files:
+    for name in graphs.file_names:
         (directory / name).unlink(missing_ok=True)

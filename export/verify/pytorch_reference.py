@@ -1,6 +1,6 @@
-"""What PyTorch answers: the truth that graphs are compared with.
+"""The reference: what PyTorch computes with the same weights.
 
-Knows: the network in float32, how surprised it is by a text.
+Knows: the network in float32, the negative log-likelihood of tokens.
 Does not know: ONNX, tolerances.
 """
 
@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quill.export.verify.held_out import Passage
+from quill.export.verify.held_out import MaskedText, Passage
+from quill.export.verify.runner import EncoderOutput
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.attention import CrossKeyValue
+from quill.model.network.transformer import Transformer
 
 # T tokens · V vocabulary
 
@@ -23,44 +25,44 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Surprise:
-    """How well tokens were foreseen: the negative log-likelihood of each, and the favourites."""
+class TokenScores:
+    """The negative log-likelihood of each token, and the most likely token in its place."""
 
-    nll: Array  # one for each token that was foretold
-    favourites: Array  # the most likely token at the same positions
+    nll: Array
+    greedy_ids: Array
 
     @property
     def perplexity(self) -> float:
         return float(np.exp(self.nll.mean()))
 
 
-def surprise(logits_TV: Array, ids: Sequence[int]) -> Surprise:
-    """`logits_TV` are those after each token; the last one's have nothing to foretell."""
-    return foretold(logits_TV[: len(ids) - 1], ids[1:])
+def score_sequence(logits_TV: Array, ids: Sequence[int]) -> TokenScores:
+    """Scores each token but the first by the logits after the one before it."""
+    return score_tokens(logits_TV[: len(ids) - 1], ids[1:])
 
 
-def foretold(logits_TV: Array, ids: Sequence[int]) -> Surprise:
-    """Of each token by the logits in its place."""
-    favourites_T = logits_TV.argmax(axis=1)
+def score_tokens(logits_TV: Array, ids: Sequence[int]) -> TokenScores:
+    """Scores each token by the logits in the same place."""
+    greedy_T = logits_TV.argmax(axis=1)
     places_T = np.arange(len(ids))
-    top_T = logits_TV[places_T, favourites_T].astype(np.float64)
-    said_T = logits_TV[places_T, list(ids)].astype(np.float64)
+    top_T = logits_TV[places_T, greedy_T].astype(np.float64)
+    target_T = logits_TV[places_T, list(ids)].astype(np.float64)
     # In single precision, summed in double: 2.6 times as fast, and off by 2e-8 (measured).
-    shares_TV = np.exp(logits_TV - logits_TV[places_T, favourites_T, None])
+    shares_TV = np.exp(logits_TV - logits_TV[places_T, greedy_T, None])
     log_sum_T = top_T + np.log(shares_TV.sum(axis=1, dtype=np.float64))
-    return Surprise(nll=log_sum_T - said_T, favourites=favourites_T)
+    return TokenScores(nll=log_sum_T - target_T, greedy_ids=greedy_T)
 
 
-def joined(parts: Sequence[Surprise]) -> Surprise:
-    return Surprise(
+def concatenate(parts: Sequence[TokenScores]) -> TokenScores:
+    return TokenScores(
         nll=np.concatenate([part.nll for part in parts]),
-        favourites=np.concatenate([part.favourites for part in parts]),
+        greedy_ids=np.concatenate([part.greedy_ids for part in parts]),
     )
 
 
 @dataclass(frozen=True)
-class Answer:
-    """PyTorch's logits after each token of a passage, and the keys and values it looked at."""
+class ReferenceOutput:
+    """PyTorch's logits and hidden states after each token of a passage, and its KV cache."""
 
     passage: Passage
     logits_TV: Array
@@ -69,50 +71,58 @@ class Answer:
     cross_caches: list[Array]  # the same for the source; empty for causal
 
 
-class Oracle:
-    """The checkpoint's network, run plainly."""
+class PyTorchReference:
+    """The checkpoint's network in PyTorch."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._model = checkpoint.build()
 
     @torch.no_grad()
-    def answer(self, passage: Passage) -> Answer:
+    def output(self, passage: Passage) -> ReferenceOutput:
         cross = self._encode(passage)
-        attending = self._model.cached(cross)
-        hidden_1TD = self._model.hidden(_row(passage.ids), attending)
+        attn_impl = self._model.cached(cross)
+        hidden_1TD = self._model.hidden(_batch_of_one(passage.ids), attn_impl)
         logits_1TV = self._model.project(hidden_1TD)
-        layers = [attending.key_value(i) for i in range(self._model.config.num_layers)]
-        parked = [] if cross is None else cross.layers
-        return Answer(
+        layers = [attn_impl.key_value(i) for i in range(self._model.config.num_layers)]
+        source = [] if cross is None else cross.layers
+        return ReferenceOutput(
             passage=passage,
             logits_TV=logits_1TV[0].numpy(),
             hidden_TD=hidden_1TD[0].numpy(),
             caches=[side[0].numpy() for pair in layers for side in pair],
-            cross_caches=[side[0].numpy() for pair in parked for side in pair],
+            cross_caches=[side[0].numpy() for pair in source for side in pair],
         )
 
     @torch.no_grad()
-    def surprise(self, passage: Passage) -> Surprise:
-        logits_1TV = self._model(_row(passage.ids), self._encode(passage))
-        return surprise(logits_1TV[0].numpy(), passage.ids)
+    def score(self, passage: Passage) -> TokenScores:
+        logits_1TV = self._model(_batch_of_one(passage.ids), self._encode(passage))
+        return score_sequence(logits_1TV[0].numpy(), passage.ids)
 
     @torch.no_grad()
     def greedy(self, passage: Passage, num_steps: int) -> Passage:
-        """The passage with so many more tokens, each the most likely one."""
-        attending = self._model.cached(self._encode(passage))
+        """The passage continued by greedy decoding."""
+        attn_impl = self._model.cached(self._encode(passage))
         ids, new = list(passage.ids), list(passage.ids)
         for _ in range(num_steps):
-            x_BTD = self._model.hidden(_row(new), attending)
+            x_BTD = self._model.hidden(_batch_of_one(new), attn_impl)
             new = [int(self._model.project(x_BTD[:, -1]).argmax())]
             ids += new
         return Passage(tuple(ids), passage.source)
 
+    @torch.no_grad()
+    def encode(self, text: MaskedText) -> EncoderOutput:
+        """An encoder's hidden states, and its logits at the masked tokens."""
+        assert isinstance(self._model, Transformer)
+        hidden_TD = self._model.hidden_states(_batch_of_one(text.ids))[0]
+        logits_LV = self._model.project(hidden_TD[list(text.places)])
+        return EncoderOutput(hidden_TD.numpy(), logits_LV.numpy())
+
     def _encode(self, passage: Passage) -> CrossKeyValue | None:
         if not passage.source:
             return None
-        source_1S = _row(passage.source)
+        source_1S = _batch_of_one(passage.source)
         return self._model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
 
 
-def _row(ids: Sequence[int]) -> Tensor:
+def _batch_of_one(ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(ids)])

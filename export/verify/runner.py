@@ -1,8 +1,8 @@
-"""Runs a bundle's graphs the plain way: slots, each with blocks of its own.
+"""Runs a bundle's graphs plainly: slots with a fixed range of KV cache blocks each, and encoders.
 
-Knows: the graphs' contract, IOBinding with caches updated in place.
-Does not know: PyTorch, requests, sampling. Verification and measurements use it; the server has
-an engine of its own.
+Knows: the graphs' inputs and outputs, IOBinding with caches updated in place.
+Does not know: PyTorch, requests, sampling. Verification and `quill inspect --speed` use it; the
+server has its engine.
 """
 
 import os
@@ -34,8 +34,8 @@ def open_session(path: Path, num_threads: int = 0) -> onnxruntime.InferenceSessi
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-class Piece(NamedTuple):
-    """What a step does for one slot: more tokens, and which of them want logits."""
+class Chunk(NamedTuple):
+    """One slot's new tokens in a step, and the indices of those that need logits."""
 
     slot: int
     ids: Sequence[int]
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Runner:
-    """Slots and the graphs that fill them. A slot's blocks are neighbours in the pool."""
+    """Slots and the graphs that fill them. A slot's blocks are contiguous in the pool."""
 
     def __init__(
         self, directory: Path, graphs: Graphs, sizes: Sizes, num_slots: int, capacity: int
@@ -56,24 +56,24 @@ class Runner:
         tables = np.arange(num_sides * num_slots * blocks_of_slot, dtype=np.int32)
         self._tables = tables.reshape(num_sides, num_slots, blocks_of_slot)
         self._caches = _pool(graphs, sizes, tables.size)
-        assert graphs.decoder is not None, "an encoder has a runner of its own"
+        assert graphs.decoder is not None, "EncoderRunner runs encoders"
         self._decoder = open_session(directory / graphs.decoder)
         self._decoding = self._bound(self._decoder)
         self._encoder, self._encoding = None, None
         if graphs.encoder is not None:
             self._encoder = open_session(directory / graphs.encoder)
             self._encoding = self._bound(self._encoder)
-        self._shows_hidden = graphs.hidden
+        self._has_hidden = graphs.hidden
         self.hidden_LD: Array = np.empty((0, sizes.d_model), np.float32)
         self._lengths = np.zeros(num_slots, np.int32)
         self._source_lengths = np.zeros(num_slots, np.int32)
 
     def keys_and_values(self, slot: int) -> list[Array]:
-        """What the slot holds: key 0, value 0, key 1, … as (kv_heads, length, head_size)."""
+        """The slot's KV cache: key 0, value 0, key 1, … as (kv_heads, length, head_size)."""
         return self._read(self._tables[0, slot], self._lengths[slot])
 
-    def parked(self, slot: int) -> list[Array]:
-        """The slot's source, as keys and values in the same order."""
+    def source_keys_and_values(self, slot: int) -> list[Array]:
+        """The KV cache of the slot's source, in the same order."""
         return self._read(self._tables[1, slot], self._source_lengths[slot])
 
     def length(self, slot: int) -> int:
@@ -81,11 +81,11 @@ class Runner:
         return int(self._lengths[slot])
 
     def rewind(self, slot: int, length: int = 0) -> None:
-        """Forgets what the slot holds beyond `length` tokens."""
+        """Truncates the slot to `length` tokens."""
         self._lengths[slot] = length
 
     def encode(self, sources: Mapping[int, Sequence[int]]) -> None:
-        """Parks sources in their slots, all in one run."""
+        """Writes sources to their slots' cache, all in one run."""
         assert self._encoder is not None, "a causal model has no encoder"
         slots, lengths = list(sources), [len(source) for source in sources.values()]
         inputs = {
@@ -98,37 +98,36 @@ class Runner:
         self._source_lengths[slots] = lengths
 
     def prefill(self, slot: int, ids: Sequence[int], indices: Sequence[int] | None = None) -> Array:
-        """Appends tokens to a slot. Answers logits at `indices` into ids (default: the last)."""
-        return self.step([Piece(slot, ids, [len(ids) - 1] if indices is None else indices)])
+        """Appends tokens to a slot. Returns logits at `indices` into ids (default: the last)."""
+        return self.step([Chunk(slot, ids, [len(ids) - 1] if indices is None else indices)])
 
     def decode(self, ids: Sequence[int], first_slot: int = 0) -> Array:
-        """Appends one token to each of several neighbouring slots; answers (S, V)."""
-        return self.step([Piece(first_slot + i, [token], [0]) for i, token in enumerate(ids)])
+        """Appends one token to each of several consecutive slots; returns (S, V)."""
+        return self.step([Chunk(first_slot + i, [token], [0]) for i, token in enumerate(ids)])
 
-    def step(self, pieces: Sequence[Piece]) -> Array:
-        """Appends tokens to any slots; answers the logits that are wanted, in the same order. If
-        the graph shows hidden states, those of the same tokens are in `hidden_LD` until the next.
-        """
-        if not self._one_by_one or all(len(piece.ids) == 1 for piece in pieces):
-            return self._run(pieces)
+    def step(self, chunks: Sequence[Chunk]) -> Array:
+        """Appends tokens to any slots; returns the logits that are needed, in the same order. The
+        same tokens' hidden states, if the graph has any, are in `hidden_LD`."""
+        if not self._one_by_one or all(len(chunk.ids) == 1 for chunk in chunks):
+            return self._run(chunks)
         found: dict[tuple[int, int], Array] = {}
-        for at in range(max(len(piece.ids) for piece in pieces)):
+        for at in range(max(len(chunk.ids) for chunk in chunks)):
             some = [
-                Piece(piece.slot, piece.ids[at : at + 1], [0] * (at in piece.wanted))
-                for piece in pieces
-                if at < len(piece.ids)
+                Chunk(chunk.slot, chunk.ids[at : at + 1], [0] * (at in chunk.wanted))
+                for chunk in chunks
+                if at < len(chunk.ids)
             ]
-            wanting = [(piece.slot, at) for piece in some if piece.wanted]
+            wanting = [(chunk.slot, at) for chunk in some if chunk.wanted]
             found |= zip(wanting, self._run(some), strict=True)
-        wanted = [found[piece.slot, at] for piece in pieces for at in piece.wanted]
+        wanted = [found[chunk.slot, at] for chunk in chunks for at in chunk.wanted]
         return np.array(wanted, np.float32).reshape(-1, self._sizes.vocab_size)
 
-    def _run(self, pieces: Sequence[Piece]) -> Array:
-        slots, lengths = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
+    def _run(self, chunks: Sequence[Chunk]) -> Array:
+        slots, lengths = [chunk.slot for chunk in chunks], [len(chunk.ids) for chunk in chunks]
         starts, past = _starts(lengths), self._lengths[slots]
-        wanted = [start + np.array(p.wanted) for start, p in zip(starts, pieces, strict=False)]
+        wanted = [start + np.array(p.wanted) for start, p in zip(starts, chunks, strict=False)]
         inputs = {
-            graph_contract.INPUT_IDS: np.concatenate([np.array(piece.ids) for piece in pieces]),
+            graph_contract.INPUT_IDS: np.concatenate([np.array(chunk.ids) for chunk in chunks]),
             graph_contract.POSITIONS: np.concatenate(
                 [np.arange(first, first + num) for first, num in zip(past, lengths, strict=True)]
             ),
@@ -143,7 +142,7 @@ class Runner:
         num_logits = len(inputs[graph_contract.LOGIT_INDICES])
         logits_LV = np.empty((num_logits, self._sizes.vocab_size), np.float32)
         _bind(self._decoding.bind_output, graph_contract.LOGITS, logits_LV)
-        if self._shows_hidden:
+        if self._has_hidden:
             inputs[graph_contract.HIDDEN_INDICES] = inputs[graph_contract.LOGIT_INDICES]
             self.hidden_LD = np.empty((num_logits, self._sizes.d_model), np.float32)
             _bind(self._decoding.bind_output, graph_contract.HIDDEN, self.hidden_LD)
@@ -152,7 +151,7 @@ class Runner:
         return logits_LV
 
     def _bound(self, session: onnxruntime.InferenceSession) -> Any:
-        """The same memory as what was and what is new: the operators extend it in place."""
+        """The same memory is input and output: the operators extend it in place."""
         binding = session.io_binding()
         names = graph_contract.cache_names(self._sizes.num_layers)
         for name, cache in zip(names, self._caches, strict=True):
@@ -169,6 +168,44 @@ class Runner:
             num_heads, _, _, size = heads_KBPH.shape
             found.append(heads_KBPH.reshape(num_heads, -1, size)[:, :length])
         return found
+
+
+class EncoderOutput(NamedTuple):
+    """What an encoder computes of one text."""
+
+    hidden_TD: Array
+    logits_LV: Array  # at the places that need logits
+
+
+class EncoderRunner:
+    """Runs an encoder: any number of texts in one run, packed."""
+
+    def __init__(self, directory: Path, graphs: Graphs, sizes: Sizes) -> None:
+        assert graphs.encoder is not None
+        self._session = open_session(directory / graphs.encoder)
+        self._has_segments = sizes.num_segments > 0
+
+    def encode(
+        self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]] | None = None
+    ) -> list[EncoderOutput]:
+        """`places`: which tokens of each text need logits (default: none)."""
+        places = [()] * len(texts) if places is None else places
+        starts = _starts([len(ids) for ids in texts])
+        offsets = zip(starts[:-1], places, strict=True)
+        wanted = [start + np.array(each, np.int64) for start, each in offsets]
+        inputs: dict[str, Array] = {
+            graph_contract.INPUT_IDS: np.concatenate([np.array(ids, np.int64) for ids in texts]),
+            graph_contract.POSITIONS: np.concatenate([np.arange(len(ids)) for ids in texts]),
+            graph_contract.QUERY_STARTS: starts,
+            graph_contract.LOGIT_INDICES: np.concatenate(wanted),
+        }
+        if self._has_segments:
+            inputs[graph_contract.SEGMENTS] = np.zeros(starts[-1], np.int64)
+        outputs = [graph_contract.HIDDEN, graph_contract.LOGITS]
+        hidden_TD, logits_LV = self._session.run(outputs, inputs)
+        ends = np.cumsum([len(each) for each in places])
+        parts = zip(np.split(hidden_TD, starts[1:-1]), np.split(logits_LV, ends[:-1]), strict=True)
+        return [EncoderOutput(*part) for part in parts]
 
 
 def _pool(graphs: Graphs, sizes: Sizes, num_blocks: int) -> list[Array]:

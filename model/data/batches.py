@@ -33,9 +33,9 @@ class Batch:
     def num_targets(self) -> int:
         return int((self.targets_BT != IGNORED).sum())
 
-    def piece(self, index: int, num_pieces: int) -> "Batch":
-        """Every num_pieces-th row, from row `index` on."""
-        rows = slice(index, None, num_pieces)
+    def micro_batch(self, index: int, num_micro_batches: int) -> "Batch":
+        """Every num_micro_batches-th row, from row `index` on."""
+        rows = slice(index, None, num_micro_batches)
         return Batch(
             self.inputs_BT[rows],
             self.targets_BT[rows],

@@ -32,7 +32,7 @@ from quill.model.evaluation.attention_picture import (
 from quill.model.network.attention import (
     CrossKeyValue,
     attention_weights,
-    look_ahead_mask,
+    causal_mask,
     merge_heads,
     repeat_groups,
     split_heads,
@@ -214,12 +214,12 @@ def _record_alignment(model: Recurrent, looks: Looks, ids_1T: Tensor) -> list[We
 
 def _without_future(weights_NTT: Tensor) -> WeightsArray:
     """NaN where a token can't look, to tell it from a token that looks away."""
-    future_TT = look_ahead_mask(*weights_NTT.shape[1:]).isinf()
+    future_TT = causal_mask(*weights_NTT.shape[1:]).isinf()
     return weights_NTT.masked_fill(future_TT, math.nan).numpy()
 
 
 class RecordingAttention:
-    """Attends to one row as `Uncached` does, by the textbook formula, and keeps the weights."""
+    """`UncachedAttention` of one sequence by the textbook formula; keeps the weights."""
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryTables | None, cross: CrossKeyValue | None = None
@@ -238,7 +238,7 @@ class RecordingAttention:
         config, num_tokens = self._config, qkv_BTE.shape[1]
         q_BNTH, kv = split_qkv(qkv_BTE, config, tables_of(self._rotary, config, layer), 0)
         k_BNTH, v_BNTH = (repeat_groups(x, config.num_heads) for x in kv)
-        mask_TT = look_ahead_mask(num_tokens, num_tokens, config.window_of(layer))
+        mask_TT = causal_mask(num_tokens, num_tokens, config.window_of(layer))
         cap = config.attention_soft_cap
         weights_BNTT = attention_weights(q_BNTH, k_BNTH, mask_TT, config.scale, cap)
         self.self_weights.append(weights_BNTT[0])

@@ -54,11 +54,11 @@ class Source:
 def run(args: argparse.Namespace) -> None:
     out = args.out or _default_out(args.source)
     source = find_source(args.source)
-    standing = _standing_hashes(out)
-    if standing == source.sha256 and not args.force:
+    existing = _standing_hashes(out)
+    if existing == source.sha256 and not args.force:
         print(f"{out} holds this import already; --force makes it anew")
         return
-    if standing is not None and not args.force:
+    if existing is not None and not args.force:
         raise CheckpointError(
             f"{out} holds another checkpoint, or a damaged one; give --out a new directory, or "
             "--force to replace it"

@@ -1,11 +1,11 @@
-"""How queries meet keys: the textbook formula, and the two ways a forward pass attends.
+"""Attention: the textbook formula, and the implementations that a forward pass chooses from.
 
-Knows: masks, heads, rotary positions, the key/value cache.
-Does not know: projections, layers, what the vectors mean.
+Knows: masks, heads, rotary positions, the KV cache.
+Does not know: projections, layers.
 
-A network's layers compute queries, keys and values and hand them to an `Attending`. Training
-attends without a cache, decoding with one, and export emits the operator that ONNX Runtime has
-for it: the network itself is written once.
+A network's layers compute queries, keys and values and call an `AttentionImplementation`. Training
+uses one without a cache, decoding one with a KV cache, and export one that emits ONNX operators:
+the network itself is written once.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 from quill.model.network.config import ModelConfig
 from quill.model.network.positions import RotaryTables, rotate, tables_of
 
-# B rows · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
+# B batch · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
 # E = heads x head size, flat
 
 
@@ -30,17 +30,17 @@ class KeyValue(NamedTuple):
 
 
 class CrossKeyValue(NamedTuple):
-    """What the encoder parks for the decoder: each layer's keys and values, and which are real."""
+    """The source's keys and values for each decoder layer, and which aren't padding."""
 
     layers: list[KeyValue]
     mask_BS: Tensor
 
 
-class Attending(Protocol):
-    """How the queries of one forward pass find their keys and values."""
+class AttentionImplementation(Protocol):
+    """Computes the attention of one forward pass."""
 
     def begin(self, ids_BT: Tensor) -> Tensor:
-        """Opens the pass; answers the position of each new token, as (T,) or (B, T)."""
+        """Begins a forward pass; returns the position of each new token, as (T,) or (B, T)."""
 
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
         """Attends from the new tokens to themselves and to what came before them."""
@@ -49,17 +49,17 @@ class Attending(Protocol):
         """Attends from the new tokens to the encoder's output."""
 
 
-def look_ahead_mask(num_queries: int, num_keys: int, window: int = 0) -> Tensor:
-    """Zero where a query may look, −∞ where the key is in its future, or before its window."""
-    own = num_keys - num_queries  # the first query's own key
-    allowed_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(own)
+def causal_mask(num_queries: int, num_keys: int, window: int = 0) -> Tensor:
+    """Zero where a query may attend, −∞ where the key is in its future, or before its window."""
+    first = num_keys - num_queries  # the position of the first query
+    allowed_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(first)
     if window:
-        allowed_TS = allowed_TS.triu(own - window + 1)
+        allowed_TS = allowed_TS.triu(first - window + 1)
     return torch.zeros(num_queries, num_keys).masked_fill(~allowed_TS, -math.inf)
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """Smoothly kept between -cap and cap."""
+    """Logit soft-capping: numbers between -cap and cap."""
     return cap * torch.tanh(x / cap)
 
 
@@ -70,7 +70,7 @@ def attention_weights(
     scale: float | None = None,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """softmax(q·kᵀ / √d_k + mask): the textbook formula, every score in the open."""
+    """softmax(q·kᵀ / √d_k + mask): the textbook formula."""
     scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2)
     scores_BNTS = (
         scores_BNTS / math.sqrt(q_BNTH.shape[-1]) if scale is None else scores_BNTS * scale
@@ -102,7 +102,7 @@ class QueryKeyValue(NamedTuple):
 def split_qkv(
     qkv_BTE: Tensor, config: ModelConfig, rotary: RotaryTables | None, first_position: int
 ) -> QueryKeyValue:
-    """Takes the fused projection apart and turns queries and keys to their positions."""
+    """Splits the fused projection and applies rotary positions to queries and keys."""
     num_heads, (num_kv_heads, key_size, value_size) = config.num_heads, config.cached
     width, kv_width = (num_heads + num_kv_heads) * key_size, num_kv_heads * value_size
     qk_BTE, v_BTE = torch.split(qkv_BTE, [width, kv_width], dim=-1)
@@ -111,14 +111,14 @@ def split_qkv(
         qk_BNTH = rotate(qk_BNTH, rotary, first_position)
     elif rotary is not None:
         sizes = [key_size - config.rotary_size, config.rotary_size]
-        still, turned = torch.split(qk_BNTH, sizes, dim=-1)
-        qk_BNTH = torch.cat((still, rotate(turned, rotary, first_position)), dim=-1)
+        plain, rotated = torch.split(qk_BNTH, sizes, dim=-1)
+        qk_BNTH = torch.cat((plain, rotate(rotated, rotary, first_position)), dim=-1)
     q_BNTH, k_BKTH = torch.split(qk_BNTH, [num_heads, num_kv_heads], dim=1)
     return QueryKeyValue(q_BNTH, KeyValue(k_BKTH, v_BKTH))
 
 
 def repeat_groups(x_BKSH: Tensor, num_heads: int) -> Tensor:
-    """Gives each query head its own view of the K/V head that it shares."""
+    """Repeats each K/V head for the query heads that share it."""
     groups = num_heads // x_BKSH.shape[1]
     return x_BKSH if groups == 1 else x_BKSH.repeat_interleave(groups, dim=1)
 
@@ -130,12 +130,12 @@ def _attend(
     causal: bool = False,
     config: ModelConfig | None = None,
 ) -> Tensor:
-    """`config`: with its scale and soft cap."""
+    """`config`: for its scale and soft cap."""
     num_heads = q_BNTH.shape[1]
     k_BNSH, v_BNSH = (repeat_groups(side, num_heads) for side in kv)
     scale = None if config is None else config.scale
     if config is not None and config.attention_soft_cap:
-        assert mask is not None, "with a soft cap nothing is causal by itself"
+        assert mask is not None, "the soft cap needs an explicit mask"
         cap = config.attention_soft_cap
         return merge_heads(attention_weights(q_BNTH, k_BNSH, mask, scale, cap) @ v_BNSH)
     # PyTorch's fast kernel needs keys and values of the same width.
@@ -152,19 +152,18 @@ def _attend(
 
 
 def attend_to_past(
-    config: ModelConfig, layer: int, q_BNTH: Tensor, kv: KeyValue, *, from_nothing: bool = False
+    config: ModelConfig, layer: int, q_BNTH: Tensor, kv: KeyValue, *, from_start: bool = False
 ) -> Tensor:
-    """Each query looks at its own position and what lies before it. `from_nothing`: there are no
-    keys but those of the queries' own tokens."""
+    """Causal attention. `from_start`: there are no keys before the queries' tokens."""
     window = config.window_of(layer)
-    if from_nothing and not window and not config.attention_soft_cap:
+    if from_start and not window and not config.attention_soft_cap:
         return _attend(q_BNTH, kv, causal=True, config=config)
-    mask_TS = look_ahead_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2], window).to(q_BNTH)
+    mask_TS = causal_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2], window).to(q_BNTH)
     return _attend(q_BNTH, kv, mask=mask_TS, config=config)
 
 
-class EncoderAttending:
-    """Every token of the source sees every real token of the source."""
+class EncoderAttention:
+    """Bidirectional: every token attends to every token that isn't padding."""
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryTables | None, mask_BS: Tensor | None
@@ -184,8 +183,8 @@ class EncoderAttending:
         raise AssertionError("an encoder has no cross-attention")
 
 
-class Uncached:
-    """Whole sequences at once, each token seeing itself and its past: training and scoring."""
+class UncachedAttention:
+    """Causal attention of whole sequences, without a cache: training and scoring."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class Uncached:
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
         rotary = tables_of(self._rotary, self._config, layer)
         q_BNTH, kv = split_qkv(qkv_BTE, self._config, rotary, 0)
-        return attend_to_past(self._config, layer, q_BNTH, kv, from_nothing=True)
+        return attend_to_past(self._config, layer, q_BNTH, kv, from_start=True)
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
@@ -215,10 +214,10 @@ def attend_across(q_BTE: Tensor, cross: CrossKeyValue, layer: int, head_size: in
     return _attend(q_BNTH, cross.layers[layer], mask=cross.mask_BS[:, None, None, :])
 
 
-class Cached:
-    """New tokens against a growing cache of keys and values: decoding.
+class CachedAttention:
+    """Causal attention of new tokens to a growing KV cache: decoding.
 
-    All rows have the same length: this is the plain path that faster ones are compared with.
+    All sequences of the batch have the same length: the reference for faster implementations.
     """
 
     def __init__(
@@ -240,11 +239,11 @@ class Cached:
         return self._length
 
     def key_value(self, layer: int) -> KeyValue:
-        """What one layer's cache holds after a pass, the newest tokens included."""
+        """One layer's cache after a pass, with the newest tokens."""
         return self._layers[layer]
 
     def begin(self, ids_BT: Tensor) -> Tensor:
-        """The new tokens stand after those already cached."""
+        """New tokens come after those already cached."""
         self._length += self._num_new
         self._num_new = ids_BT.shape[1]
         return torch.arange(self._length, self._length + self._num_new, device=ids_BT.device)
@@ -268,12 +267,12 @@ class Cached:
         self._layers[layer] = new
         return new
 
-    def select_rows(self, rows_B: Tensor) -> None:
-        """Keeps or copies rows: what beam search does when hypotheses change places."""
+    def reorder(self, order_B: Tensor) -> None:
+        """Reorders the cache's batch: beam search does so when beams change places."""
         self._layers = {
-            layer: KeyValue(kv.k_BKSH[rows_B], kv.v_BKSH[rows_B])
+            layer: KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B])
             for layer, kv in self._layers.items()
         }
         if self._cross is not None:
-            layers = [KeyValue(kv.k_BKSH[rows_B], kv.v_BKSH[rows_B]) for kv in self._cross.layers]
-            self._cross = CrossKeyValue(layers, self._cross.mask_BS[rows_B])
+            layers = [KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B]) for kv in self._cross.layers]
+            self._cross = CrossKeyValue(layers, self._cross.mask_BS[order_B])

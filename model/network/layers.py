@@ -1,6 +1,6 @@
-"""The parts that a Transformer is stacked from: norms, attention, feed-forward, two layers.
+"""The layers of a Transformer: norms, attention, feed-forward, encoder and decoder layer.
 
-Knows: projections and residuals. Does not know: how attention finds its keys (see
+Knows: projections and residuals. Does not know: how attention is computed (see
 model/network/attention.py), embeddings, how many layers there are.
 """
 
@@ -12,10 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quill.model.network.attention import Attending, KeyValue, soft_capped, split_heads
+from quill.model.network.attention import (
+    AttentionImplementation,
+    KeyValue,
+    soft_capped,
+    split_heads,
+)
 from quill.model.network.config import ModelConfig
 
-# B rows · T new tokens · S source tokens · D model size · F feed-forward size
+# B batch · T new tokens · S source tokens · D model size · F feed-forward size
 # E = heads x head size, flat
 
 
@@ -52,7 +57,7 @@ class Residual(nn.Module):
 
 
 class QueryKeyNorm(nn.Module):
-    """RMS norms of queries and keys, before they are turned: of each head, or of all together."""
+    """RMS norms of queries and keys, before rotary positions: of each head, or of all together."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -75,7 +80,7 @@ class QueryKeyNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projects to queries, keys and values in one go, attends, projects back."""
+    """Fused projection to queries, keys and values, attention, output projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,14 +91,14 @@ class SelfAttention(nn.Module):
         )
         self.qk_norm = nn.Identity() if config.qk_norm == "none" else QueryKeyNorm(config)
 
-    def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
+    def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
         qkv_BTE = self.qk_norm(self.qkv(x_BTD))
-        y_BTD: Tensor = self.out(attending.self_attention(layer, qkv_BTE))
+        y_BTD: Tensor = self.out(attn_impl.self_attention(layer, qkv_BTE))
         return y_BTD
 
 
 class CrossAttention(nn.Module):
-    """Queries from the decoder, keys and values from the encoder, computed once a source."""
+    """Queries of the decoder, keys and values of the encoder, which are computed once a source."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -104,12 +109,12 @@ class CrossAttention(nn.Module):
         self.key_value = nn.Linear(config.d_model, 2 * kv_width, bias=config.qkv_bias)
         self.out = nn.Linear(width, config.d_model, bias=config.attention_out_bias)
 
-    def park(self, memory_BSD: Tensor) -> KeyValue:
+    def source_key_value(self, memory_BSD: Tensor) -> KeyValue:
         k_BSE, v_BSE = self.key_value(memory_BSD).chunk(2, dim=-1)
         return KeyValue(split_heads(k_BSE, self._head_size), split_heads(v_BSE, self._head_size))
 
-    def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        y_BTD: Tensor = self.out(attending.cross_attention(layer, self.query(x_BTD)))
+    def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        y_BTD: Tensor = self.out(attn_impl.cross_attention(layer, self.query(x_BTD)))
         return y_BTD
 
 
@@ -119,11 +124,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what bends the gate
+GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}  # the activation of the gate
 
 
 class SoftCap(nn.Module):
-    """Keeps numbers smoothly between -cap and cap."""
+    """Logit soft-capping as a module."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -134,13 +139,13 @@ class SoftCap(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Widens, bends, narrows. If it is gated, gate and value come of one projection."""
+    """Up projection, activation, down projection. A gate and its value share one projection."""
 
     def __init__(self, config: ModelConfig, d_ff: int | None = None) -> None:
         super().__init__()
         d_ff = d_ff or config.d_ff
         self._gated = config.activation in GATED
-        self._bend = ACTIVATIONS[GATED.get(config.activation, config.activation)]
+        self._activation = ACTIVATIONS[GATED.get(config.activation, config.activation)]
         width = d_ff * (2 if self._gated else 1)
         self.up = nn.Linear(config.d_model, width, bias=config.ff_bias)
         self.down = nn.Linear(d_ff, config.d_model, bias=config.ff_bias)
@@ -149,29 +154,31 @@ class FeedForward(nn.Module):
         h_BTF = self.up(x_BTD)
         if self._gated:
             gate_BTF, value_BTF = h_BTF.chunk(2, dim=-1)
-            h_BTF = self._bend(gate_BTF) * value_BTF
+            h_BTF = self._activation(gate_BTF) * value_BTF
         else:
-            h_BTF = self._bend(h_BTF)
+            h_BTF = self._activation(h_BTF)
         y_BTD: Tensor = self.down(h_BTF)
         return y_BTD
 
 
 class MaskedHead(nn.Module):
-    """What an encoder's hidden states pass before they become logits: dense, bend, norm."""
+    """An encoder's head before the vocabulary projection: dense, activation, norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.d_model, config.d_model, bias=config.ff_bias)
-        self._bend = ACTIVATIONS["silu" if config.activation == "swiglu" else config.activation]
+        self._activation = ACTIVATIONS[
+            "silu" if config.activation == "swiglu" else config.activation
+        ]
         self.norm = make_norm(config)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.norm(self._bend(self.dense(x_BTD)))
+        y_BTD: Tensor = self.norm(self._activation(self.dense(x_BTD)))
         return y_BTD
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention in both directions, then feed-forward; or others in the place of either."""
+    """Self-attention, then feed-forward; or modules in the place of either."""
 
     def __init__(
         self,
@@ -185,14 +192,14 @@ class EncoderLayer(nn.Module):
         self.feed_forward = feed_forward or FeedForward(config)
         self.feed_forward_residual = Residual(config)
 
-    def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        x_BTD = self.attention_residual(x_BTD, lambda x: self.attention(x, layer, attending))
+    def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        x_BTD = self.attention_residual(x_BTD, lambda x: self.attention(x, layer, attn_impl))
         y_BTD: Tensor = self.feed_forward_residual(x_BTD, self.feed_forward)
         return y_BTD
 
 
 class DecoderLayer(EncoderLayer):
-    """An encoder layer that may also look at an encoded source, between its two halves."""
+    """An encoder layer that may also have cross-attention between its two halves."""
 
     def __init__(
         self,
@@ -206,10 +213,10 @@ class DecoderLayer(EncoderLayer):
             self.cross = CrossAttention(config)
             self.cross_residual = Residual(config)
 
-    def forward(self, x_BTD: Tensor, layer: int, attending: Attending) -> Tensor:
-        x_BTD = self.attention_residual(x_BTD, lambda x: self.attention(x, layer, attending))
+    def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        x_BTD = self.attention_residual(x_BTD, lambda x: self.attention(x, layer, attn_impl))
         if self.cross is not None:
             cross = self.cross
-            x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, layer, attending))
+            x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, layer, attn_impl))
         y_BTD: Tensor = self.feed_forward_residual(x_BTD, self.feed_forward)
         return y_BTD

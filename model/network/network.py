@@ -1,7 +1,7 @@
-"""What every network offers to those who train, decode, evaluate and export it.
+"""The interface of a network, for training, decoding, evaluation and export.
 
-Knows: the questions. Does not know: the answers (model/network/transformer.py and
-model/network/recurrent.py have them).
+Knows: the methods. Does not know: the implementations (model/network/transformer.py and
+model/network/recurrent.py).
 """
 
 from abc import abstractmethod
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from quill.model.network.attention import CrossKeyValue, KeyValue
 from quill.model.network.config import ModelConfig
 
-# B rows · T new tokens · S source tokens · D model size · V vocabulary
+# B batch · T new tokens · S source tokens · D model size · V vocabulary
 
 
-class Past(Protocol):
-    """What a network keeps of the tokens that it has read."""
+class DecoderCache(Protocol):
+    """The KV cache, or a recurrent network's states, of the tokens so far."""
 
     def key_value(self, layer: int) -> KeyValue:
-        """What one layer keeps of each token, the newest included."""
+        """One layer's entries of all tokens, the newest included."""
 
-    def select_rows(self, rows_B: Tensor) -> None:
-        """Keeps or copies rows: what beam search does when hypotheses change places."""
+    def reorder(self, order_B: Tensor) -> None:
+        """Reorders the batch: beam search does so when beams change places."""
 
 
 class Network(nn.Module):
-    """Token ids in, logits out. `hidden` and `project` are apart so that a caller who needs one
-    position's logits doesn't pay for all."""
+    """Token ids in, logits out. `hidden` and `project` are separate so that a caller can compute
+    the logits of one position only."""
 
     config: ModelConfig
     embedding: nn.Embedding
@@ -36,16 +36,16 @@ class Network(nn.Module):
 
     @abstractmethod
     def compute_tables(self) -> None:
-        """Fills in what isn't learnt; again after a model was built without memory for it."""
+        """Fills the tables that aren't learned; also after a model was built on the meta device."""
 
     @abstractmethod
     def encode(self, source_BS: Tensor, mask_BS: Tensor) -> CrossKeyValue:
-        """Reads the source once and parks, for each decoder layer, what it will look at."""
+        """Encodes the source once: keys and values for each decoder layer."""
 
     @abstractmethod
-    def hidden(self, ids_BT: Tensor, attending: Any) -> Tensor:
-        """The decoder's last hidden state at every new token. `attending`: `uncached` or `cached`,
-        or what export puts in their place."""
+    def hidden(self, ids_BT: Tensor, attn_impl: Any) -> Tensor:
+        """The decoder's last hidden state at every new token. `attn_impl`: `uncached` or `cached`,
+        or an implementation of export's."""
 
     @property
     @abstractmethod
@@ -57,16 +57,16 @@ class Network(nn.Module):
 
     @abstractmethod
     def uncached(self, cross: CrossKeyValue | None = None) -> object:
-        """For whole sequences at once."""
+        """The implementation for whole sequences."""
 
     @abstractmethod
-    def cached(self, cross: CrossKeyValue | None = None) -> Past:
-        """For new tokens after those that were read before."""
+    def cached(self, cross: CrossKeyValue | None = None) -> DecoderCache:
+        """The implementation with a cache, for new tokens."""
 
     def forward(self, ids_BT: Tensor, cross: CrossKeyValue | None = None) -> Tensor:
         """The logits at every position, with no cache."""
         return self.project(self.hidden(ids_BT, self.uncached(cross)))
 
     def num_parameters(self) -> int:
-        """How many numbers training changes; tied ones count once."""
+        """The number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,16 +1,16 @@
-"""Translators from before the Transformer: a state that each token changes, read in order.
+"""Recurrent translators from before the Transformer (RNN, GRU, LSTM).
 
 Knows: cells, a bidirectional encoder, additive attention (Bahdanau, Cho and Bengio, 2014), a
 decoder. Does not know: training, files, how a state is kept from step to step.
 
-The encoder's layers read in both directions, each with half of the state. What its last layer has
-at a token is that token's annotation. The decoder begins from the annotations' ends (forwards the
-last, backwards the first) and gets a context with every token: those same ends (`fixed`: everything
-that is known of the source in one vector), or a mean of all annotations, weighted by how well each
-suits the state before (`bahdanau`).
+Each encoder layer scans the source in both directions, each with half of the state. The last
+layer's state at a token is the token's annotation. The decoder starts from the final annotations
+(the last of the forward scan, the first of the backward scan). With every token it gets a context:
+the same final annotations (`fixed`: the source in one vector), or a mean of all annotations,
+weighted by attention from the previous state (`bahdanau`).
 
-As with attention, the network is written once: how a state is found and kept is a `Remembering`'s
-business, and export has one that writes operators (export/graph/recurrent.py).
+As with attention, the network is written once: a `RecurrentStateAccess` finds and keeps states, and
+export has one that emits operators (export/graph/recurrent.py).
 """
 
 import math
@@ -25,21 +25,21 @@ from quill.model.network.attention import CrossKeyValue, KeyValue, split_heads
 from quill.model.network.config import CellKind, ModelConfig
 from quill.model.network.network import Network
 
-# B rows · T new tokens · S source tokens · D model size · H state size of a cell · I inputs
+# B batch · T new tokens · S source tokens · D model size · H state size of a cell · I inputs
 # G = gates x H · V vocabulary
 
 NUM_GATES: dict[CellKind, int] = {"rnn": 1, "gru": 3, "lstm": 4}
 
 
 class State(NamedTuple):
-    """What a cell has made of all tokens so far. Only an LSTM has a c of its own."""
+    """A cell's state after all tokens so far. Only an LSTM's c differs from h."""
 
     h: Tensor
     c: Tensor
 
 
 def update(kind: CellKind, input_G: Tensor, state_G: Tensor, before: State) -> State:
-    """One token changes a state. The gates: what the input and what the state says to each."""
+    """The state after one more token. The gates: the input's part and the state's part of each."""
     if kind == "rnn":
         h = torch.tanh(input_G + state_G)
         return State(h, h)
@@ -55,8 +55,7 @@ def update(kind: CellKind, input_G: Tensor, state_G: Tensor, before: State) -> S
 
 
 class Cell(nn.Module):
-    """What changes a state: `input` and `state` are what a token and the state before it say to
-    every gate."""
+    """A recurrent cell: `input` and `state` project a token and the previous state to the gates."""
 
     def __init__(self, kind: CellKind, num_inputs: int, size: int) -> None:
         super().__init__()
@@ -66,20 +65,20 @@ class Cell(nn.Module):
         self.state = nn.Linear(size, NUM_GATES[kind] * size)
 
     def initialize(self) -> None:
-        """A state that only turns keeps its length, and so do the gradients through it."""
+        """Orthogonal matrices keep the length of a state, and of the gradients through it."""
         for gate_HH in self.state.weight.chunk(NUM_GATES[self.kind]):
             nn.init.orthogonal_(gate_HH)
         nn.init.xavier_uniform_(self.input.weight)
         for bias in (self.input.bias, self.state.bias):
             nn.init.zeros_(bias)
-        if self.kind == "lstm":  # it remembers unless it learns to forget
+        if self.kind == "lstm":  # the forget gate starts open
             nn.init.ones_(self.input.bias[self.size : 2 * self.size])
 
-    def read(self, x_BSI: Tensor) -> Tensor:
-        """The states after each token, from nothing: PyTorch's own loop over the same formulas."""
+    def scan(self, x_BSI: Tensor) -> Tensor:
+        """The states after each token, from a zero state: PyTorch's loop over the same formulas."""
         h_1BH = x_BSI.new_zeros(1, x_BSI.shape[0], self.size)
         weights = [self.input.weight, self.state.weight, self.input.bias, self.state.bias]
-        settings = (True, 1, 0.0, self.training, False, True)  # biases, layers …, rows first
+        settings = (True, 1, 0.0, self.training, False, True)  # biases, layers …, batch first
         if self.kind == "lstm":
             return torch.lstm(x_BSI, (h_1BH, h_1BH), weights, *settings)[0]
         loop = torch.gru if self.kind == "gru" else torch.rnn_tanh
@@ -87,7 +86,7 @@ class Cell(nn.Module):
 
 
 class Additive(nn.Module):
-    """Bahdanau's attention: a small network says how well an annotation suits a state."""
+    """Bahdanau's attention: a small network scores each annotation against a state."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -100,56 +99,55 @@ class Additive(nn.Module):
         return scores_BS.masked_fill(~mask_BS, -math.inf).softmax(dim=-1)
 
 
-class Reading(Protocol):
-    """How a cell goes through sources."""
+class RecurrentScan(Protocol):
+    """How a cell scans sources."""
 
-    def read(self, cell: Cell, x: Tensor, *, backwards: bool) -> Tensor:
+    def scan(self, cell: Cell, x: Tensor, *, backwards: bool) -> Tensor:
         """The states at each token."""
 
 
-class Remembering(Protocol):
-    """How the decoder finds the state before a token and what the source has to say."""
+class RecurrentStateAccess(Protocol):
+    """How the decoder reads and writes the states of its cells, and reads the source."""
 
     def steps(self, x: Tensor) -> Sequence[Tensor]:
-        """New tokens in an order in which each finds the state before it."""
+        """New tokens in steps, so that each finds the state before it."""
 
-    def joined(self, steps: Sequence[Tensor]) -> Tensor:
-        """What was made of each step, as new tokens are laid out."""
+    def stack(self, steps: Sequence[Tensor]) -> Tensor:
+        """The results of all steps, in the layout of new tokens."""
 
-    def ends(self) -> Tensor:
-        """The annotations' ends of the source that a step's tokens translate."""
+    def final_annotations(self) -> Tensor:
+        """The source's last annotation forwards and first one backwards."""
 
     def attend(self, attention: Additive, query: Tensor) -> Tensor:
-        """The annotations' mean for a step's tokens."""
+        """The weighted mean of annotations for a step's tokens."""
 
-    def before(self, layer: int) -> State: ...
+    def previous(self, layer: int) -> State: ...
 
     def update(self, cell: Cell, layer: int, input_G: Tensor, before: State) -> Tensor:
-        """The new h; it is kept, too."""
+        """Computes and writes the new state; returns its h."""
 
-    def bend(self, x: Tensor) -> Tensor:
-        """tanh."""
+    def tanh(self, x: Tensor) -> Tensor: ...
 
 
-class PaddedReading:
-    """Rows of different lengths, each with padding behind it."""
+class PaddedScan:
+    """Scans a padded batch of sources of different lengths."""
 
     def __init__(self, mask_BS: Tensor) -> None:
         place_S = torch.arange(mask_BS.shape[1], device=mask_BS.device)
         last_B1 = mask_BS.sum(dim=1, keepdim=True) - 1
-        self._turned_BS = torch.where(place_S <= last_B1, last_B1 - place_S, place_S)
+        self._reversed_BS = torch.where(place_S <= last_B1, last_B1 - place_S, place_S)
 
-    def read(self, cell: Cell, x_BSI: Tensor, *, backwards: bool) -> Tensor:
+    def scan(self, cell: Cell, x_BSI: Tensor, *, backwards: bool) -> Tensor:
         if not backwards:
-            return cell.read(x_BSI)
-        return self._turn(cell.read(self._turn(x_BSI)))
+            return cell.scan(x_BSI)
+        return self._reverse(cell.scan(self._reverse(x_BSI)))
 
-    def _turn(self, x_BSI: Tensor) -> Tensor:
-        return x_BSI.gather(1, self._turned_BS.unsqueeze(-1).expand_as(x_BSI))
+    def _reverse(self, x_BSI: Tensor) -> Tensor:
+        return x_BSI.gather(1, self._reversed_BS.unsqueeze(-1).expand_as(x_BSI))
 
 
-class Memory:
-    """The states after every token, row by row; what whole sequences and new tokens need alike."""
+class CachedStates:
+    """The states after every token of a batch, for training and for decoding."""
 
     def __init__(self, config: ModelConfig, cross: CrossKeyValue) -> None:
         self._cross = cross
@@ -160,10 +158,10 @@ class Memory:
     def steps(self, x_BTD: Tensor) -> Sequence[Tensor]:
         return x_BTD.unbind(1)
 
-    def joined(self, steps: Sequence[Tensor]) -> Tensor:
+    def stack(self, steps: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(steps), dim=1)
 
-    def ends(self) -> Tensor:
+    def final_annotations(self) -> Tensor:
         annotations_BSD = self._cross.layers[0].v_BKSH.squeeze(1)
         half = annotations_BSD.shape[-1] // 2
         last_B11 = (self._cross.mask_BS.sum(dim=1) - 1).view(-1, 1, 1).expand(-1, 1, half)
@@ -176,35 +174,36 @@ class Memory:
         self.weights.append(weights_BS)
         return (weights_BS.unsqueeze(1) @ annotations_BSD).squeeze(1)
 
-    def before(self, layer: int) -> State:
+    def previous(self, layer: int) -> State:
         if self._states[layer]:
             return self._states[layer][-1]
-        ends_BD = self.ends()
-        return State(ends_BD, torch.zeros_like(ends_BD))
+        initial_BD = self.final_annotations()
+        return State(initial_BD, torch.zeros_like(initial_BD))
 
     def update(self, cell: Cell, layer: int, input_BG: Tensor, before: State) -> Tensor:
         state = update(cell.kind, input_BG, cell.state(before.h), before)
         self._states[layer].append(state)
         return state.h
 
-    def bend(self, x_BTD: Tensor) -> Tensor:
+    def tanh(self, x_BTD: Tensor) -> Tensor:
         return torch.tanh(x_BTD)
 
     def key_value(self, layer: int) -> KeyValue:
-        """h in the place of keys, c in that of values."""
+        """h as keys, c as values."""
         sides = (torch.stack(list(side), dim=1) for side in zip(*self._states[layer], strict=True))
         return KeyValue(*(split_heads(side_BTD, self._head_size) for side_BTD in sides))
 
-    def select_rows(self, rows_B: Tensor) -> None:
+    def reorder(self, order_B: Tensor) -> None:
         self._states = [
-            [State(h_BD[rows_B], c_BD[rows_B]) for h_BD, c_BD in states] for states in self._states
+            [State(h_BD[order_B], c_BD[order_B]) for h_BD, c_BD in states]
+            for states in self._states
         ]
-        layers = [KeyValue(kv.k_BKSH[rows_B], kv.v_BKSH[rows_B]) for kv in self._cross.layers]
-        self._cross = CrossKeyValue(layers, self._cross.mask_BS[rows_B])
+        layers = [KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B]) for kv in self._cross.layers]
+        self._cross = CrossKeyValue(layers, self._cross.mask_BS[order_B])
 
 
 class Recurrent(Network):
-    """Embeddings, an encoder that reads both ways, a decoder with a context."""
+    """Embeddings, a bidirectional encoder, a decoder with a context."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -243,61 +242,61 @@ class Recurrent(Network):
             nn.init.normal_(self.attention.score, std=self.config.d_model**-0.5)
 
     def compute_tables(self) -> None:
-        """It has none."""
+        """There are none."""
 
     def encode(self, source_BS: Tensor, mask_BS: Tensor) -> CrossKeyValue:
-        """Parks keys and annotations for all layers; the first alone looks at them."""
-        memory_BSD = self.memory(source_BS, PaddedReading(mask_BS))
-        parked = [self.keys(memory_BSD), memory_BSD]
-        parked = [split_heads(each, self.config.head_size) for each in parked]
-        nothing = [torch.zeros_like(each) for each in parked]
-        others = [KeyValue(*nothing)] * (self.config.num_layers - 1)
-        return CrossKeyValue([KeyValue(*parked), *others], mask_BS)
+        """The attention's keys and the annotations; only the first layer's are used."""
+        memory_BSD = self.memory(source_BS, PaddedScan(mask_BS))
+        first = [self.keys(memory_BSD), memory_BSD]
+        first = [split_heads(each, self.config.head_size) for each in first]
+        zeros = [torch.zeros_like(each) for each in first]
+        others = [KeyValue(*zeros)] * (self.config.num_layers - 1)
+        return CrossKeyValue([KeyValue(*first), *others], mask_BS)
 
-    def memory(self, source: Tensor, reading: Reading) -> Tensor:
-        """The annotations; rows may be packed into one."""
+    def memory(self, source: Tensor, scan: RecurrentScan) -> Tensor:
+        """The annotations, of a batch or of packed sources."""
         x = self._embed(source)
         for number, layer in enumerate(self.encoder):
             assert isinstance(layer, nn.ModuleList)
             x = self.dropout(x) if number else x
             both = [
-                reading.read(_cell(cell), x, backwards=backwards)
+                scan.scan(_cell(cell), x, backwards=backwards)
                 for cell, backwards in zip(layer, (False, True), strict=True)
             ]
             x = torch.cat(both, dim=-1)
         return x
 
     def keys(self, memory: Tensor) -> Tensor:
-        """What queries are compared with."""
+        """What attention compares queries with."""
         if self.attention is None:
             return memory
         keys: Tensor = self.attention.key(memory)
         return keys
 
-    def hidden(self, ids: Tensor, remembering: Remembering) -> Tensor:
+    def hidden(self, ids: Tensor, state_access: RecurrentStateAccess) -> Tensor:
         """The decoder at every new token."""
         x = self._embed(ids)
-        fixed = remembering.ends() if self.attention is None else None
+        fixed = state_access.final_annotations() if self.attention is None else None
         states, contexts = [], []
-        for gates in remembering.steps(_cell(self.decoder[0]).input(x)):
+        for gates in state_access.steps(_cell(self.decoder[0]).input(x)):
             context = fixed
             if self.attention is not None:
-                last = remembering.before(len(self.decoder) - 1)
-                context = remembering.attend(self.attention, self.attention.query(last.h))
+                last = state_access.previous(len(self.decoder) - 1)
+                context = state_access.attend(self.attention, self.attention.query(last.h))
             assert context is not None
-            states.append(self._step(gates + self.context(context), remembering))
+            states.append(self._step(gates + self.context(context), state_access))
             contexts.append(context)
-        seen = torch.cat((remembering.joined(states), remembering.joined(contexts), x), dim=-1)
-        y: Tensor = self.dropout(remembering.bend(self.out(seen)))
+        seen = torch.cat((state_access.stack(states), state_access.stack(contexts), x), dim=-1)
+        y: Tensor = self.dropout(state_access.tanh(self.out(seen)))
         return y
 
-    def _step(self, gates: Tensor, remembering: Remembering) -> Tensor:
+    def _step(self, gates: Tensor, state_access: RecurrentStateAccess) -> Tensor:
         """One token through all layers."""
         h = gates
         for number, layer in enumerate(self.decoder):
-            cell, before = _cell(layer), remembering.before(number)
+            cell, before = _cell(layer), state_access.previous(number)
             gates = cell.input(h) if number else gates
-            h = self.dropout(remembering.update(cell, number, gates, before))
+            h = self.dropout(state_access.update(cell, number, gates, before))
         return h
 
     @property
@@ -307,12 +306,12 @@ class Recurrent(Network):
     def project(self, x_BTD: Tensor) -> Tensor:
         return F.linear(x_BTD, self.output_weight_VD, self.output_bias)
 
-    def uncached(self, cross: CrossKeyValue | None = None) -> Memory:
+    def uncached(self, cross: CrossKeyValue | None = None) -> CachedStates:
         return self.cached(cross)
 
-    def cached(self, cross: CrossKeyValue | None = None) -> Memory:
+    def cached(self, cross: CrossKeyValue | None = None) -> CachedStates:
         assert cross is not None, "a recurrent decoder needs an encoded source"
-        return Memory(self.config, cross)
+        return CachedStates(self.config, cross)
 
     def _embed(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

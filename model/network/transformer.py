@@ -1,7 +1,7 @@
 """The Transformer: one stack of layers, three families.
 
 Knows: embeddings, positions, the order of the layers, initialization.
-Does not know: what a layer is made of (model/network/layers.py), how attention finds its keys
+Does not know: what a layer is made of (model/network/layers.py), how attention is computed
 (model/network/attention.py), training, files.
 """
 
@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quill.model.network.attention import (
-    Attending,
-    Cached,
+    AttentionImplementation,
+    CachedAttention,
     CrossKeyValue,
-    EncoderAttending,
-    KeyValue,
-    Uncached,
+    EncoderAttention,
+    UncachedAttention,
     soft_capped,
 )
 from quill.model.network.config import ModelConfig
@@ -33,12 +32,11 @@ from quill.model.network.layers import (
 from quill.model.network.network import Network
 from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
 
-# B rows · T new tokens · S source tokens · P positions · D model size · V vocabulary
+# B batch · T new tokens · S source tokens · P positions · D model size · V vocabulary
 
 
 class Transformer(Network):
-    """Token ids in, logits out. `hidden` and `project` are apart so that a caller who needs one
-    position's logits doesn't pay for all."""
+    """A causal decoder, an encoder, or both."""
 
     position_PD: Tensor
 
@@ -69,7 +67,7 @@ class Transformer(Network):
         self._initialize()
 
     def compute_tables(self) -> None:
-        """Fills in the position tables; again after a model was built without memory for them."""
+        """Fills the position tables; also after a model was built on the meta device."""
         config = self.config
         if config.positions == "sinusoidal":
             table_PD = sinusoidal_table(config.context, config.d_model)
@@ -117,40 +115,36 @@ class Transformer(Network):
                 nn.init.xavier_uniform_(module.weight)
 
     def encode(self, source_BS: Tensor, mask_BS: Tensor) -> CrossKeyValue:
-        """Reads the source once and parks, for each decoder layer, what it will look at."""
-        attending = EncoderAttending(self.config, self.rotary, mask_BS)
-        return CrossKeyValue(self.park(source_BS, attending), mask_BS)
-
-    def park(self, source_BS: Tensor, attending: Attending) -> list[KeyValue]:
-        """Each decoder layer's keys and values of a source."""
-        memory_BSD = self.memory(source_BS, attending)
-        return [cross.park(memory_BSD) for cross in self.crossings()]
+        """Encodes the source once: keys and values for each decoder layer."""
+        memory_BSD = self.hidden_states(source_BS, mask_BS)
+        layers = [cross.source_key_value(memory_BSD) for cross in self.cross_attentions()]
+        return CrossKeyValue(layers, mask_BS)
 
     def memory(
-        self, source: Tensor, attending: Attending, segments: Tensor | None = None
+        self, source: Tensor, attn_impl: AttentionImplementation, segments: Tensor | None = None
     ) -> Tensor:
-        """The encoder's last hidden state at every token; rows may be packed into one. Without
+        """The encoder's last hidden state at every token, of a batch or of packed texts. Without
         `segments` all tokens are of the first."""
-        x = self._embed(source, attending, segments)
+        x = self._embed(source, attn_impl, segments)
         for index, layer in enumerate(self.encoder):
-            x = layer(x, index, attending)
+            x = layer(x, index, attn_impl)
         y: Tensor = self.encoder_norm(x)
         return y
 
-    def states(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """An encoder's hidden states of whole texts. Without a mask all tokens are real."""
-        return self.memory(ids_BT, EncoderAttending(self.config, self.rotary, mask_BT))
+    def hidden_states(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """The encoder's hidden states of a batch. Without a mask there is no padding."""
+        return self.memory(ids_BT, EncoderAttention(self.config, self.rotary, mask_BT))
 
-    def crossings(self) -> list[CrossAttention]:
-        """Where each layer of the decoder looks at the source."""
+    def cross_attentions(self) -> list[CrossAttention]:
+        """The cross-attention of each decoder layer."""
         layers = [layer for layer in self.decoder if isinstance(layer, DecoderLayer)]
         return [layer.cross for layer in layers if layer.cross is not None]
 
-    def hidden(self, ids_BT: Tensor, attending: Attending) -> Tensor:
+    def hidden(self, ids_BT: Tensor, attn_impl: AttentionImplementation) -> Tensor:
         """The decoder's last hidden state at every new token."""
-        x_BTD = self._embed(ids_BT, attending)
+        x_BTD = self._embed(ids_BT, attn_impl)
         for index, layer in enumerate(self.decoder):
-            x_BTD = layer(x_BTD, index, attending)
+            x_BTD = layer(x_BTD, index, attn_impl)
         y_BTD: Tensor = self.decoder_norm(x_BTD)
         return y_BTD
 
@@ -164,17 +158,17 @@ class Transformer(Network):
         cap = self.config.logit_soft_cap
         return soft_capped(logits_BTV, cap) if cap else logits_BTV
 
-    def uncached(self, cross: CrossKeyValue | None = None) -> Uncached:
-        return Uncached(self.config, self.rotary, cross)
+    def uncached(self, cross: CrossKeyValue | None = None) -> UncachedAttention:
+        return UncachedAttention(self.config, self.rotary, cross)
 
-    def cached(self, cross: CrossKeyValue | None = None) -> Cached:
-        return Cached(self.config, self.rotary, cross)
+    def cached(self, cross: CrossKeyValue | None = None) -> CachedAttention:
+        return CachedAttention(self.config, self.rotary, cross)
 
     def _embed(
-        self, ids_BT: Tensor, attending: Attending, segments: Tensor | None = None
+        self, ids_BT: Tensor, attn_impl: AttentionImplementation, segments: Tensor | None = None
     ) -> Tensor:
         x_BTD = self.embedding(ids_BT)
-        positions = attending.begin(ids_BT)
+        positions = attn_impl.begin(ids_BT)
         if self.config.scale_embeddings:
             x_BTD = x_BTD * math.sqrt(self.config.d_model)
         if self.config.positions == "learned":

@@ -1,1 +1,1 @@
-"""The oracle: slow, obvious, right."""
+"""The reference: slow, obvious, right."""

@@ -135,7 +135,7 @@ class CachedLogits:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]], parents: Sequence[int]) -> LogitsArray:
-        self._attending.select_rows(_tensor(self._model, parents))
+        self._attending.reorder(_tensor(self._model, parents))
         new_RT = _tensor(self._model, [row[self._num_read :] for row in rows])
         self._num_read += new_RT.shape[1]
         hidden_RTD = self._model.hidden(new_RT, self._attending)

@@ -93,7 +93,7 @@ def log_probabilities(logits_V: npt.NDArray[np.floating]) -> FloatArray:
     return log_probs_V
 
 
-def penalise(
+def penalize(
     logits_V: npt.NDArray[np.floating],
     parameters: SamplingParameters,
     prompt_ids: Sequence[int],
@@ -146,7 +146,7 @@ def choose(
     mask_V: Mask | None = None,
 ) -> int:
     """All the rules: the token that follows the prompt and what was generated so far."""
-    scores_V = penalise(logits_V, parameters, prompt_ids, generated_ids)
+    scores_V = penalize(logits_V, parameters, prompt_ids, generated_ids)
     if mask_V is not None:
         scores_V[~mask_V] = -math.inf
     if parameters.temperature == 0:

@@ -1,5 +1,4 @@
-"""What training makes smaller: the cross-entropy of the next token, or of the hidden ones, summed
-over a piece.
+"""The training loss: cross-entropy of the next token, or of masked tokens, over a micro-batch.
 
 Knows: the network's outputs and targets. Does not know: optimizers, data, devices.
 """
@@ -16,10 +15,10 @@ from quill.model.network.transformer import Transformer
 
 
 class Objective(nn.Module):
-    """Wraps the network so that one call gives a loss: what DDP wants to see.
+    """Wraps the network so that one call computes the loss, as DDP needs.
 
-    The sum, not the mean: the caller divides by the targets of the whole batch, so that pieces
-    of different sizes weigh what they should.
+    The sum, not the mean: the caller divides by the targets of the whole batch, so that every
+    target has the same weight.
     """
 
     def __init__(self, model: Network, label_smoothing: float = 0.0) -> None:
@@ -50,7 +49,7 @@ def predict(model: Network, batch: Batch) -> Predicted:
     targets_N = batch.targets_BT.flatten()
     if isinstance(model, Transformer) and model.config.family == "encoder":
         counts_N = targets_N != IGNORED
-        hidden_ND = model.states(batch.inputs_BT).flatten(0, 1)[counts_N]
+        hidden_ND = model.hidden_states(batch.inputs_BT).flatten(0, 1)[counts_N]
         return Predicted(model.project(hidden_ND), targets_N[counts_N])
     logits_BTV = model(batch.inputs_BT, encode_source(model, batch))
     return Predicted(logits_BTV.flatten(0, 1), targets_N)

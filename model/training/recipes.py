@@ -20,7 +20,9 @@ class Recipe:
 
     num_steps: int
     batch_tokens: int  # of one step, over all processes
-    num_pieces: int = 1  # each batch is computed in so many parts, to save memory or to share it
+    num_micro_batches: int = (
+        1  # each batch is computed in so many parts, to save memory or to share it
+    )
     learning_rate: float  # the peak
     schedule: Schedule = "cosine"
     warmup_steps: int
@@ -38,7 +40,13 @@ class Recipe:
     keep_checkpoints: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_tokens", "num_pieces", "evaluate_every", "save_every"):
+        for name in (
+            "num_steps",
+            "batch_tokens",
+            "num_micro_batches",
+            "evaluate_every",
+            "save_every",
+        ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("keep_checkpoints", self.keep_checkpoints >= 1, "at least 1")
         self._require("learning_rate", 0 < self.learning_rate < math.inf, "a positive number")

@@ -175,7 +175,7 @@ class Run:
             return None
         sample = self._task.sample(model, seed=self._trainer.step)
         heading = f"── step {self._trainer.step}, held-out loss {self._held_out.loss:.3f} ──"
-        display.say(f"{heading}\n{sample}\n")
+        display.print(f"{heading}\n{sample}\n")
         with (self._path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{heading}\n{sample}\n\n")
         return self._held_out
@@ -230,7 +230,7 @@ class Run:
 
     def _stop_early(self, display: Display) -> Outcome:
         checkpoint = self._save()
-        display.say(f"Stopped after step {self._trainer.step}; saved {checkpoint}")
+        display.print(f"Stopped after step {self._trainer.step}; saved {checkpoint}")
         return Outcome(self._trainer.step, False, checkpoint, None)
 
     def _finish(self, display: Display) -> Outcome:
@@ -238,10 +238,10 @@ class Run:
         checkpoint = self._save()
         if not self._peers.leads:
             return Outcome(self._trainer.step, True, checkpoint, None)
-        display.say("Scoring the whole held-out text …")
+        display.print("Scoring the whole held-out text …")
         try:
             score = self._score(display, quick=False)
         except _StoppedError:
-            display.say(f"Stopped while scoring; all steps are done and saved: {checkpoint}")
+            display.print(f"Stopped while scoring; all steps are done and saved: {checkpoint}")
             return Outcome(self._trainer.step, False, checkpoint, None)
         return Outcome(self._trainer.step, True, checkpoint, score)

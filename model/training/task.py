@@ -145,7 +145,7 @@ class MaskedTask(TextTask):
             framed(ids[None], self._marks), self._marks, torch.Generator().manual_seed(seed)
         )
         hidden = batch.targets_BT[0] != IGNORED
-        found = model.project(model.states(batch.inputs_BT)).argmax(dim=-1)[0]
+        found = model.project(model.hidden_states(batch.inputs_BT)).argmax(dim=-1)[0]
         parts = []
         for token, guess, target in zip(
             batch.inputs_BT[0].tolist(), found.tolist(), batch.targets_BT[0].tolist(), strict=True

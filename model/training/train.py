@@ -43,7 +43,7 @@ from quill.model.training.trainer import Trainer
 RECIPE_ARGUMENTS = {
     "steps": "num_steps",
     "batch_tokens": "batch_tokens",
-    "micro_batches": "num_pieces",
+    "micro_batches": "num_micro_batches",
     "learning_rate": "learning_rate",
     "schedule": "schedule",
     "warmup": "warmup_steps",
@@ -242,7 +242,7 @@ def read_order(args: argparse.Namespace, num_processes: int) -> Order:
     config = dataclasses.replace(preset(name), **_given(args, CONFIG_ARGUMENTS))
     recipe = dataclasses.replace(RECIPES[name], **_given(args, RECIPE_ARGUMENTS))
     if args.micro_batches is None:
-        recipe = dataclasses.replace(recipe, num_pieces=num_processes)
+        recipe = dataclasses.replace(recipe, num_micro_batches=num_processes)
     source = choose_source(config.family, args.corpus, args.text, args.pairs)
     return Order(config, recipe, source)
 

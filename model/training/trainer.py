@@ -3,9 +3,9 @@
 Knows: batches, losses, the learning rate of a step.
 Does not know: when to measure, save or stop (model/training/run.py), corpora, arguments.
 
-Everything random is a function of (seed, step, piece). So nothing but weights, experts' balance
-among them, and the optimizer's averages need be kept, a resumed run continues to exactly the same
-weights, and several processes compute what one would.
+Everything random is a function of (seed, step, micro-batch). So a checkpoint has only the weights
+(with the experts' balance) and the optimizer's state, a resumed run computes exactly the same
+weights, and several processes compute what one does.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ class Trainer:
     """Computes one step after another. The network's weights change in place."""
 
     def __init__(self, model: Network, batches: Batches, recipe: Recipe, peers: Peers) -> None:
-        if recipe.num_pieces % peers.num_processes:
+        if recipe.num_micro_batches % peers.num_processes:
             raise ConfigError(
-                f"{recipe.num_pieces} pieces of a batch can't be shared among "
+                f"{recipe.num_micro_batches} micro-batches can't be distributed over "
                 f"{peers.num_processes} processes; --micro-batches must be a multiple of that"
             )
         self.model = model.to(peers.device)
@@ -87,23 +87,24 @@ class Trainer:
             layer.load_E = None
 
     def _accumulate_gradients(self, batch: Batch) -> float:
-        """Adds up the gradients of this process's pieces; answers the whole batch's mean loss."""
+        """Adds up the gradients of this process's micro-batches; returns the batch's mean loss."""
         num_targets = batch.num_targets
-        pieces = range(self._peers.rank, self._recipe.num_pieces, self._peers.num_processes)
+        num_parts = self._recipe.num_micro_batches
+        indices = range(self._peers.rank, num_parts, self._peers.num_processes)
         total = 0.0
-        for piece in pieces:
-            torch.manual_seed(mix(self._recipe.seed, self.step, piece))  # for dropout
-            with self._sync_only_if(piece == pieces[-1]):
-                loss = self._piece_loss(batch.piece(piece, self._recipe.num_pieces), num_targets)
+        for index in indices:
+            torch.manual_seed(mix(self._recipe.seed, self.step, index))  # for dropout
+            with self._sync_only_if(index == indices[-1]):
+                loss = self._loss(batch.micro_batch(index, num_parts), num_targets)
                 # DDP averages over processes; the sum is wanted.
                 (loss * self._peers.num_processes).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return self._peers.sum(total)
 
-    def _piece_loss(self, piece: Batch, num_targets: int) -> Tensor:
+    def _loss(self, micro_batch: Batch, num_targets: int) -> Tensor:
         device = self._peers.device
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            summed: Tensor = self._objective(piece.to(device))
+            summed: Tensor = self._objective(micro_batch.to(device))
         return summed / num_targets
 
     def _sync_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:

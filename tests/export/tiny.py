@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from quill.export.bundle.manifest import Manifest
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
-from quill.model.network.config import ModelConfig
+from quill.model.network.config import ModelConfig, Recurrence
 from quill.model.network.networks import make_network
 
 LLAMA = ModelConfig(
@@ -88,6 +88,24 @@ ENCODER = ModelConfig(
     embedding_norm=True,
     masked_head=True,
 )
+RECURRENT = ModelConfig(
+    family="seq2seq",
+    vocab_size=272,
+    context=64,
+    d_model=64,
+    num_layers=2,
+    num_encoder_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=64,
+    d_ff=64,
+    positions="none",
+    norm="layer",
+    activation="relu",
+    output_bias=True,
+    tied_embeddings=False,
+    recurrence=Recurrence(cell="lstm", context="bahdanau"),
+)
 
 
 def make_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
@@ -147,5 +165,5 @@ class Exported(NamedTuple):
 def export(
     out: Path, checkpoint: Checkpoint, *precisions: Precision, text: Path | None = None
 ) -> Exported:
-    wishes = Wishes(precisions=precisions, text=text)
-    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes))
+    options = ExportOptions(precisions=precisions, text=text)
+    return Exported(out, checkpoint, write_bundle(out, checkpoint, options))

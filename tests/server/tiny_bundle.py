@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quill.export.bundle.manifest import Manifest
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
@@ -211,6 +211,6 @@ def _make_bundle(
         if weight.ndim == 2:
             weights[name] = weight * scales[name == "embedding.weight"]
     checkpoint = Checkpoint(config, weights, **rest)
-    wishes = Wishes(precisions=precisions, verify=False)
+    wishes = ExportOptions(precisions=precisions, verify=False)
     manifest = write_bundle(directory, checkpoint, wishes)
     return TinyBundle(directory, manifest, checkpoint.build())

@@ -11,24 +11,24 @@ import torch
 from quill.export.bundle.add import fingerprint
 from quill.export.bundle.manifest import check_files, read_manifest, write_manifest
 from quill.export.errors import BundleError
-from quill.export.pipeline import Wishes, check_standing, write_bundle
+from quill.export.pipeline import ExportOptions, check_existing, write_bundle
 from quill.model.checkpoint.checkpoint import Checkpoint
 from tests.export.tiny import LLAMA, make_checkpoint, quantized_at_source
 
 CHECKPOINT = quantized_at_source(make_checkpoint(LLAMA))
-ADD_QUILL4 = Wishes(precisions=("quill4",), verify=False, add=True)
+ADD_QUILL4 = ExportOptions(precisions=("quill4",), verify=False, add=True)
 
 
 @pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("bundles") / "standing"
-    write_bundle(out, CHECKPOINT, Wishes(precisions=("fp32",), verify=False))
+def existing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundles") / "existing"
+    write_bundle(out, CHECKPOINT, ExportOptions(precisions=("fp32",), verify=False))
     return out
 
 
 @pytest.fixture
-def bundle(standing: Path, tmp_path: Path) -> Path:
-    shutil.copytree(standing, tmp_path / "bundle")
+def bundle(existing: Path, tmp_path: Path) -> Path:
+    shutil.copytree(existing, tmp_path / "bundle")
     return tmp_path / "bundle"
 
 
@@ -106,9 +106,9 @@ def test_a_link_to_a_bundle_stays_one(bundle: Path) -> None:
 
 
 def test_nothing_to_add_is_said_only_of_the_same_model_and_whole(bundle: Path) -> None:
-    assert check_standing(bundle, CHECKPOINT) == read_manifest(bundle)
+    assert check_existing(bundle, CHECKPOINT) == read_manifest(bundle)
     with pytest.raises(BundleError, match="made from another checkpoint"):
-        check_standing(bundle, other_weights())
+        check_existing(bundle, other_weights())
 
 
 def test_there_must_be_something_to_add_to(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from quill.__main__ import main
+from quill.export import exportability
 from quill.export.bundle.manifest import read_manifest
 from quill.export.cli import export
 from quill.export.cli.export import parse_precisions, with_precisions
 from quill.export.errors import ExportError
-from quill.export.pipeline import Wishes
+from quill.export.pipeline import ExportOptions
 from quill.model.checkpoint.checkpoint import save_checkpoint
 from quill.model.network.config import ModelConfig
 from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
@@ -83,14 +84,16 @@ class Machine:
         self.has(None, fast=True)
 
     def has(self, problem: str | None, *, fast: bool) -> None:
-        self._set(export, "operators_problem", lambda: problem)
+        self._set(exportability, "operators_problem", lambda: problem)
         self._set(export, "operators_are_fast", lambda: fast)
         self._set(export, "kernels", lambda _: "avx2")
 
-    def wishes(
-        self, wanted: str | None, config: ModelConfig = LLAMA, standing: tuple[str, ...] = ()
+    def options(
+        self, wanted: str | None, config: ModelConfig = LLAMA, existing: tuple[str, ...] = ()
     ) -> tuple[tuple[str, ...], str, str]:
-        found = with_precisions(Wishes(precisions=()), wanted, config, standing, self.console)
+        found = with_precisions(
+            ExportOptions(precisions=()), wanted, config, existing, self.console
+        )
         return found.precisions, found.keep, self.console.export_text()
 
 
@@ -100,49 +103,49 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_without_a_precision_the_best_for_this_machine_is_made_and_said(machine: Machine) -> None:
-    assert machine.wishes(None) == (
+    assert machine.options(None) == (
         ("quill4", "quill8", "fp32"),
         "best",
-        "Exporting quill4, which a server takes here (the fastest that is good enough, with "
-        "Quill's avx2 kernels)\n",
+        "Exporting quill4, which a server on this machine chooses (the fastest that is good "
+        "enough, with Quill's avx2 kernels)\n",
     )
-    assert machine.wishes(None, SEQ2SEQ)[0][0] == "quill8"
+    assert machine.options(None, SEQ2SEQ)[0][0] == "quill8"
 
 
 def test_without_operators_nothing_can_be_had_and_it_is_said_why(machine: Machine) -> None:
     machine.has("not built", fast=False)
     with pytest.raises(ExportError, match="nothing can be exported here: not built"):
-        machine.wishes(None)
+        machine.options(None)
     with pytest.raises(ExportError, match="nothing can be exported here: not built"):
-        machine.wishes("all")
+        machine.options("all")
     with pytest.raises(ExportError, match="fp32 can't be exported here: not built"):
-        machine.wishes("fp32,quill8")
+        machine.options("fp32,quill8")
 
 
 def test_a_translator_is_not_for_cards(machine: Machine) -> None:
-    precisions, keep, said = machine.wishes("all", SEQ2SEQ)
-    assert (precisions, keep) == (("fp32", "quill4", "quill8"), "proven")
+    precisions, keep, said = machine.options("all", SEQ2SEQ)
+    assert (precisions, keep) == (("fp32", "quill4", "quill8"), "verified")
     assert said.startswith("Leaving fp16 out: a translator has no fp16 graphs")
     with pytest.raises(ExportError, match="fp16 can't be exported here: a translator"):
-        machine.wishes("fp16", SEQ2SEQ)
+        machine.options("fp16", SEQ2SEQ)
 
 
 def test_on_a_processor_without_fast_kernels_they_come_last(machine: Machine) -> None:
     machine.has(None, fast=False)
-    precisions, _, said = machine.wishes(None)
+    precisions, _, said = machine.options(None)
     assert precisions == ("fp32", "quill4", "quill8")
     assert "have no fast kernels for this processor" in said
 
 
 def test_a_shape_that_cannot_be_cut_into_blocks_is_exported_in_full(machine: Machine) -> None:
     odd = dataclasses.replace(LLAMA, d_ff=100)
-    precisions, _, said = machine.wishes(None, odd)
+    precisions, _, said = machine.options(None, odd)
     assert precisions == ("fp32",)
     assert "d_ff is 100" in said
 
 
 def test_only_what_is_better_than_what_stands_is_added(machine: Machine) -> None:
-    assert machine.wishes(None, standing=("quill8",))[0] == ("quill4",)
-    assert machine.wishes(None, standing=("fp32", "quill4")) == ((), "best", "")
-    assert machine.wishes("fp32,quill4", standing=("fp32",))[0] == ("quill4",)
-    assert "fp32" not in machine.wishes("all", standing=("fp32",))[0]
+    assert machine.options(None, existing=("quill8",))[0] == ("quill4",)
+    assert machine.options(None, existing=("fp32", "quill4")) == ((), "best", "")
+    assert machine.options("fp32,quill4", existing=("fp32",))[0] == ("quill4",)
+    assert "fp32" not in machine.options("all", existing=("fp32",))[0]

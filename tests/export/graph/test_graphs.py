@@ -164,8 +164,8 @@ def test_a_seq2seq_model_has_two_graphs_with_the_documented_names(seq2seq: Expor
 def test_cross_attention_reads_the_pool_that_attention_wrote(seq2seq: Exported) -> None:
     """Or the runtime might read before it is written, or from a copy."""
     graph = load(seq2seq).graph
-    crossings = [node for node in graph.node if node.op_type == "CrossAttention"]
-    assert [list(node.input[1:3]) for node in crossings] == [
+    cross_attentions = [node for node in graph.node if node.op_type == "CrossAttention"]
+    assert [list(node.input[1:3]) for node in cross_attentions] == [
         [f"new_key_cache_{i}", f"new_value_cache_{i}"] for i in range(2)
     ]
 

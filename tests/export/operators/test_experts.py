@@ -10,13 +10,13 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from quill.export.graph.stacked_layers import OwnExperts, OwnHeads
+from quill.export.graph.stacked_layers import CustomExperts, CustomHeadLinear
 from quill.export.quantize.quantizers import eight_bits, k_quant
 from quill.export.verify.runner import Array, open_session
 from quill.model.network.config import Experts, ModelConfig
 from quill.model.network.experts import ExpertFeedForward
 from quill.model.network.latent import by_head
-from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import KERNELS, computed_with
 from tests.export.tiny import LLAMA
 from tests.operators import needs_operators
 
@@ -38,25 +38,25 @@ UNSCALED = dataclasses.replace(PLAIN, number=17, per_token=1, normalize=False)
 CASES = [(PLAIN, 32), (GROUPED, 32), (UNSCALED, 32), (PLAIN, 8), (GROUPED, 8), (PLAIN, 4)]
 
 
-def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, OwnExperts]:
+def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, CustomExperts]:
     """By PyTorch, with the values that its integers stand for, and by the operator."""
     torch.manual_seed(experts.number)
     layer = ExpertFeedForward(config_with(experts), experts).eval()
     if experts.balanced:
         layer.balance_E.copy_(torch.randn(experts.number) * 0.2)
     if bits == 32:
-        return layer, OwnExperts(layer, None, None)
+        return layer, CustomExperts(layer, None, None)
     find = k_quant if bits == 4 else eight_bits
     up, down = (find(each.weight.detach()) for each in (layer.up, layer.down))
     layer.up.weight.data, layer.down.weight.data = up.dequantize(), down.dequantize()
-    return layer, OwnExperts(layer, up, down)
+    return layer, CustomExperts(layer, up, down)
 
 
 def config_with(experts: Experts) -> ModelConfig:
     return dataclasses.replace(LLAMA, experts=experts)
 
 
-def save(directory: Path, own: OwnExperts, **changes: Any) -> Path:
+def save(directory: Path, own: CustomExperts, **changes: Any) -> Path:
     constants = {"up": own.up, "down": own.down}
     if own.balance_E is not None:
         constants["balance"] = own.balance_E
@@ -165,7 +165,7 @@ def test_experts_that_do_not_fit_are_errors_not_crashes(
 @pytest.mark.portable
 def test_each_head_has_a_matrix_of_its_own(tmp_path: Path) -> None:
     weight_NIO, x = torch.randn(3, 20, 32), torch.randn(37, 60)
-    own = OwnHeads(weight_NIO)
+    own = CustomHeadLinear(weight_NIO)
     attributes = {"heads": 3, "inputs": 20, "columns": 32}
     path = save_node(tmp_path, "HeadLinear", ["x"], {"records": own.records}, attributes)
     found = run(path, {"x": x.numpy()})

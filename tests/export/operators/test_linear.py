@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from quill.export.graph.graphs import Graph
-from quill.export.graph.quill_layers import OwnEmbedding, OwnLinear
+from quill.export.graph.quill_layers import CustomEmbedding, CustomLinear
 from quill.export.graph.trace import trace
 from quill.export.quantize.quill_layout import lay_out, with_halves
 from quill.export.verify.runner import Array, open_session
 from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
-from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
 pytestmark = [needs_operators, pytest.mark.portable]
@@ -54,7 +54,7 @@ def exactly_rounded(num_rows: int, num_inputs: int, bits: int = 8) -> Array:
 class Summed(nn.Module):
     """A linear layer with what it adds its products to."""
 
-    def __init__(self, linear: OwnLinear) -> None:
+    def __init__(self, linear: CustomLinear) -> None:
         super().__init__()
         self.linear = linear
 
@@ -95,7 +95,7 @@ def test_an_own_layer_multiplies_with_the_sources_values(
     weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
     x = exactly_rounded(7, 96, bits=16 if weight.bits == 8 else 8)
     expected = (torch.from_numpy(x) @ weight.dequantize().T + bias).numpy()
-    found = run(save(OwnLinear(weight, bias), tmp_path, x), x)
+    found = run(save(CustomLinear(weight, bias), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
 
 
@@ -106,7 +106,7 @@ def test_scales_that_16_bits_cannot_hold_are_kept_in_32(tmp_path: Path) -> None:
     assert not lay_out(odd).halves
     x = exactly_rounded(3, 96)
     expected = (torch.from_numpy(x) @ odd.dequantize().T).numpy()
-    found = run(save(OwnLinear(odd), tmp_path, x), x)
+    found = run(save(CustomLinear(odd), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
 
 
@@ -125,13 +125,13 @@ def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Pat
     weight = make_weight("q4_1", 64, 96)
     norm = nn.RMSNorm(96, eps=1e-5)
     x = exactly_rounded(5, 96)
-    linear = OwnLinear(weight)
+    linear = CustomLinear(weight)
     linear.take_norm(norm)
     residual = normal(5, 64)
     expected = norm(torch.from_numpy(x)) @ weight.dequantize().T + torch.from_numpy(residual)
     found = run(save(Summed(linear), tmp_path, x, residual), x, residual)
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
-    gated = OwnLinear(weight, gated=True)
+    gated = CustomLinear(weight, gated=True)
     gated.take_norm(norm)
     gate, value = (norm(torch.from_numpy(x)) @ weight.dequantize().T).chunk(2, dim=-1)
     expected = nn.functional.silu(gate) * value
@@ -145,7 +145,7 @@ def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Pat
 def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
     kind: Kind, gated: bool, tmp_path: Path
 ) -> None:
-    linear = OwnLinear(make_weight(kind, 1600, 192), gated=gated)
+    linear = CustomLinear(make_weight(kind, 1600, 192), gated=gated)
     linear.take_norm(nn.RMSNorm(192, eps=1e-5))
     x = normal(300, 192)  # more than are rounded at a time
     path = save(linear, tmp_path, x)
@@ -158,7 +158,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
 
 @pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False), ("q8_1", True)])
 def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Path) -> None:
-    linear = OwnLinear(make_weight(kind, 96, 192), gated=gated)
+    linear = CustomLinear(make_weight(kind, 96, 192), gated=gated)
     linear.take_norm(nn.RMSNorm(192, eps=1e-5))
     x = normal(9, 192)
     x[3] *= 1e-35  # next to nothing
@@ -180,7 +180,7 @@ def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Pa
 def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(
     bad: float, tmp_path: Path
 ) -> None:
-    linear = OwnLinear(make_weight("q4_1", 64, 96))
+    linear = CustomLinear(make_weight("q4_1", 64, 96))
     x = normal(5, 96)
     path = save(linear, tmp_path, x)
     good = run(path, x)
@@ -192,13 +192,13 @@ def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(
 
 
 def test_no_rows_give_no_rows(tmp_path: Path) -> None:
-    path = save(OwnLinear(make_weight("q8_0", 48, 96)), tmp_path, normal(2, 96))
+    path = save(CustomLinear(make_weight("q8_0", 48, 96)), tmp_path, normal(2, 96))
     assert run(path, normal(0, 96)).shape == (0, 48)
 
 
 def test_an_own_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) -> None:
     weight = make_weight("q8_0", 50, 96)
-    path = save(OwnEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
+    path = save(CustomEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
     ids = np.array([0, 5, 49, 5, 16])
     np.testing.assert_array_equal(run(path, ids), weight.dequantize().numpy()[ids])
     for beyond in (50, -1, 2**40):

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from quill.export.verify.runner import Array, open_session
 from tests.export.operators.attention_steps import normal, padded, starts
-from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
 pytestmark = needs_operators

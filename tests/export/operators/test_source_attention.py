@@ -16,7 +16,7 @@ from tests.export.operators.attention_steps import (
     split_heads,
     starts,
 )
-from tests.export.operators.own_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import KERNELS, computed_with
 from tests.operators import needs_operators
 
 pytestmark = needs_operators

@@ -1,12 +1,8 @@
 """Which integers stand for which matrix."""
 
-import dataclasses
-
-import pytest
 import torch
 
-from quill.export.errors import UnsupportedModelError
-from quill.export.quantize.quantization import check_quantizable, dequantized, quantize
+from quill.export.quantize.quantization import dequantized, quantize
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantized_at_source
 
@@ -59,14 +55,6 @@ def test_the_dequantized_checkpoint_has_the_values_of_the_integers() -> None:
     assert not torch.equal(values[name], checkpoint.weights[name])
     norm = "decoder_norm.weight"
     assert torch.equal(values[norm], checkpoint.weights[norm])
-
-
-def test_widths_that_blocks_of_32_do_not_fit_are_refused_by_name() -> None:
-    config = dataclasses.replace(LLAMA, d_ff=100)
-    with pytest.raises(
-        UnsupportedModelError, match=r"d_ff is 100; weights in integers need multiples"
-    ):
-        check_quantizable(config)
 
 
 def test_at_eight_bits_the_sources_values_are_kept() -> None:

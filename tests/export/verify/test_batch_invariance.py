@@ -118,7 +118,7 @@ def test_a_cut_that_changes_something_is_found_out(
 ) -> None:
     """By the cuts alone: the crowds aren't asked."""
     exported: Exported = request.getfixturevalue(family)
-    monkeypatch.setattr(batch_invariance, "_rows_agree", decode_alike)
+    monkeypatch.setattr(batch_invariance, "_batches_agree", decode_alike)
     runner = changed(exported, tmp_path, lean_on_the_length_of_the_step)
     assert not measure_invariance(runner, passages(exported)).holds
 

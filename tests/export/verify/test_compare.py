@@ -12,16 +12,16 @@ from onnx import numpy_helper
 
 from quill.export.bundle.manifest import Graphs
 from quill.export.errors import VerificationError
-from quill.export.verify.compare import Comparison, check_graphs, compare, probes
+from quill.export.verify.compare import Comparison, check_comparisons, compare, probes
 from quill.export.verify.held_out import HeldOut, Passage
-from quill.export.verify.pytorch_reference import Answer, Oracle
+from quill.export.verify.pytorch_reference import PyTorchReference, ReferenceOutput
 from quill.export.verify.runner import Runner
 from tests.export.tiny import Exported
 
 pytestmark = pytest.mark.portable
 
 
-def answers_for(exported: Exported) -> list[Answer]:
+def answers_for(exported: Exported) -> list[ReferenceOutput]:
     config = exported.checkpoint.config
     chance = np.random.default_rng(0)
     source = tuple(chance.integers(0, config.vocab_size, 20).tolist())
@@ -31,16 +31,18 @@ def answers_for(exported: Exported) -> list[Answer]:
     ]
     if config.family == "causal":
         passages = [Passage(passage.ids) for passage in passages]
-    return probes(Oracle(exported.checkpoint), HeldOut("random", passages), config.context)
+    return probes(
+        PyTorchReference(exported.checkpoint), HeldOut("random", passages), config.context
+    )
 
 
 @pytest.fixture(scope="module")
-def llama_answers(llama: Exported) -> list[Answer]:
+def llama_answers(llama: Exported) -> list[ReferenceOutput]:
     return answers_for(llama)
 
 
 @pytest.fixture(scope="module")
-def seq2seq_answers(seq2seq: Exported) -> list[Answer]:
+def seq2seq_answers(seq2seq: Exported) -> list[ReferenceOutput]:
     return answers_for(seq2seq)
 
 
@@ -49,18 +51,18 @@ def runner_for(exported: Exported, directory: Path, graphs: Graphs) -> Runner:
 
 
 def test_every_situation_of_a_server_is_compared(
-    llama: Exported, llama_answers: list[Answer]
+    llama: Exported, llama_answers: list[ReferenceOutput]
 ) -> None:
     runner = runner_for(llama, llama.directory, llama.manifest.graphs_in("fp32"))
     situations = [comparison.situation for comparison in compare(runner, llama_answers)]
     assert situations[:2] == ["in prefill", "hidden states in prefill"]
     assert situations[2:4] == ["in prefill by chunks", "in 64 decode steps"]
     assert situations[4] == "cache, keys of layer 0"
-    assert situations[-2:] == ["in ragged rows", "in mixed steps"]
+    assert situations[-2:] == ["in ragged batches", "in mixed steps"]
 
 
 def test_seq2seq_compares_the_parked_source_too(
-    seq2seq: Exported, seq2seq_answers: list[Answer]
+    seq2seq: Exported, seq2seq_answers: list[ReferenceOutput]
 ) -> None:
     runner = runner_for(seq2seq, seq2seq.directory, seq2seq.manifest.graphs_in("fp32"))
     situations = [comparison.situation for comparison in compare(runner, seq2seq_answers)]
@@ -68,7 +70,7 @@ def test_seq2seq_compares_the_parked_source_too(
     assert "in mixed steps" in situations
 
 
-def test_probes_have_different_lengths(llama_answers: list[Answer]) -> None:
+def test_probes_have_different_lengths(llama_answers: list[ReferenceOutput]) -> None:
     lengths = [len(answer.passage.ids) for answer in llama_answers]
     assert lengths[0] == 96  # the whole context
     assert len(set(lengths)) == 3
@@ -161,18 +163,18 @@ def damaged(exported: Exported, directory: Path, damage: Damage, role: str = "de
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_graph_is_caught(
-    damage: Damage, llama: Exported, llama_answers: list[Answer], tmp_path: Path
+    damage: Damage, llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
     runner = damaged(llama, tmp_path, damage)
     with pytest.raises(VerificationError, match="doesn't compute what PyTorch computes"):
-        check_graphs(runner, llama_answers, "fp32")
+        check_comparisons(compare(runner, llama_answers), "fp32")
 
 
 def test_an_undamaged_copy_passes(
-    llama: Exported, llama_answers: list[Answer], tmp_path: Path
+    llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
     runner = damaged(llama, tmp_path, lambda model: None)
-    assert check_graphs(runner, llama_answers, "fp32") < 1e-4
+    assert check_comparisons(compare(runner, llama_answers), "fp32") < 1e-4
 
 
 def spoil_the_encoder(model: onnx.ModelProto) -> None:
@@ -180,11 +182,11 @@ def spoil_the_encoder(model: onnx.ModelProto) -> None:
 
 
 def test_a_damaged_encoder_is_caught(
-    seq2seq: Exported, seq2seq_answers: list[Answer], tmp_path: Path
+    seq2seq: Exported, seq2seq_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
     runner = damaged(seq2seq, tmp_path, spoil_the_encoder, "encoder")
     with pytest.raises(VerificationError, match="cache of the source, keys of layer 0"):
-        check_graphs(runner, seq2seq_answers, "fp32")
+        check_comparisons(compare(runner, seq2seq_answers), "fp32")
 
 
 def exchange_two_layers(model: onnx.ModelProto) -> None:
@@ -194,7 +196,7 @@ def exchange_two_layers(model: onnx.ModelProto) -> None:
 
 
 def test_a_damaged_integer_graph_is_caught(
-    llama: Exported, llama_answers: list[Answer], tmp_path: Path
+    llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
     shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
     graphs = llama.manifest.graphs_in("quill4")
@@ -203,7 +205,7 @@ def test_a_damaged_integer_graph_is_caught(
     exchange_two_layers(model)
     onnx.save(model, tmp_path / graphs.decoder)
     with pytest.raises(VerificationError, match="the quill4 graph"):
-        check_graphs(runner_for(llama, tmp_path, graphs), llama_answers, "quill4")
+        check_comparisons(compare(runner_for(llama, tmp_path, graphs), llama_answers), "quill4")
 
 
 def test_a_difference_is_measured_in_spreads_of_its_position() -> None:

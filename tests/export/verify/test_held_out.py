@@ -58,7 +58,7 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_writes_its_own_text() -> None:
     checkpoint = make_checkpoint(LLAMA)
     found = held_out(checkpoint, None)
-    assert found.name == "drawn from the model"
+    assert found.name == "sampled from the model"
     assert found == held_out(checkpoint, None)
     assert len({passage.ids for passage in found.passages}) == NUM_PASSAGES
 
@@ -76,7 +76,7 @@ def test_without_network_or_cache_the_model_writes_its_own_text(
 
     monkeypatch.setattr("quill.model.data.source.load_text", offline)
     checkpoint = quantized_at_source(make_checkpoint(LLAMA))
-    assert held_out(checkpoint, None).name == "drawn from the model"
+    assert held_out(checkpoint, None).name == "sampled from the model"
 
 
 def test_pairs_are_marked_as_in_training(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
 
 def test_a_seq2seq_model_without_pairs_answers_random_sources() -> None:
     found = held_out(make_checkpoint(SEQ2SEQ), None)
-    assert found.name == "drawn from the model"
+    assert found.name == "sampled from the model"
     assert all(passage.source for passage in found.passages)
 
 
@@ -134,7 +134,7 @@ def test_a_run_on_ones_own_text_is_exported_with_what_it_held_out(
     train(["export", str(own_text_run), "--out", str(tmp_path / "bundle"), "--precision", "fp32"])
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     found = manifest["graphs"][0]["verification"]
-    assert found["text"] == "the run's own data, held out"
+    assert found["text"] == "the training run's data, held out"
     assert str(own_text_run.parent) not in json.dumps(manifest)
     # The run's own last measurement on the same text, in other windows.
     loss = [line["held_out_loss"] for line in log_lines(own_text_run)][-1]
@@ -151,7 +151,7 @@ def test_a_run_on_ones_own_pairs_is_compared_on_those_it_held_out(tmp_path: Path
     train(pair_arguments(path, tmp_path / "run", "--steps", "2"))
     checkpoint = load_checkpoint(last_checkpoint(tmp_path / "run"))
     found = held_out(checkpoint, None)
-    assert found.name == "the run's own data, held out"
+    assert found.name == "the training run's data, held out"
     assert found.passages == held_out(checkpoint, path).passages
 
 
@@ -164,20 +164,20 @@ def test_a_text_that_is_gone_or_changed_gives_way_to_the_models_own_in_words(
     description["data"]["files"] = [str(tmp_path / "moved.txt")]
     (tmp_path / "run" / "run.json").write_text(json.dumps(description))
     checkpoint = load_checkpoint(last_checkpoint(tmp_path / "run"))
-    assert held_out(checkpoint, None).name == "drawn from the model"
+    assert held_out(checkpoint, None).name == "sampled from the model"
     assert f"{tmp_path / 'moved.txt'} can't be read" in capfd.readouterr().err
     (tmp_path / "moved.txt").write_text(text.read_text() + "One line more.")
-    assert held_out(checkpoint, None).name == "drawn from the model"
+    assert held_out(checkpoint, None).name == "sampled from the model"
     assert "moved.txt isn't what the run was begun with" in capfd.readouterr().err
     (tmp_path / "moved.txt").write_text(text.read_text())
-    assert held_out(checkpoint, None).name == "the run's own data, held out"
+    assert held_out(checkpoint, None).name == "the training run's data, held out"
 
 
 def test_a_checkpoint_taken_from_its_run_is_not_measured_on_another_corpus(
     own_text_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     alone = shutil.copytree(last_checkpoint(own_text_run), tmp_path / "alone")
-    assert held_out(load_checkpoint(alone), None).name == "drawn from the model"
+    assert held_out(load_checkpoint(alone), None).name == "sampled from the model"
     assert "no run.json beside the checkpoint" in capfd.readouterr().err
 
 

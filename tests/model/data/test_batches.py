@@ -87,9 +87,9 @@ def test_a_pair_is_framed_as_the_decoder_needs_it() -> None:
 
 def test_pieces_part_a_batch_without_loss() -> None:
     batch = make_pairs().batch(3)
-    pieces = [batch.piece(index, 2) for index in range(2)]
-    assert sum(piece.num_targets for piece in pieces) == batch.num_targets
-    assert torch.equal(pieces[1].inputs_BT, batch.inputs_BT[1::2])
+    parts = [batch.micro_batch(index, 2) for index in range(2)]
+    assert sum(part.num_targets for part in parts) == batch.num_targets
+    assert torch.equal(parts[1].inputs_BT, batch.inputs_BT[1::2])
 
 
 def test_mixed_seeds_differ_with_every_number() -> None:

@@ -14,7 +14,7 @@ from quill.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.model.importers.import_weights import find_source
-from quill.model.network.attention import EncoderAttending
+from quill.model.network.attention import EncoderAttention
 from quill.model.network.transformer import Transformer
 from tests.model.huggingface_models import change_config, randomised, saved
 
@@ -62,8 +62,8 @@ def test_logits_are_those_of_transformers(
     with torch.inference_mode():
         out = theirs(ids, attention_mask=mask, token_type_ids=segments)
         expected = out.logits if kind is BertForMaskedLM else out.prediction_logits
-        attending = EncoderAttending(ours.config, None, mask.bool())
-        found = ours.project(ours.memory(ids, attending, segments))
+        attn_impl = EncoderAttention(ours.config, None, mask.bool())
+        found = ours.project(ours.memory(ids, attn_impl, segments))
     real = mask.bool()
     assert expected.std() > 0.3
     assert (found - expected)[real].abs().max() < TOLERANCE
@@ -81,7 +81,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, old_names: bool
         expected = theirs(ids, attention_mask=mask).last_hidden_state
         model = checkpoint.build()
         assert isinstance(model, Transformer)
-        found = model.states(ids, mask.bool())
+        found = model.hidden_states(ids, mask.bool())
     assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
     assert checkpoint.special_tokens.mask is None, "without a head nothing can be found"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quill.model.network.attention import (
     attention_weights,
-    look_ahead_mask,
+    causal_mask,
     merge_heads,
     repeat_groups,
     split_heads,
@@ -31,9 +31,7 @@ def test_masked_softmax_of_the_textbooks_four_by_four_scores() -> None:
         ]
     )
     # With one-hot keys of size 4, the queries are the scores times the square root of 4.
-    weights = attention_weights(
-        2 * scores[None, None], torch.eye(4)[None, None], look_ahead_mask(4, 4)
-    )
+    weights = attention_weights(2 * scores[None, None], torch.eye(4)[None, None], causal_mask(4, 4))
     assert rounded(weights[0, 0]) == [
         [1.0, 0.0, 0.0, 0.0],
         [0.38, 0.62, 0.0, 0.0],
@@ -42,20 +40,20 @@ def test_masked_softmax_of_the_textbooks_four_by_four_scores() -> None:
     ]
 
 
-def test_look_ahead_mask_is_minus_infinity_in_the_future_alone() -> None:
+def test_causal_mask_is_minus_infinity_in_the_future_alone() -> None:
     inf = math.inf
-    assert look_ahead_mask(3, 3).tolist() == [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
+    assert causal_mask(3, 3).tolist() == [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
 
 
-def test_look_ahead_mask_of_new_tokens_after_cached_ones() -> None:
+def test_causal_mask_of_new_tokens_after_cached_ones() -> None:
     inf = math.inf
-    assert look_ahead_mask(2, 4).tolist() == [[0, 0, 0, -inf], [0, 0, 0, 0]]
+    assert causal_mask(2, 4).tolist() == [[0, 0, 0, -inf], [0, 0, 0, 0]]
 
 
 def test_weights_of_the_future_are_exactly_zero_however_high_their_scores() -> None:
     q = torch.ones(1, 1, 3, 4)
     k = torch.tensor([0.0, 10.0, 100.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4)
-    weights = attention_weights(q, k, look_ahead_mask(3, 3))[0, 0]
+    weights = attention_weights(q, k, causal_mask(3, 3))[0, 0]
     assert weights.triu(1).abs().max().item() == 0.0
     assert weights.sum(dim=1).tolist() == pytest.approx([1, 1, 1])
 

@@ -65,7 +65,7 @@ def test_a_cell_token_by_token_is_pytorchs_own_loop(kind: CellKind) -> None:
     state = State(zeros, zeros)
     for step, x_BI in enumerate(x_BSI.unbind(1)):
         state = update(kind, cell.input(x_BI), cell.state(state.h), state)
-        assert torch.allclose(state.h, cell.read(x_BSI)[:, step], atol=1e-6)
+        assert torch.allclose(state.h, cell.scan(x_BSI)[:, step], atol=1e-6)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def test_a_state_that_was_kept_gives_the_logits_of_reading_all_again(
     assert torch.allclose(model.project(torch.cat(pieces, dim=1)), whole, atol=1e-5)
     assert memory.key_value(1).k_BKSH.shape == (2, 1, 6, 16)
     # Rows change places: what follows is as if the other had been there from the beginning.
-    memory.select_rows(torch.tensor([1, 1]))
+    memory.reorder(torch.tensor([1, 1]))
     after = model.project(model.hidden(ids(2, 1), memory))
     assert torch.equal(after[0], after[1]) == torch.equal(ids(2, 1)[0], ids(2, 1)[1])
     longer = torch.cat((target[1:], ids(2, 1)[:1]), dim=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quill.model.network.attention import EncoderAttending
+from quill.model.network.attention import EncoderAttention
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 
@@ -62,9 +62,9 @@ def assert_cached_agrees(model: Transformer) -> None:
     ids = tokens(2, 10)
     cross = model.encode(*source(2)) if model.config.family == "seq2seq" else None
     uncached = model(ids, cross)
-    attending = model.cached(cross)
+    attn_impl = model.cached(cross)
     steps = [
-        model.project(model.hidden(part, attending)) for part in torch.split(ids, [5, 1, 1, 3], 1)
+        model.project(model.hidden(part, attn_impl)) for part in torch.split(ids, [5, 1, 1, 3], 1)
     ]
     assert torch.allclose(torch.cat(steps, dim=1), uncached, atol=1e-4)
 
@@ -102,10 +102,10 @@ def test_cached_rows_can_change_places() -> None:
     model = build(SEQ2SEQ)
     ids, rows = tokens(3, 6), torch.tensor([2, 0, 0, 1])
     cross = model.encode(*source(3))
-    attending = model.cached(cross)
-    model.hidden(ids[:, :5], attending)
-    attending.select_rows(rows)
-    moved = model.hidden(ids[rows, 5:], attending)
+    attn_impl = model.cached(cross)
+    model.hidden(ids[:, :5], attn_impl)
+    attn_impl.reorder(rows)
+    moved = model.hidden(ids[rows, 5:], attn_impl)
     stayed = model.hidden(ids, model.uncached(cross))[:, 5:]
     assert torch.allclose(moved, stayed[rows], atol=1e-4)
 
@@ -212,13 +212,13 @@ def test_an_encoders_tokens_see_both_ways_and_no_padding() -> None:
     model = Transformer(ENCODER).eval()
     ids = torch.randint(ENCODER.vocab_size, (1, 6))
     with torch.no_grad():
-        whole = model.states(ids)
+        whole = model.hidden_states(ids)
         changed = ids.clone()
         changed[0, 5] = (changed[0, 5] + 1) % ENCODER.vocab_size
-        assert not torch.allclose(model.states(changed)[0, 0], whole[0, 0])
+        assert not torch.allclose(model.hidden_states(changed)[0, 0], whole[0, 0])
         padded = torch.cat((ids, ids), dim=1)[:, :8]
         mask = torch.arange(8)[None] < 6
-        torch.testing.assert_close(model.states(padded, mask)[:, :6], whole)
+        torch.testing.assert_close(model.hidden_states(padded, mask)[:, :6], whole)
         assert model.project(whole).shape == (1, 6, ENCODER.vocab_size)
 
 
@@ -226,8 +226,8 @@ def test_without_segments_all_tokens_are_of_the_first() -> None:
     torch.manual_seed(0)
     model = Transformer(ENCODER).eval()
     ids = torch.randint(ENCODER.vocab_size, (1, 6))
-    attending = EncoderAttending(ENCODER, None, None)
+    attn_impl = EncoderAttention(ENCODER, None, None)
     with torch.no_grad():
-        first = model.memory(ids, attending, torch.zeros_like(ids))
-        assert torch.equal(model.states(ids), first)
-        assert not torch.allclose(model.memory(ids, attending, torch.ones_like(ids)), first)
+        first = model.memory(ids, attn_impl, torch.zeros_like(ids))
+        assert torch.equal(model.hidden_states(ids), first)
+        assert not torch.allclose(model.memory(ids, attn_impl, torch.ones_like(ids)), first)

@@ -20,7 +20,7 @@ from quill.model.reference.sampling import (
     choose,
     draw,
     log_probabilities,
-    penalise,
+    penalize,
     truncate,
 )
 
@@ -65,19 +65,19 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_t
     None
 ):
     parameters = SamplingParameters(repetition_penalty=2.0)
-    scores = penalise(np.array([4.0, 4.0, -4.0, -4.0, 0.0]), parameters, [0, 0, 2], [4])
+    scores = penalize(np.array([4.0, 4.0, -4.0, -4.0, 0.0]), parameters, [0, 0, 2], [4])
     assert scores.tolist() == [2.0, 4.0, -8.0, -4.0, 0.0]
 
 
 def test_frequency_and_presence_penalties_count_only_generated_tokens() -> None:
     parameters = SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25)
-    scores = penalise(np.zeros(4), parameters, [0, 0, 1], [1, 2, 2, 2])
+    scores = penalize(np.zeros(4), parameters, [0, 0, 1], [1, 2, 2, 2])
     assert scores.tolist() == [0.0, -0.75, -1.75, 0.0]
 
 
 def test_logit_bias_is_added_after_the_penalties() -> None:
     parameters = SamplingParameters(repetition_penalty=2.0, logit_bias={0: 3.0, 1: -100.0})
-    assert penalise(np.array([4.0, 4.0]), parameters, [0], []).tolist() == [5.0, -96.0]
+    assert penalize(np.array([4.0, 4.0]), parameters, [0], []).tolist() == [5.0, -96.0]
 
 
 def test_tokens_that_end_an_answer_are_out_of_the_question_until_it_is_long_enough() -> None:
@@ -85,7 +85,7 @@ def test_tokens_that_end_an_answer_are_out_of_the_question_until_it_is_long_enou
         temperature=0, logit_bias={1: 100.0}, stop_ids=frozenset({1}), min_new_tokens=2
     )
     logits = np.array([1.0, 5.0, 2.0])
-    assert penalise(logits, parameters, [], [2]).tolist() == [1.0, -math.inf, 2.0]
+    assert penalize(logits, parameters, [], [2]).tolist() == [1.0, -math.inf, 2.0]
     answer: list[int] = []
     for _ in range(3):
         answer.append(choose(logits, parameters, [], answer, 0.0))
@@ -94,7 +94,7 @@ def test_tokens_that_end_an_answer_are_out_of_the_question_until_it_is_long_enou
 
 def test_logits_given_are_left_as_they_were() -> None:
     logits = np.array([1.0, 2.0])
-    penalise(logits, SamplingParameters(repetition_penalty=2.0), [0, 1], [])
+    penalize(logits, SamplingParameters(repetition_penalty=2.0), [0, 1], [])
     assert logits.tolist() == [1.0, 2.0]
 
 

@@ -52,7 +52,7 @@ def test_the_papers_recipe_is_the_papers() -> None:
     [
         ("num_steps", 0),
         ("batch_tokens", 0),
-        ("num_pieces", 0),
+        ("num_micro_batches", 0),
         ("learning_rate", 0.0),
         ("learning_rate", math.nan),
         ("learning_rate", math.inf),

@@ -51,7 +51,7 @@ def test_the_loss_falls_on_a_pattern_that_can_be_learnt() -> None:
 
 
 def test_a_batch_in_pieces_gives_the_same_step() -> None:
-    whole, pieces = make_trainer(), make_trainer(num_pieces=4)
+    whole, pieces = make_trainer(), make_trainer(num_micro_batches=4)
     for _ in range(3):
         assert whole.run_step().loss == pytest.approx(pieces.run_step().loss, rel=1e-5)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
@@ -103,7 +103,7 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     theirs = make()
     theirs.save_pretrained(tmp_path / "hf")
     checkpoint = read_huggingface(tmp_path / "hf")
-    wishes = Wishes(precisions=("fp32",), verify=False)
+    wishes = ExportOptions(precisions=("fp32",), verify=False)
     write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
     limits = Limits(max_num_seqs=9, context=CONTEXT, num_blocks=200)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quill.model.network.attention import EncoderAttending
+from quill.model.network.attention import EncoderAttention
 from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
@@ -79,7 +79,7 @@ def of_torch(bundle: TinyBundle, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         if bundle.manifest.family == "causal":
             return model.hidden(ids_1T, model.uncached())[0]
-        return model.memory(ids_1T, EncoderAttending(model.config, model.rotary, None))[0]
+        return model.memory(ids_1T, EncoderAttention(model.config, model.rotary, None))[0]
 
 
 @pytest.mark.parametrize("family", ["encoder", "causal"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quill.export.pipeline import Wishes, write_bundle
+from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> N
     theirs = SUCCESSORS[name]()
     checkpoint = read_huggingface(saved(theirs, tmp_path / "theirs"))
     own = OWN if name in IN_INTEGERS else ()
-    wishes = Wishes(precisions=("fp32", *own), verify=False)
+    wishes = ExportOptions(precisions=("fp32", *own), verify=False)
     manifest = write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = TinyBundle(tmp_path / "bundle", manifest, checkpoint.build())
     block = BlockShape.of(manifest.sizes, manifest.graphs_in("fp32"))

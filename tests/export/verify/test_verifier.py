@@ -1,4 +1,4 @@
-"""An encoder's proof: what holds is written down, and what doesn't is refused."""
+"""Verification of each precision: how much is measured, what is recorded, what is rejected."""
 
 import shutil
 from collections.abc import Sequence
@@ -10,17 +10,28 @@ import onnx
 import pytest
 
 from quill.export.errors import VerificationError
-from quill.export.verify.encoder_proof import EncoderProof, measure_invariance, questions
-from quill.export.verify.encoder_runner import EncoderRunner, Read
-from quill.export.verify.held_out import HeldOut, Passage, held_out
+from quill.export.verify.batch_invariance import measure_encoder_invariance
+from quill.export.verify.held_out import HeldOut, Passage, held_out, mask_passages
+from quill.export.verify.runner import EncoderOutput, EncoderRunner
+from quill.export.verify.verifier import Candidate, EncoderVerifier, enough
 from tests.export.tiny import ENCODER, Exported, export, make_checkpoint
 from tests.operators import OWN, SERVED
 
 TEXT = HeldOut("chance", [Passage((0, *range(10, 40), 1)), Passage((0, 50, 51, 52, 1))])
 
+PASSAGES = [Passage((1,) * length) for length in (10, 20, 30)]
+
+
+def test_short_passages_are_taken_until_there_are_tokens_enough() -> None:
+    assert enough(PASSAGES, None) == PASSAGES
+    assert enough(PASSAGES, 1) == PASSAGES[:1]
+    assert enough(PASSAGES, 10) == PASSAGES[:1]
+    assert enough(PASSAGES, 11) == PASSAGES[:2]
+    assert enough(PASSAGES, 1000) == PASSAGES
+
 
 @pytest.mark.parametrize("precision", SERVED)
-def test_every_precision_is_proven(encoder: Exported, precision: str) -> None:
+def test_every_precision_is_verified(encoder: Exported, precision: str) -> None:
     graphs = encoder.manifest.graphs_in(precision)
     assert graphs.verification is not None
     assert graphs.invariance is not None
@@ -31,13 +42,13 @@ def test_every_precision_is_proven(encoder: Exported, precision: str) -> None:
         assert graphs.verification.greedy_agreement == 1.0
 
 
-def test_the_same_tokens_are_hidden_every_time(encoder: Exported) -> None:
-    first, again = (questions(encoder.checkpoint, TEXT) for _ in range(2))
+def test_the_same_tokens_are_masked_every_time(encoder: Exported) -> None:
+    first, again = (mask_passages(encoder.checkpoint, TEXT) for _ in range(2))
     assert first == again
-    for question in first:
-        assert question.places
-        assert question.ids[0] == 0
-        assert question.ids[-1] == 1, "what frames a text is never hidden"
+    for masked in first:
+        assert masked.places
+        assert masked.ids[0] == 0
+        assert masked.ids[-1] == 1, "special tokens are never masked"
 
 
 def test_passages_begin_and_end_as_texts_do(encoder: Exported, text: Path) -> None:
@@ -52,7 +63,7 @@ def test_without_a_head_hidden_states_alone_are_compared(tmp_path: Path) -> None
         assert graphs.verification is not None
         assert graphs.verification.reference_perplexity == pytest.approx(1.0)
         assert graphs.verification.perplexity == pytest.approx(1.0, abs=0.05)
-        assert graphs.verification.text == "tokens by chance"
+        assert graphs.verification.text == "random tokens"
 
 
 def test_a_damaged_graph_is_refused(encoder: Exported, tmp_path: Path) -> None:
@@ -64,25 +75,27 @@ def test_a_damaged_graph_is_refused(encoder: Exported, tmp_path: Path) -> None:
     scale = next(each for each in node.attribute if each.name == "scale")
     scale.f *= 2
     onnx.save(model, tmp_path / graphs.encoder)
-    proof = EncoderProof(encoder.checkpoint, TEXT, lambda: None)
+    verifier = EncoderVerifier(encoder.checkpoint, encoder.manifest.sizes, TEXT, lambda: None)
     with pytest.raises(VerificationError, match="the fp32 graph doesn't compute"):
-        proof.prove(tmp_path, encoder.manifest.sizes, graphs, graphs, None, lambda: None)
+        verifier.verify(Candidate(tmp_path, graphs, graphs, None), lambda: None)
 
 
-class Leaning(EncoderRunner):
-    """Adds a tiny part of the number of texts to what it reads."""
+class BatchDependent(EncoderRunner):
+    """Adds a tiny part of the number of texts to the hidden states."""
 
-    def read(
+    def encode(
         self, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]] | None = None
-    ) -> list[Read]:
+    ) -> list[EncoderOutput]:
         return [
-            Read(each.hidden_TD + np.float32(1e-6 * len(texts)), each.logits_LV)
-            for each in super().read(texts, places)
+            EncoderOutput(each.hidden_TD + np.float32(1e-6 * len(texts)), each.logits_LV)
+            for each in super().encode(texts, places)
         ]
 
 
-def test_a_text_that_depends_on_its_company_is_seen(encoder: Exported) -> None:
+def test_an_encoder_that_is_not_batch_invariant_is_detected(encoder: Exported) -> None:
     graphs, sizes = encoder.manifest.graphs_in("fp32"), encoder.manifest.sizes
-    asked = questions(encoder.checkpoint, TEXT)
-    assert measure_invariance(EncoderRunner(encoder.directory, graphs, sizes), asked).holds
-    assert not measure_invariance(Leaning(encoder.directory, graphs, sizes), asked).holds
+    texts = [passage.ids for passage in TEXT.passages]
+    assert measure_encoder_invariance(EncoderRunner(encoder.directory, graphs, sizes), texts).holds
+    assert not measure_encoder_invariance(
+        BatchDependent(encoder.directory, graphs, sizes), texts
+    ).holds

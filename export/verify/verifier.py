@@ -1,0 +1,314 @@
+"""Compares each precision's graphs with PyTorch: differences, perplexity, batch invariance.
+
+Knows: what must hold for each precision before a bundle may exist.
+Does not know: how graphs are made or written.
+
+PyTorch's results are computed once. An encoder's perplexity is that of masked tokens, always the
+same ones. An encoder without a head for masked tokens has no such number: the mean cosine distance
+of its hidden states to PyTorch's is taken in its place, and e to that power stands for the
+perplexity, so that the same limits ask for a cosine of 0.98 (what a server chooses by itself) or
+0.995 (quill8).
+"""
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from quill.export.bundle.manifest import Graphs, Invariance, Sizes, Verification
+from quill.export.errors import VerificationError
+from quill.export.precisions import (
+    MAX_PERPLEXITY_RATIO,
+    MAX_RISE_FROM_SOURCE,
+    PRECISIONS,
+    Precision,
+)
+from quill.export.quantize.quantization import Quantization, dequantized
+from quill.export.verify.batch_invariance import (
+    MAX_PROMPT,
+    NUM_SLOTS,
+    measure_encoder_invariance,
+    measure_invariance,
+)
+from quill.export.verify.compare import NUM_PROBES, Comparison, check_comparisons, compare, probes
+from quill.export.verify.held_out import NUM_MASKS, HeldOut, Passage, mask_passages
+from quill.export.verify.pytorch_reference import (
+    PyTorchReference,
+    TokenScores,
+    concatenate,
+    score_sequence,
+    score_tokens,
+)
+from quill.export.verify.runner import EncoderOutput, EncoderRunner, Runner
+from quill.model.checkpoint.checkpoint import Checkpoint
+
+Tick = Callable[[], None]  # one more item is done
+
+NUM_TIMED_STEPS = 12
+NUM_PACKED = 4  # texts in one run of an encoder
+NUM_TEXT_PROBES = 8  # texts of which an encoder's every number is compared
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Graphs that were written and aren't verified yet."""
+
+    directory: Path
+    graphs: Graphs
+    runnable: Graphs  # the graphs as this machine can run them
+    quantization: Quantization | None
+
+    @property
+    def precision(self) -> Precision:
+        return self.graphs.precision
+
+    @property
+    def is_requantized(self) -> bool:
+        """Whether the graphs' weights differ from the checkpoint's."""
+        return self.quantization is not None and not self.quantization.is_source
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one precision's graphs computed, beside PyTorch."""
+
+    worst_difference: float
+    found: TokenScores
+    expected: TokenScores
+    step_ms: float
+    invariance: Invariance | None
+
+
+class Verifier(ABC):
+    """PyTorch's results, and the comparison of each precision with them."""
+
+    def __init__(self, checkpoint: Checkpoint, sizes: Sizes, text: HeldOut) -> None:
+        self._checkpoint = checkpoint
+        self._sizes = sizes
+        self._held_out = text
+
+    @abstractmethod
+    def num_ticks(self, precision: Precision) -> int:
+        """Ticks that the verification of a precision takes."""
+
+    @abstractmethod
+    def _measure(self, candidate: Candidate, tick: Tick) -> Measured: ...
+
+    def verify(self, candidate: Candidate, tick: Tick) -> Graphs:
+        """The graphs with what was measured. Raises an error if they are beyond the tolerance."""
+        measured = self._measure(candidate, tick)
+        found, expected = measured.found, measured.expected
+        verification = Verification(
+            worst_difference=measured.worst_difference,
+            greedy_agreement=float(np.mean(found.greedy_ids == expected.greedy_ids)),
+            perplexity=found.perplexity,
+            reference_perplexity=expected.perplexity,
+            text=self._held_out.name,
+            num_tokens=len(found.nll),
+            step_ms=measured.step_ms,
+        )
+        return replace(candidate.graphs, verification=verification, invariance=measured.invariance)
+
+    def _reference(self, candidate: Candidate) -> PyTorchReference:
+        """PyTorch with the weights of the graphs."""
+        assert candidate.quantization is not None
+        return PyTorchReference(dequantized(self._checkpoint, candidate.quantization))
+
+
+class DecoderVerifier(Verifier):
+    """Of causal and seq2seq models: every situation that a server brings about."""
+
+    def __init__(self, checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tick) -> None:
+        super().__init__(checkpoint, sizes, text)
+        reference = PyTorchReference(checkpoint)
+        self._outputs = probes(reference, text, checkpoint.config.context, tick)
+        self._scores = []
+        for passage in text.passages:
+            self._scores.append(reference.score(passage))
+            tick()
+
+    def num_ticks(self, precision: Precision) -> int:
+        return 2 + len(self._passages(precision))
+
+    def _measure(self, candidate: Candidate, tick: Tick) -> Measured:
+        precision, outputs = candidate.precision, self._outputs
+        if candidate.is_requantized:
+            reference = self._reference(candidate)
+            outputs = [reference.output(output.passage) for output in outputs]
+        runner = Runner(
+            candidate.directory, candidate.runnable, self._sizes, NUM_SLOTS, self._capacity()
+        )
+        worst = check_comparisons(compare(runner, outputs), precision)
+        tick()
+        passages = self._passages(precision)
+        found, expected = score(runner, passages, tick), concatenate(self._scores[: len(passages)])
+        check_rise(candidate, found, expected)
+        invariance = None
+        if candidate.graphs.device == "cpu":
+            invariance = measure_invariance(runner, passages)
+        tick()
+        return Measured(worst, found, expected, _decode_ms(runner, passages[0]), invariance)
+
+    def _passages(self, precision: Precision) -> list[Passage]:
+        return enough(self._held_out.passages, PRECISIONS[precision].max_tokens)
+
+    def _capacity(self) -> int:
+        """Enough for every passage and for the longest prompt that is cut into chunks."""
+        passages = [*self._held_out.passages, *(output.passage for output in self._outputs)]
+        longest = max(max(len(passage.ids), len(passage.source)) for passage in passages)
+        return max(longest, min(MAX_PROMPT, self._checkpoint.config.context))
+
+
+class EncoderVerifier(Verifier):
+    """Of encoders: hidden states and masked tokens, of texts alone and of texts in one run."""
+
+    def __init__(self, checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tick) -> None:
+        super().__init__(checkpoint, sizes, text)
+        self._texts = mask_passages(checkpoint, text)
+        reference = PyTorchReference(checkpoint)
+        self._outputs = []
+        for masked in self._texts:
+            self._outputs.append(reference.encode(masked))
+            tick()
+
+    def num_ticks(self, precision: Precision) -> int:
+        return 3
+
+    def _measure(self, candidate: Candidate, tick: Tick) -> Measured:
+        texts, outputs = self._texts[:NUM_TEXT_PROBES], self._outputs[:NUM_TEXT_PROBES]
+        if candidate.is_requantized:
+            outputs = [self._reference(candidate).encode(text) for text in texts]
+        runner = EncoderRunner(candidate.directory, candidate.runnable, self._sizes)
+        single = [runner.encode([each.ids], [each.places])[0] for each in texts]
+        packed = self._run_packed(runner)
+        comparisons = itertools.chain(
+            _compare_encoder("alone", single, outputs),
+            _compare_encoder("packed", packed[: len(texts)], outputs),
+        )
+        worst = check_comparisons(comparisons, candidate.precision)
+        tick()
+        found, expected = self._score(packed), self._score(self._outputs)
+        check_rise(candidate, found, expected)
+        milliseconds = median_ms([lambda: runner.encode([self._texts[0].ids])] * NUM_TIMED_STEPS)
+        tick()
+        invariance = measure_encoder_invariance(runner, [each.ids for each in self._texts])
+        tick()
+        return Measured(worst, found, expected, milliseconds, invariance)
+
+    def _run_packed(self, runner: EncoderRunner) -> list[EncoderOutput]:
+        outputs: list[EncoderOutput] = []
+        for start in range(0, len(self._texts), NUM_PACKED):
+            some = self._texts[start : start + NUM_PACKED]
+            outputs += runner.encode([each.ids for each in some], [each.places for each in some])
+        return outputs
+
+    def _score(self, outputs: Sequence[EncoderOutput]) -> TokenScores:
+        if self._checkpoint.special_tokens.mask is None:
+            return _cosine_distances(outputs, self._outputs)
+        targets = [target for text in self._texts for target in text.targets]
+        return score_tokens(np.concatenate([each.logits_LV for each in outputs]), targets)
+
+
+def make_verifier(checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tick) -> Verifier:
+    """Runs PyTorch; `num_reference_ticks` ticks."""
+    kind = EncoderVerifier if checkpoint.config.family == "encoder" else DecoderVerifier
+    return kind(checkpoint, sizes, text, tick)
+
+
+def num_reference_ticks(checkpoint: Checkpoint, text: HeldOut) -> int:
+    if checkpoint.config.family == "encoder":
+        return len(text.passages) * (1 if checkpoint.special_tokens.mask is None else NUM_MASKS)
+    return NUM_PROBES + len(text.passages)
+
+
+def enough(passages: list[Passage], num_tokens: int | None) -> list[Passage]:
+    """The first passages that have so many tokens together; all of them if None."""
+    if num_tokens is None:
+        return passages
+    totals = itertools.accumulate(len(passage.ids) for passage in passages)
+    return passages[: 1 + sum(total < num_tokens for total in totals)]
+
+
+def score(runner: Runner, passages: Sequence[Passage], tick: Tick = lambda: None) -> TokenScores:
+    """The negative log-likelihood of all passages' tokens, in their order."""
+    parts: list[TokenScores] = []
+    for passage in passages:
+        _begin(runner, passage)
+        logits_TV = runner.prefill(0, passage.ids, range(len(passage.ids)))
+        parts.append(score_sequence(logits_TV, passage.ids))
+        tick()
+    return concatenate(parts)
+
+
+def _begin(runner: Runner, passage: Passage) -> None:
+    runner.rewind(0)
+    if passage.source:
+        runner.encode({0: passage.source})
+
+
+def _decode_ms(runner: Runner, passage: Passage) -> float:
+    """The median time of one decode step of one sequence."""
+    _begin(runner, passage)
+    tokens = iter(passage.ids)
+    num_steps = min(NUM_TIMED_STEPS, len(passage.ids))
+    return median_ms([lambda: runner.decode([next(tokens)])] * num_steps)
+
+
+def median_ms(steps: Sequence[Callable[[], object]]) -> float:
+    """The median time of some calls, in milliseconds."""
+    times = []
+    for step in steps:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)) * 1000
+
+
+def _compare_encoder(
+    situation: str, found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]
+) -> Iterator[Comparison]:
+    for ours, theirs in zip(found, expected, strict=True):
+        yield Comparison(f"hidden states, {situation}", ours.hidden_TD, theirs.hidden_TD)
+        if len(theirs.logits_LV):
+            yield Comparison(f"masked tokens, {situation}", ours.logits_LV, theirs.logits_LV)
+
+
+def _cosine_distances(
+    found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]
+) -> TokenScores:
+    """The cosine distance of each token's hidden state, and the index of its greatest number."""
+    ours, theirs = (
+        np.concatenate([each.hidden_TD for each in part]).astype(np.float64)
+        for part in (found, expected)
+    )
+    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    cosines = (ours * theirs).sum(axis=1) / np.maximum(lengths, 1e-30)
+    return TokenScores(nll=1 - cosines, greedy_ids=ours.argmax(axis=1))
+
+
+def check_rise(candidate: Candidate, found: TokenScores, expected: TokenScores) -> None:
+    """Raises an error if perplexity rises more than the precision allows."""
+    allowed = PRECISIONS[candidate.precision].max_rise
+    if candidate.quantization is not None and candidate.quantization.is_source:
+        allowed = MAX_RISE_FROM_SOURCE
+    rise = found.perplexity / expected.perplexity - 1
+    if allowed is not None and not rise <= allowed:
+        raise VerificationError(
+            f"the {candidate.precision} graph's perplexity is {found.perplexity:.4f}, {rise:.2%} "
+            f"above PyTorch's {expected.perplexity:.4f}; {allowed:.2%} is allowed"
+        )
+
+
+def check_default(graphs: Graphs) -> None:
+    """Raises an error for graphs that no server chooses by itself."""
+    measured = graphs.verification
+    if measured is not None and not graphs.is_good:
+        rise = measured.perplexity / measured.reference_perplexity - 1
+        raise VerificationError(
+            f"its perplexity is {rise:.1%} above PyTorch's, and a server chooses a precision by "
+            f"itself up to {MAX_PERPLEXITY_RATIO - 1:.0%}"
+        )
