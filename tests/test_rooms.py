@@ -20,8 +20,6 @@ BETWEEN = {
     "protos": "",
     "loadtest": "protos server.fields server.client server.prefix_header "
     "server.cli.arguments server.prometheus_text server.addresses export.bundle",
-    # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
@@ -85,21 +83,16 @@ WITHIN = {
         "locust_users": "workload protocols environment",
         "locustfile": "locust_users workload protocols environment",
         "run": "workload protocols environment results",
-        "bench/contenders": "environment protocols",
-        "bench": "bench/contenders protocols workload environment results",
-        "bench/fleet": "bench protocols workload environment results",
-        "bench/forms": "bench workload environment results",
-        "compare": "bench environment results",
-        "commands": "run bench compare",
+        "bench/backends": "workload protocols environment",
+        "bench": "bench/backends workload protocols environment results",
+        "studies": "bench bench/backends workload protocols environment results",
+        "commands": "run bench",
     },
     "protos": {},
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.
-PEERS = {
-    f"loadtest/bench/contenders/{name}.py"
-    for name in ("transformers", "transformers_encoder", "prepare")
-}
+PEERS = {f"loadtest/bench/backends/{name}.py" for name in ("transformers", "prepare")}
 
 
 def source_files(package: str) -> list[Path]:
