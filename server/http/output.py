@@ -25,7 +25,7 @@ from quill.server.frontend.json_values import (
     read_object,
 )
 from quill.server.frontend.served_model import ServedModel
-from quill.server.http.openai.texts import MODEL
+from quill.server.http.texts import MODEL
 from quill.server.http.wire.exchange import Events, event
 from quill.server.outputs import FinishEvent, PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
@@ -33,8 +33,6 @@ from quill.server.tools import ToolCallDelta, merge_deltas
 
 # A seed that is picked here can be written in JavaScript, whose numbers have 53 bits.
 MAX_PICKED_SEED = 2**53
-_PLACE = "\0"  # where a template has its text
-_ESCAPED_PLACE = b'"\\u0000"'
 _escape = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -84,10 +82,11 @@ class AnswerInfo:
 class TextEvents:
     """Events that differ in their text only: `choice` is written once, with its text left out."""
 
-    def __init__(self, info: AnswerInfo, choice: Json, **rest: Any) -> None:
-        self._head, self._tail = event(info.wrap([choice], **rest)).split(_ESCAPED_PLACE)
+    PLACE = "\0"  # stands for the text in `choice`
 
-    PLACE = _PLACE
+    def __init__(self, info: AnswerInfo, choice: Json, **rest: Any) -> None:
+        written = event(info.wrap([choice], **rest))
+        self._head, _, self._tail = written.rpartition(_escape(self.PLACE).encode())
 
     def write(self, text: str) -> bytes:
         return self._head + _escape(text).encode() + self._tail

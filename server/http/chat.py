@@ -20,7 +20,7 @@ from quill.server.frontend.json_options import (
 )
 from quill.server.frontend.json_values import BOOLEAN, Json, JsonField, Unsupported
 from quill.server.frontend.spec import GenerateSpec, Prompt
-from quill.server.http.openai.output import (
+from quill.server.http.output import (
     COMMON,
     MAX_PICKED_SEED,
     AnswerInfo,
@@ -34,7 +34,7 @@ from quill.server.http.openai.output import (
     message_json,
     timings_json,
 )
-from quill.server.http.openai.texts import check_model
+from quill.server.http.texts import check_model
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 

@@ -20,7 +20,7 @@ from quill.server.frontend.call import MAX_INLINE_TOKENS, Call, RequestContext
 from quill.server.frontend.json_options import UNSUPPORTED, generate_spec, option_fields
 from quill.server.frontend.json_values import INTEGER, Json, JsonField, Unsupported
 from quill.server.frontend.spec import GenerateSpec, ParsedRequest, Prompt
-from quill.server.http.openai.output import (
+from quill.server.http.output import (
     COMMON,
     MAX_PICKED_SEED,
     AnswerInfo,
@@ -33,7 +33,7 @@ from quill.server.http.openai.output import (
     finish_reason,
     timings_json,
 )
-from quill.server.http.openai.texts import PROMPTS, TextOrIds, check_model
+from quill.server.http.texts import PROMPTS, TextOrIds, check_model
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 
