@@ -104,7 +104,7 @@ class ReplicaServer(Server):
     def _shown_registry(self) -> CollectorRegistry:
         return labelled(self.metrics.registry, replica=self._member.replica)
 
-    def _say_ready(self, family: Family) -> None:
+    def _log_ready(self, family: Family) -> None:
         metrics = None
         if self.metrics_port is not None:
             metrics = write_address(self._settings.host, self.metrics_port)
