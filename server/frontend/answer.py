@@ -182,7 +182,7 @@ class _Sequence:
     def __init__(
         self, parsed: ParsedRequest, text: Text | None, id_of: Callable[[int], str]
     ) -> None:
-        self._ends = parsed.request.ends
+        self._ends = parsed.request.all_stop_ids
         self._decoder = None if text is None else text.decoder()
         self._stops = StopStrings(parsed.stop)
         self._tools = parsed.tools

@@ -177,11 +177,11 @@ class RequestReader:
         return (bos,), ids
 
     def _check_fits(self, request: Request) -> None:
-        if request.min_new_tokens and len(request.ends) == self._served.vocab_size:
+        if request.min_new_tokens and len(request.all_stop_ids) == self._served.vocab_size:
             rule = "every token would end the answer, so none could be chosen before"
             raise InvalidFieldError("min_new_tokens", f"is {request.min_new_tokens}; {rule}")
         if not self._served.limits.fits(request):
-            needed = f"{request.num_rows} sequences or beams of so many tokens"
+            needed = f"{request.num_seqs} sequences or beams of so many tokens"
             rule = f"{needed} are more than this server has memory for. Ask for fewer of either"
             raise InvalidFieldError("max_new_tokens", f"is {request.max_new_tokens}; {rule}")
 

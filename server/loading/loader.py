@@ -66,7 +66,7 @@ def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
         context=sizing.context,
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
-        share=settings.prefix_cache,
+        prefix_caching=settings.prefix_cache,
         speculative=settings.speculative and not choice.graphs.one_token_steps,
         one_token_steps=choice.graphs.one_token_steps,
     )

@@ -15,7 +15,7 @@ from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, by
 from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
-from quill.server.engine.kv_cache import Blocks, BlockShape
+from quill.server.engine.kv_cache import BlockShape, KVCache
 from quill.server.engine.model_runner import OrtSession
 from quill.server.machine.onnx_session import SessionSettings, open_graph
 from tests.export import tiny
@@ -72,11 +72,11 @@ class TinyBundle:
         settings = SessionSettings(num_threads=1, spinning=False)
         assert graphs.decoder is not None
         decoder = open_graph(self.directory / graphs.decoder, settings)
-        blocks = Blocks(num_blocks, BlockShape.of(sizes, graphs))
+        blocks = KVCache(num_blocks, BlockShape.of(sizes, graphs))
         encoder = None
         if graphs.encoder is not None:
             encoder = open_graph(self.directory / graphs.encoder, settings)
-        return OrtSession(decoder, blocks, sizes, encoder, hidden=graphs.hidden)
+        return OrtSession(decoder, blocks, sizes, encoder, gives_hidden=graphs.hidden)
 
 
 def rounding_error(model: Network, num_sources: int = 24) -> float:

@@ -68,7 +68,7 @@ class Quill:
             max_num_seqs=MAX_ROWS,
             context=context,
             num_blocks=(MAX_ROWS * self._max_tokens + context) // BLOCK,
-            share=False,
+            prefix_caching=False,
             speculative=speculative,
         )
         self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))

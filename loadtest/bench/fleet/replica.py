@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quill.server.engine.scheduler import Scheduler
-from quill.server.engine.step import Choice, Plan, StepResult
+from quill.server.engine.step import Choice, SchedulerOutput, StepOutput
 from quill.server.limits import Limits
 from quill.server.request import Request
 
@@ -29,9 +29,9 @@ class StepCost:
     row_ms: float = 1.05
     prompt_token_ms: float = 0.9
 
-    def seconds(self, plan: Plan) -> float:
-        rows_ms = self.row_ms * len(plan.running)
-        return (self.step_ms + rows_ms + self.prompt_token_ms * plan.num_read) / 1000
+    def seconds(self, scheduled: SchedulerOutput) -> float:
+        rows_ms = self.row_ms * len(scheduled.decode)
+        return (self.step_ms + rows_ms + self.prompt_token_ms * scheduled.num_prefill_tokens) / 1000
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Replica:
 
     def __init__(self, limits: Limits, cost: StepCost, max_waiting: int) -> None:
         self._limits, self._cost, self._max_waiting = limits, cost, max_waiting
-        self._plan: Plan | None = None
+        self._scheduled: SchedulerOutput | None = None
         self._scheduler = Scheduler(limits)
         self.slowness = 1.0
         self.busy_s = 0.0
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def is_stepping(self) -> bool:
-        return self._plan is not None
+        return self._scheduled is not None
 
     def add(self, request: Request) -> bool:
         """False: its queue is full."""
@@ -67,28 +67,31 @@ class Replica:
 
     def begin_step(self) -> float | None:
         """How many seconds it takes. None: there is nothing to do."""
-        self._plan = self._scheduler.plan()
-        if self._plan is None:
+        self._scheduled = self._scheduler.schedule()
+        if self._scheduled is None:
             return None
-        for start in self._plan.starts:
-            self.num_prompt += start.request.num_prompt
-            self.num_cached += start.cached
-        seconds = self._cost.seconds(self._plan) * self.slowness
-        self._scheduler.note(self._plan, seconds)
+        for group in self._scheduled.started:
+            self.num_prompt += group.request.num_prompt
+            self.num_cached += group.num_cached
+        seconds = self._cost.seconds(self._scheduled) * self.slowness
+        self._scheduler.observe(self._scheduled, seconds)
         self.busy_s += seconds
         return seconds
 
     def end_step(self) -> StepEnd:
-        plan, self._plan = self._plan, None
-        assert plan is not None
-        choices = [_TOKEN if part.takers else [] for part in plan.parts]
-        hidden = [_NO_HIDDEN] * len(plan.parts)
-        outcome = self._scheduler.commit(plan, StepResult(choices, hidden, {}, {}, set()))
+        scheduled, self._scheduled = self._scheduled, None
+        assert scheduled is not None
+        choices = [_TOKEN if each.to_sample else [] for each in scheduled.chunks]
+        hidden = [_NO_HIDDEN] * len(scheduled.chunks)
+        output = StepOutput(choices, hidden, {}, {})
+        self._scheduler.update(scheduled, output)
         begun = [
-            each.row.request.request_id for each in outcome.said if len(each.row.token_ids) == 1
+            each.group.request_id
+            for each in scheduled.chunks
+            if each.to_sample and len(each.sequence.token_ids) == 1
         ]
-        return StepEnd(begun, [each.row.request.request_id for each in outcome.finished])
+        return StepEnd(begun, [each.request.request_id for each in output.finished])
 
     def restart(self) -> None:
         """All that it had is gone."""
-        self._scheduler, self._plan = Scheduler(self._limits), None
+        self._scheduler, self._scheduled = Scheduler(self._limits), None
