@@ -4,7 +4,7 @@ Knows: token ids, limits, how tokens are sampled. Does not know: protobuf, text,
 The engine's outputs are in server/outputs.py.
 
 The ranges stand in server/fields.py and are checked here; an error has the name of its field there.
-Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the
+Whether a prompt fits the model is checked by server/frontend/prompts.py, which knows the
 field it came from.
 """
 

@@ -4,7 +4,7 @@ Knows: protobuf, specs, results. Does not know: gRPC, how answers come about, li
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -216,9 +216,9 @@ def _sequence(whole: Chunk, text: Text | None) -> pb.Sequence:
 def logprobs_messages(
     logprobs: Iterable[PositionLogprobs], text: Text | None
 ) -> list[pb.TokenLogprobs]:
-    spelled: Callable[[int], dict[str, Any]] = lambda _: {}  # noqa: E731
-    if text is not None:
-        spelled = lambda id: {"text": text.piece(id), "bytes": text.spelled(id)}  # noqa: E731
+    def spelled(id: int) -> dict[str, Any]:
+        return {} if text is None else {"text": text.piece(id), "bytes": text.spelled(id)}
+
     return [
         pb.TokenLogprobs(
             token_id=each.token_id,

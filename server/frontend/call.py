@@ -372,7 +372,7 @@ def _is_past(deadline_s: float | None, arrived_s: float) -> bool:
     """Whether a call that its client gave up had reached its deadline.
 
     gRPC rounds a timeout up by one in a hundred at most before it sends it, so a client's own
-    deadline comes a little before the one that the server is told.
+    deadline comes a little before the server's.
     """
     if deadline_s is None:
         return False

@@ -155,7 +155,7 @@ class RequestReader:
         )
 
     def _check_vocabulary(self, num_beams: int, options: Mapping[str, Any]) -> None:
-        """The first step must find as many beams as are asked for."""
+        """The first step must find num_beams beams."""
         eos_ids = () if options["ignore_eos"] else self._served.manifest.stop_ids
         num_ends = len({*(options["stop_token_ids"] or ()), *eos_ids})
         most = self._served.vocab_size // max(2, 1 + num_ends)

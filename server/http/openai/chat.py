@@ -24,18 +24,18 @@ from quill.server.http.openai.output import (
     COMMON,
     MAX_PICKED_SEED,
     AnswerInfo,
+    AnswerStream,
     Logprobs,
     TextEvents,
     UsageCount,
     call_delta_json,
     extensions,
     finish_reason,
-    includes_usage,
     message_json,
     timings_json,
 )
 from quill.server.http.openai.texts import check_model
-from quill.server.http.wire.exchange import Events, Exchange, event
+from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 
 _TOOLS = "Give tools and tool_choice instead"
@@ -126,19 +126,13 @@ def _whole(result: Result, info: AnswerInfo, values: Json, rest: Json) -> Json:
     return info.wrap(choices, usage=usage.json(), timings=timings_json(result.timings), **rest)
 
 
-class _Stream:
+class _Stream(AnswerStream):
     """The answer as events. An event with each choice's role comes before its first text."""
 
     def __init__(self, info: AnswerInfo, values: Json, events: Events, first: Json) -> None:
-        self._info = info
-        self._values = values
-        self._events = events
+        super().__init__(info, values, events)
         self._first = first  # what only the first event has
-        self._texts: dict[int, TextEvents] = {}  # of choices that have begun
         self._calling: set[int] = set()  # choices that have calls
-        self._usage = UsageCount()
-        self._logprobs = Logprobs(info.served.text)
-        self._rest: Json = {"usage": None} if includes_usage(values) else {}
 
     async def send(self, chunk: Chunk) -> None:
         data = self._begin(chunk) + self._continue(chunk)
@@ -155,7 +149,7 @@ class _Stream:
         choice = _choice(chunk.sequence, {"content": TextEvents.PLACE})
         self._texts[chunk.sequence] = TextEvents(self._info, choice, **self._rest)
         first, self._first = self._first, {}
-        return self._event(chunk.sequence, {"role": "assistant", "content": ""}, **first)
+        return self._delta(chunk.sequence, {"role": "assistant", "content": ""}, **first)
 
     def _continue(self, chunk: Chunk) -> bytes:
         """Text, then calls. Logprobs and token ids come with the first of either."""
@@ -168,10 +162,10 @@ class _Stream:
         if chunk.text and not more:
             data = self._texts[number].write(chunk.text)
         elif chunk.text or ((chunk.logprobs or has_ids) and not chunk.calls):
-            data, more = self._event(number, {"content": chunk.text}, more), {}
+            data, more = self._delta(number, {"content": chunk.text}, more), {}
         for delta in chunk.calls:
             self._calling.add(number)
-            data += self._event(number, {"tool_calls": [call_delta_json(delta)]}, more)
+            data += self._delta(number, {"tool_calls": [call_delta_json(delta)]}, more)
             more = {}
         return data
 
@@ -181,16 +175,10 @@ class _Stream:
         reason = finish_reason(chunk.finish, chunk.sequence in self._calling)
         more = {**extensions(chunk, {}), "finish_reason": reason}
         timings = timings_json(chunk.finish.timings)
-        return self._event(chunk.sequence, {}, more, timings=timings)
+        return self._delta(chunk.sequence, {}, more, timings=timings)
 
-    def _event(self, index: int, delta: Json, more: Json | None = None, **rest: Any) -> bytes:
-        choice = _choice(index, delta) | (more or {})
-        return event(self._info.wrap([choice], **rest, **self._rest))
-
-    async def end(self) -> None:
-        if self._rest:
-            await self._events.send(event(self._info.wrap([], usage=self._usage.json())))
-        await self._events.end()
+    def _delta(self, index: int, delta: Json, more: Json | None = None, **rest: Any) -> bytes:
+        return self._event(_choice(index, delta) | (more or {}), **rest)
 
 
 def _choice(index: int, delta: Json) -> Json:

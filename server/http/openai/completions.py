@@ -24,17 +24,17 @@ from quill.server.http.openai.output import (
     COMMON,
     MAX_PICKED_SEED,
     AnswerInfo,
+    AnswerStream,
     Logprobs,
     Offsets,
     TextEvents,
     UsageCount,
     extensions,
     finish_reason,
-    includes_usage,
     timings_json,
 )
 from quill.server.http.openai.texts import PROMPTS, TextOrIds, check_model
-from quill.server.http.wire.exchange import Events, Exchange, event
+from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -160,16 +160,10 @@ def _choice(index: int, chunk: Chunk, reason: str | None) -> Json:
     return {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": reason}
 
 
-class _Stream:
+class _Stream(AnswerStream):
     def __init__(self, info: AnswerInfo, values: Json, events: Events) -> None:
-        self._info = info
-        self._values = values
-        self._events = events
-        self._usage = UsageCount()
-        self._logprobs = Logprobs(info.served.text)
+        super().__init__(info, values, events)
         self._offsets: dict[int, Offsets] = {}  # by choice
-        self._texts: dict[int, TextEvents] = {}  # by choice
-        self._rest: Json = {"usage": None} if includes_usage(values) else {}
         self._is_plain = not values.get("return_token_ids") and "logprobs" not in values
 
     async def send(self, prompt: int, parsed: ParsedRequest, chunk: Chunk) -> None:
@@ -188,7 +182,7 @@ class _Stream:
             or chunk.prompt_logprobs
             or self._values.get("return_token_ids")
         ):
-            await self._events.send(self._event(index, chunk, parsed))
+            await self._events.send(self._chunk(index, chunk, parsed))
 
     def _text_events(self, index: int) -> TextEvents:
         if index not in self._texts:
@@ -196,7 +190,7 @@ class _Stream:
             self._texts[index] = TextEvents(self._info, choice, **self._rest)
         return self._texts[index]
 
-    def _event(self, index: int, chunk: Chunk, parsed: ParsedRequest) -> bytes:
+    def _chunk(self, index: int, chunk: Chunk, parsed: ParsedRequest) -> bytes:
         values, is_first = self._values, index not in self._offsets
         offsets = self._offsets.setdefault(index, Offsets())
         choice = _choice(index, chunk, finish_reason(chunk.finish)) | extensions(chunk, values)
@@ -209,9 +203,4 @@ class _Stream:
         rest: Json = {}
         if chunk.finish is not None:
             rest["timings"] = timings_json(chunk.finish.timings)
-        return event(self._info.wrap([choice], **rest, **self._rest))
-
-    async def end(self) -> None:
-        if self._rest:
-            await self._events.send(event(self._info.wrap([], usage=self._usage.json())))
-        await self._events.end()
+        return self._event(choice, **rest)

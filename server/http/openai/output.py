@@ -26,7 +26,7 @@ from quill.server.frontend.json_values import (
 )
 from quill.server.frontend.served_model import ServedModel
 from quill.server.http.openai.texts import MODEL
-from quill.server.http.wire.exchange import event
+from quill.server.http.wire.exchange import Events, event
 from quill.server.outputs import FinishEvent, PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
 from quill.server.tools import ToolCallDelta, merge_deltas
@@ -54,10 +54,6 @@ COMMON = (
     JsonField("stream_options", _STREAM_OPTIONS, "include_usage: a last chunk has the usage"),
     JsonField("return_token_ids", BOOLEAN, "the token ids of prompt and answers, too"),
 )
-
-
-def includes_usage(values: Json) -> bool:
-    return bool(values.get("stream_options", {}).get("include_usage"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +93,28 @@ class TextEvents:
         return self._head + _escape(text).encode() + self._tail
 
 
+class AnswerStream:
+    """What a stream of events has in common, whatever its choices look like."""
+
+    def __init__(self, info: AnswerInfo, values: Json, events: Events) -> None:
+        self._info = info
+        self._values = values
+        self._events = events
+        self._texts: dict[int, TextEvents] = {}  # by choice
+        self._usage = UsageCount()
+        self._logprobs = Logprobs(info.served.text)
+        includes_usage = values.get("stream_options", {}).get("include_usage")
+        self._rest: Json = {"usage": None} if includes_usage else {}
+
+    def _event(self, choice: Json, **rest: Any) -> bytes:
+        return event(self._info.wrap([choice], **rest, **self._rest))
+
+    async def end(self) -> None:
+        if self._rest:
+            await self._events.send(event(self._info.wrap([], usage=self._usage.json())))
+        await self._events.end()
+
+
 class UsageCount:
     """The usage of all answers of a call. A prompt counts once, however many answers it has."""
 
@@ -123,10 +141,8 @@ def finish_reason(finish: FinishEvent | None, has_calls: bool = False) -> str | 
     """Calls are whole only where the answer ended by itself; another reason isn't hidden."""
     if finish is None:
         return None
-    return "tool_calls" if has_calls and finish.reason == "eos" else _reason(finish)
-
-
-def _reason(finish: FinishEvent) -> str | None:
+    if has_calls and finish.reason == "eos":
+        return "tool_calls"
     return OPENAI_FINISH_REASON.get(finish.reason)
 
 

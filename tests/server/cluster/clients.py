@@ -1,4 +1,4 @@
-"""People who ask a cluster and notice every difference from a single server's answers."""
+"""Clients that call a cluster, and compare its answers with a single server's."""
 
 import threading
 from collections.abc import Iterator
@@ -27,54 +27,54 @@ def text_of(client: Client, seed: int, num_tokens: int = NUM_TOKENS, **options: 
     return "".join(chunk.text for chunk in chunks)
 
 
-class Crowd:
-    """Clients that ask and ask, and notice every difference."""
+class Clients:
+    """They call again and again until `end`."""
 
     def __init__(
         self, address: str, access: Access, texts: dict[int, str], retries: Retries
     ) -> None:
-        self._ask = (address, access, texts, retries)
+        self._address, self._access, self._texts, self._retries = address, access, texts, retries
         self.num_answers = 0
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self._ended = threading.Event()
 
     def run(self, number: int) -> None:
-        address, access, texts, retries = self._ask
         seed = number
-        with Client(address, retries, access=access) as client:
+        with Client(self._address, self._retries, access=self._access) as client:
             while not self._ended.is_set():
-                seed = (seed + 1) % len(texts)
+                seed = (seed + 1) % len(self._texts)
                 try:
-                    found = text_of(client, seed, resume=retries is PATIENT)
-                    if found != texts[seed]:
-                        self.complaints.append(f"{seed}: {found!r}, not {texts[seed]!r}")
-                    self.num_answers += 1
+                    found = text_of(client, seed, resume=self._retries is PATIENT)
                 except CallError as error:
-                    self.complaints.append(f"{error.code} {error.reason}")
+                    self.errors.append(f"{error.code} {error.reason}")
+                    continue
+                if found != self._texts[seed]:
+                    self.errors.append(f"{seed}: {found!r}, not {self._texts[seed]!r}")
+                self.num_answers += 1
 
     def end(self) -> None:
         self._ended.set()
 
 
 @contextmanager
-def crowd(
+def calling_clients(
     cluster: RunningCluster,
     access: Access,
     texts: dict[int, str],
     number: int,
     retries: Retries = NEVER,
-) -> Iterator[Crowd]:
-    """At the end nobody may have complained."""
-    people = Crowd(cluster.address, access, texts, retries)
+) -> Iterator[None]:
+    """Every answer is right, before, during and after the block, and no call fails."""
+    clients = Clients(cluster.address, access, texts, retries)
     with ThreadPoolExecutor(number) as threads:
-        asking = [threads.submit(people.run, each) for each in range(number)]
+        calling = [threads.submit(clients.run, each) for each in range(number)]
         try:
-            wait_until(lambda: people.num_answers >= number, "an answer for each", TIMEOUT_S)
-            yield people
-            so_far = people.num_answers
-            wait_until(lambda: people.num_answers >= so_far + number, "answers after", TIMEOUT_S)
+            wait_until(lambda: clients.num_answers >= number, "an answer for each", TIMEOUT_S)
+            yield
+            before = clients.num_answers
+            wait_until(lambda: clients.num_answers >= before + number, "more answers", TIMEOUT_S)
         finally:
-            people.end()
-    for each in asking:
+            clients.end()
+    for each in calling:
         each.result()
-    assert not people.complaints, people.complaints
+    assert not clients.errors, clients.errors

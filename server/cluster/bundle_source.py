@@ -1,9 +1,9 @@
-"""Brings a bundle to this machine, from wherever fsspec can read: s3://, gs://, https://, file://.
+"""Downloads a bundle to this machine from a URL that fsspec can read: s3://, gs://, https://, …
 
-Knows: manifests, hashes, the cache. Does not know: Ray, what a bundle is served with.
+Knows: manifests, hashes, the cache directory. Does not know: Ray, how a bundle is served.
 
-What is fetched is kept under the hash of its manifest, which names the hash of every file. It is
-there whole or not at all: it gets its name when all of it has been checked.
+A downloaded bundle is named after the hash of its manifest, which has the hash of every file. The
+bundle gets its name after all files were checked, so it is complete or absent.
 """
 
 import fcntl
@@ -23,8 +23,8 @@ from quill.server.errors import StartError
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
-MAX_SILENCE_S = 60.0  # of a server
-_PROOF = re.compile(r"[^/@\s]+:[^/@\s]*@")
+MAX_SILENCE_S = 60.0  # of the remote server
+_PASSWORD = re.compile(r"[^/@\s]+:[^/@\s]*@")
 
 
 def local_bundle(source: str, manifest_sha256: str | None = None) -> Path:
@@ -37,7 +37,7 @@ def local_bundle(source: str, manifest_sha256: str | None = None) -> Path:
     files, root = _open(source)
     try:
         manifest = _read_manifest(files, root)
-    except Exception as error:  # every file system has its own
+    except Exception as error:  # every file system has its own kinds
         raise StartError(_cant_read(source, f"{root}/{MANIFEST_FILE}", error)) from error
     sha256 = hashlib.sha256(manifest).hexdigest()
     if manifest_sha256 is not None:
@@ -53,13 +53,13 @@ def _fetched(source: str, files: Any, root: str, manifest: bytes, sha256: str) -
         if place.is_dir():
             return place
         beside = shelf / f".fetching-{sha256}"
-        shutil.rmtree(beside, ignore_errors=True)  # of somebody who was killed: the lock is ours
+        shutil.rmtree(beside, ignore_errors=True)  # a killed process's: the lock is ours
         beside.mkdir(0o700)
         try:
             (beside / MANIFEST_FILE).write_bytes(manifest)
             for file in read_manifest(beside).files:
                 _fetch(source, files, f"{root}/{file.name}", beside / file.name, file)
-            beside.chmod(0o755)  # until now it was its maker's alone
+            beside.chmod(0o755)
             beside.rename(place)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -123,7 +123,7 @@ def _open(source: str) -> tuple[Any, str]:
 
 
 def _options(source: str) -> dict[str, Any]:
-    """Of HTTP: a file in one piece, since not every server has ranges, for as long as it comes."""
+    """For HTTP: whole files, since not every server supports ranges, and no total timeout."""
     if not source.startswith(("http://", "https://")):
         return {}
     from aiohttp import ClientTimeout
@@ -134,7 +134,7 @@ def _options(source: str) -> dict[str, Any]:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    """Several replicas of a machine start at once: one fetches, the others wait for it."""
+    """Several replicas of a machine start at a time: one downloads, the others wait."""
     with lock.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -161,5 +161,5 @@ def _cant_read(source: str, path: str, error: Exception) -> str:
 
 
 def _shown(text: str) -> str:
-    """Without passwords, which some write into URLs."""
-    return _PROOF.sub("…@", text)
+    """Without the passwords that some URLs have."""
+    return _PASSWORD.sub("…@", text)
