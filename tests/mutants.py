@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant("pooling-range", "server/engine/strategies.py", "of = params.ranges[index] if params.ranges else range(len(text))", "of = range(len(text))", "engine/test_pooling.py"),
     Mutant("embedding-order", "server/engine/strategies.py", "EmbeddingEvent(self.request_id, sequence.index, ", "EmbeddingEvent(self.request_id, sequence.index ^ 1, ", "engine/test_pooling.py"),
     Mutant("quota-charge", "server/auth/quota.py", "self._bucket.level -= num_tokens - self._num_taken", "self._bucket.level -= 0", "auth/test_key_file.py -k tokens"),
-    Mutant("key-revocation", "server/auth/keyring.py", "        if found.revoked:", "        if found.revoked and not found.name:", "auth/test_key_file.py"),
+    Mutant("key-revocation", "server/auth/key_file.py", "        if found.revoked:", "        if found.revoked and not found.name:", "auth/test_key_file.py"),
     Mutant("tls-reload", "server/auth/tls.py", "return None if pem is None else _configuration(pem)", "return None", "auth/test_tls.py -k new_certificate"),
     Mutant("watchdog-health", "server/loading/reload.py", "self._on_health(\"hanging\", hangs)", "self._on_health(\"hanging\", False)", "end_to_end/test_reload.py -k hang"),
     Mutant("stop-string", "server/text/detokenizer.py", "max(map(len, strings)) - 1)", "max(map(len, strings)) - 2)", "text/test_detokenizer.py -k stop"),
@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant("usage", "server/frontend/answer.py", "usage = replace(event.usage, generated=self.num_tokens)", "usage = event.usage", "serve/test_server.py -k stop_string"),
     Mutant("retry-final", "server/client/retry.py", "return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting", "return True", "client/test_calls.py -k retr"),
     Mutant("resume-duplicate", "server/client/resume.py", "self._tokens[number] += chunk.token_ids[old:]", "self._tokens[number] += chunk.token_ids", "client/test_resume.py"),
-    Mutant("retry-after", "server/http/wire/refusals.py", "(\"retry-after\", str(math.ceil(wait_s))), ", "", "http/openai/test_completions.py -k batch_is_one_call"),
+    Mutant("retry-after", "server/http/wire/refusals.py", "(\"retry-after\", str(math.ceil(wait_s))), ", "", "http/test_completions.py -k batch_is_one_call"),
     Mutant("generated-tokens-metric", "server/telemetry/metrics.py", "self._generated.inc()", "pass", "telemetry/test_metrics.py"),
 )
 # fmt: on

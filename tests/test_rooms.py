@@ -20,12 +20,10 @@ BETWEEN = {
     "protos": "",
     "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
     "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
-    # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.prometheus_text server.addresses "
-    "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
+    "server.loading.engine_factory server.loading.choices server.limits server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }
@@ -46,8 +44,7 @@ WITHIN = {
         "loading": "frontend engine sampling text grammar machine",
         "api": "frontend auth text telemetry",
         "http/wire": "frontend auth telemetry",
-        "http/openai": "http/wire frontend text",
-        "http": "http/openai http/wire api frontend auth telemetry",
+        "http": "http/wire api frontend text auth telemetry",
         "kserve": "api frontend text auth telemetry",
         "serve": "api http http/wire kserve frontend loading engine auth telemetry machine",
         "cluster": "serve api frontend loading auth telemetry",
@@ -86,21 +83,16 @@ WITHIN = {
         "locust_users": "workload protocols environment",
         "locustfile": "locust_users workload protocols environment",
         "run": "workload protocols environment results",
-        "bench/contenders": "environment protocols",
-        "bench": "bench/contenders protocols workload environment results",
-        "bench/fleet": "bench protocols workload environment results",
-        "bench/forms": "bench workload environment results",
-        "compare": "bench environment results",
-        "commands": "run bench compare",
+        "bench/backends": "workload protocols environment",
+        "bench": "bench/backends workload protocols environment results",
+        "studies": "bench bench/backends workload protocols environment results",
+        "commands": "run bench",
     },
     "protos": {},
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.
-PEERS = {
-    f"loadtest/bench/contenders/{name}.py"
-    for name in ("transformers", "transformers_encoder", "prepare")
-}
+PEERS = {f"loadtest/bench/backends/{name}.py" for name in ("transformers", "prepare")}
 
 
 def source_files(package: str) -> list[Path]:

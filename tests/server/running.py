@@ -136,11 +136,14 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
-        self.load_again: Callable[[], ModelInstance] = self._load
+        self.load_again: Callable[[], ModelInstance] = self.load
 
-    def _load(self) -> ModelInstance:
+    def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         return ModelInstance(self._served, Engine(self.session, self._served.limits))
+
+    def reload(self) -> ModelInstance:
+        return self.load_again()
 
     def _run(self) -> None:
         asyncio.run(self._main())
@@ -150,7 +153,7 @@ class Running:
         from quill.server.serve.server import Server
 
         self._loop = asyncio.get_running_loop()
-        server = Server(self._load, self._settings, lambda: self.load_again())
+        server = Server(self, self._settings)
         report = server.calls.report
 
         def note(record: Record) -> None:
@@ -257,7 +260,7 @@ class RunningBundle(Running):
     """A server in this process on a real bundle."""
 
     def __init__(self, directory: Path, precision: str) -> None:
-        from quill.server.loading.loader import prepare
+        from quill.server.loading.loader import Loader
 
         settings = Settings(
             port=0,
@@ -268,7 +271,10 @@ class RunningBundle(Running):
             precision=precision,
         )
         super().__init__(Reciter(), settings, make_served())
-        self._load = prepare(directory, settings)  # type: ignore[method-assign]
+        self._loader = Loader(directory, settings)
+
+    def load(self) -> ModelInstance:
+        return self._loader.load()
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def test_server_looks_no_name_up_and_leaves_nothing_at_home(
         "quill.export.pipeline",
         "quill.export.verify.runner",
         "quill.server.engine.model_runner",
-        "quill.loadtest.bench.contenders.quill_translator",
+        "quill.loadtest.bench.backends.quill_engine",
     ],
 )
 def test_whoever_imports_a_package_is_shown_neither(module: str, tmp_path: Path) -> None:

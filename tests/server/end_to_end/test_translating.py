@@ -16,7 +16,7 @@ from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from tests.server.running import CONTEXT, make_manifest, make_served, served_bundle
 from tests.server.tiny_bundle import EOS, TinyBundle
 
@@ -121,4 +121,4 @@ def test_bundle_that_names_no_first_token_is_refused(tiny_translator: TinyBundle
     manifest = dataclasses.replace(bundle.manifest, special_tokens=special)
     limits = Limits(max_num_seqs=1, context=8, num_blocks=2)
     with pytest.raises(StartError, match="begin after"):
-        open_engine(dataclasses.replace(bundle, manifest=manifest), EngineSettings(limits=limits))
+        open_engine(dataclasses.replace(bundle, manifest=manifest), limits)
