@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quill.protos import generation_pb2 as pb
-from quill.server.client.batch.line import SEED_BITS, derived_seed, read_object, read_request
+from quill.server.client.tools.batch_lines import SEED_BITS, derived_seed, read_object, read_request
 from quill.server.errors import InvalidFieldError
 
 
@@ -56,8 +56,8 @@ def test_inputs_become_requests_for_vectors() -> None:
         ("[" * 100_000, "line", "isn't JSON"),
         ("[1]", "line", "isn't a JSON object"),
         ("\ud800", "line", "isn't UTF-8"),
-        ('{"prompt": "a", "temperature": NaN}', "line", "NaN is no number"),
-        ("{}", "line", "has nothing to ask"),
+        ('{"prompt": "a", "temperature": NaN}', "line", "NaN is no number in JSON"),
+        ("{}", "line", "has no input"),
         ('{"prompt": "a", "input": "b"}', "line", "has prompt and input"),
         ('{"prompt": 4}', "prompt", "must be a text, token ids, or messages"),
         ('{"prompt": [1, "a"]}', "prompt", "must be a text, token ids, or messages"),
@@ -72,7 +72,7 @@ def test_inputs_become_requests_for_vectors() -> None:
         ('{"messages": [{"who": "me"}]}', "messages", "can't be read"),
         ('{"input": []}', "input", "must be a text, token ids, or a list"),
         ('{"input": [{}]}', "input", "neither a text nor token ids"),
-        ('{"input": "a", "pooling": 3}', "pooling", "mean, first or last"),
+        ('{"input": "a", "pooling": 3}', "pooling", "mean or first or last"),
         ('{"input": "a", "seed": 3}', "seed", "isn't known; there are pooling"),
     ],
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quill.server.client.batch.answer import ERROR
-from quill.server.client.batch.output import Output, OutputError
+from quill.server.client.tools.batch_lines import ERROR
+from quill.server.client.tools.batch_output import Output, OutputError
 
 HEADS = [
     b'{"line": 1, "digest": "aa"',
@@ -40,7 +40,7 @@ def test_goes_on_after_what_is_whole_wherever_it_was_cut(path: Path) -> None:
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
         with Output(path) as output:
-            num_lines, num_failed = output.go_on(HEADS, ERROR)
+            num_lines, num_failed = output.resume(HEADS, ERROR)
             assert num_lines == whole[:end].count(b"\n")
             assert num_failed == (num_lines == 2)
             output.append(b"".join(LINES[num_lines:]))
@@ -59,8 +59,11 @@ def test_goes_on_after_what_is_whole_wherever_it_was_cut(path: Path) -> None:
 )
 def test_a_file_of_something_else_is_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with Output(path) as output, pytest.raises(OutputError, match="isn't an answer that belongs"):
-        output.go_on(HEADS, ERROR)
+    with (
+        Output(path) as output,
+        pytest.raises(OutputError, match="isn't the answer to"),
+    ):
+        output.resume(HEADS, ERROR)
     assert path.read_bytes() == content
 
 

@@ -1,10 +1,10 @@
-"""The file of answers: whole lines in the order of the questions. It is all that is remembered.
+"""The output file of a batch: whole lines in the order of the input. It is the only state.
 
 Knows: files. Does not know: what lines say, servers.
 
-Every line begins with its number and a digest of what it answers, and how: so whoever goes on sees
-whether the file belongs to the same questions. A line that was cut when its writer was killed is
-cut off, and asked again.
+Every line begins with its number and a digest of the request: so a batch that is resumed sees
+whether the file belongs to the same input. A line that was cut when its writer was killed is
+truncated, and requested again.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from quill.server.errors import ServerError
 
 
 class OutputError(ServerError):
-    """The file of answers can't be written, or isn't of this batch."""
+    """The output file can't be written, or isn't of this batch."""
 
 
 class Output:
@@ -31,7 +31,7 @@ class Output:
             raise OutputError(f"can't write {path}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(self._file).st_mode):  # a device or pipe may have no end
             os.close(self._file)
-            raise OutputError(f"{path} must be a file: it is read when the command goes on")
+            raise OutputError(f"{path} must be a file: it is read when the batch resumes")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -44,9 +44,9 @@ class Output:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def go_on(self, heads: Iterable[bytes], mark: bytes) -> tuple[int, int]:
-        """How many lines are there already, which must begin as these do, and after how many of
-        these beginnings there is the mark."""
+    def resume(self, heads: Iterable[bytes], mark: bytes) -> tuple[int, int]:
+        """How many lines are there already, which must begin with these heads, and how many of
+        them have the mark after the head."""
         try:
             num_lines, num_marked, end = self._count(iter(heads), mark)
             os.ftruncate(self._file, end)
@@ -66,9 +66,8 @@ class Output:
                     line.startswith(head) or (not is_whole and head.startswith(line))
                 ):
                     raise OutputError(
-                        f"line {num_lines + 1} of {self._path} isn't an answer that belongs there: "
-                        "it is of other lines, with another --seed, or by another model. Give "
-                        "another file"
+                        f"line {num_lines + 1} of {self._path} isn't the answer to its input line: "
+                        "the input, --seed or the model was another. Give another file"
                     )
                 if is_whole:
                     num_lines, end = num_lines + 1, end + len(line)
@@ -84,7 +83,7 @@ class Output:
             raise OutputError(f"can't write {self._path}: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Survives the machine, too, from here on."""
+        """What was written survives a crash of the machine."""
         try:
             os.fsync(self._file)
         except OSError as error:

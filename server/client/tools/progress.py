@@ -1,6 +1,6 @@
-"""How a batch gets on: a bar that is written over, or a line now and then where it can't be.
+"""The progress of a batch on stderr: a bar, or a line now and then where it isn't a terminal.
 
-Knows: terminals, clocks. Does not know: lines, servers. stdout is left alone.
+Knows: terminals, clocks. Does not know: lines, servers.
 """
 
 import sys
@@ -27,29 +27,28 @@ class Progress:
         self._num_all, self._num_before, self.num_done = num_all, num_before, num_before
         self.num_failed = 0
         self._num_tokens = 0
-        self._began_s = self._told_s = clock()
+        self._began_s = self._drawn_s = clock()
 
-    def note(self, num_tokens: int, is_error: bool) -> None:
-        """One line more."""
+    def add(self, num_tokens: int, is_error: bool) -> None:
+        """One more line is answered."""
         self.num_done += 1
         self.num_failed += is_error
         self._num_tokens += num_tokens
         every_s = _REDRAW_S if self._on_terminal else _PLAIN_EVERY_S
-        if self._clock() - self._told_s >= every_s:
-            self._tell()
+        if self._clock() - self._drawn_s >= every_s:
+            self._draw()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """In place of the bar, which is drawn again below."""
         print(f"{_CLEAR if self._on_terminal else ''}{text}", file=self._stream, flush=True)
 
     def end(self) -> None:
-        """The last word stays."""
-        self._tell()
+        self._draw()
         if self._on_terminal:
             print(file=self._stream, flush=True)
 
-    def _tell(self) -> None:
-        self._told_s = self._clock()
+    def _draw(self) -> None:
+        self._drawn_s = self._clock()
         around = (_CLEAR, "") if self._on_terminal else ("", "\n")
         print(f"{around[0]}{self.text()}", end=around[1], file=self._stream, flush=True)
 

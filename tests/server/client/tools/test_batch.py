@@ -1,7 +1,9 @@
 """`quill batch`, through the front door, and rows of pipelines."""
 
+import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,7 +17,8 @@ import pytest
 from quill.__main__ import main
 from quill.client import answer_lines
 from quill.server.auth.key_file import add_key
-from quill.server.client.batch.line import derived_seed
+from quill.server.client.tools.batch import AHEAD, in_order
+from quill.server.client.tools.batch_lines import derived_seed
 from tests.server.process import FRONT_DOOR, wait_until
 from tests.server.running import Running, make_embedder, make_manifest, make_served, running_server
 
@@ -181,7 +184,7 @@ def test_killed_in_the_middle_it_loses_no_line(
     lines = files[1].read_text().splitlines()
     assert 0 < len(lines) < NUM_LINES
     if number != signal.SIGKILL:
-        assert f"{len(lines)} lines are answered: the same command goes on" in said
+        assert f"{len(lines)} lines are answered: the same command resumes" in said
     assert run()[0] == 0
     resumed = files[1].read_bytes()
     files[1].unlink()
@@ -213,7 +216,7 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
     _, said = process.communicate()
     assert process.returncode == 1
     assert "no server has answered for 0.5 s" in said
-    assert re.search(r"\d lines are answered: the same command goes on", said)
+    assert re.search(r"\d lines are answered: the same command resumes", said)
 
 
 def test_an_answer_that_the_clock_cuts_is_an_error(files: tuple[Path, Path], run: Run) -> None:
@@ -238,7 +241,7 @@ def test_files_that_cannot_be_used_are_errors_in_words(
     os.link(*files)
     code, said = run()
     assert code == 1
-    assert "is the file of questions" in said
+    assert "is the input file" in said
 
 
 def test_rows_of_a_pipeline_are_answered(running: Running) -> None:
@@ -332,7 +335,7 @@ def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "0 lines are answered: the same command goes on" in said
+    assert "0 lines are answered: the same command resumes" in said
 
 
 def test_several_servers_are_one_address_or_a_name(run: Run, files: tuple[Path, Path]) -> None:
@@ -351,4 +354,78 @@ def test_several_servers_are_one_address_or_a_name(run: Run, files: tuple[Path, 
         files[1].unlink()
         code, said = run(address=name)
     assert code == 1
-    assert "say them with --http" in said
+    assert "give them with --http" in said
+
+
+def test_results_come_in_order_and_no_more_run_than_may() -> None:
+    running, most, turns = 0, 0, random.Random(3)
+    taken: list[int] = []
+
+    async def work(item: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(turns.randrange(20)):
+            await asyncio.sleep(0)
+        running -= 1
+        return item
+
+    asyncio.run(in_order(range(200), work, taken.append, 5))
+    assert taken == list(range(200))
+    assert most == 5
+
+
+def test_one_that_takes_long_holds_back_a_bounded_number() -> None:
+    begun: list[int] = []
+    taken: list[int] = []
+
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def work(item: int) -> int:
+            begun.append(item)
+            if item == 0:
+                await may_end.wait()
+            return item
+
+        whole = asyncio.create_task(in_order(range(1000), work, taken.append, 2))
+        while len(begun) < 2 * AHEAD:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(begun) == 2 * AHEAD
+        assert taken == []
+        may_end.set()
+        await whole
+
+    asyncio.run(main())
+    assert taken == list(range(1000))
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_is_ready_before_an_end_is_taken(is_cancelled: bool) -> None:
+    taken: list[int] = []
+    ended: list[int] = []
+
+    async def main() -> None:
+        whole = asyncio.current_task()
+        assert whole is not None
+
+        async def work(item: int) -> int:
+            try:
+                if item == 3:
+                    if not is_cancelled:
+                        raise ValueError(item)
+                    whole.cancel()
+                if item > 2:
+                    await asyncio.Event().wait()
+            finally:
+                ended.append(item)
+            return item
+
+        await in_order(range(10), work, taken.append, 5)
+
+    with pytest.raises(asyncio.CancelledError if is_cancelled else ValueError):
+        asyncio.run(main())
+    assert taken == [0, 1, 2]
+    assert {0, 1, 2, 3, 4} <= set(ended)

@@ -14,8 +14,8 @@ from quill.__main__ import main
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
-from quill.server.client.top.command import Board
-from quill.server.client.top.table import Row
+from quill.server.client.tools.top import Board
+from quill.server.client.tools.top_table import Row, buckets, table
 from tests.server.authority import Authority, write
 from tests.server.process import FRONT_DOOR
 from tests.server.running import NUM_BLOCKS, Running, running_server
@@ -55,23 +55,26 @@ def test_all_servers_are_shown_and_a_dead_one_as_such(top: Top) -> None:
     _, first, second, dead, every = lines
     assert first.split()[:4] == [metrics_of(one), "serving", "0/4", "0"]
     assert second.split()[:4] == [http, "serving", "0/4", "0"]
-    assert dead == f"{'127.0.0.1:1':{len(metrics_of(one))}}  away: nobody listens there"
+    assert dead == f"{'127.0.0.1:1':{len(metrics_of(one))}}  down: nothing listens there"
     assert every.split()[:6] == ["all", "2", "of", "3", "serve", "0/8"]
 
 
 def test_numbers_are_those_of_the_server() -> None:
     with running_server(metrics_port=0) as running:
         board = Board([metrics_of(running)], Access())
-        board.look()
+        board.scrape()
         with Client(running.address) as client:
             for _ in range(5):
                 client.generate("abc", max_new_tokens=10)
-        (row,) = board.look()
-    assert row.numbers is not None
-    assert row.numbers.tokens_per_s > 0
-    assert row.numbers.first_token[float("inf")] == 5
-    assert row.numbers.gap[float("inf")] == 5 * 9
-    assert row.numbers.blocks == NUM_BLOCKS
+        (row,) = board.scrape()
+    assert row.window is not None
+    assert row.window.now.value("quill_kv_blocks") == NUM_BLOCKS
+    assert table([row])[1].split()[4] > "0.0"  # tokens/s
+    first_token, gap = (
+        buckets([row.window], f"quill_{name}_seconds")[float("inf")]
+        for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert (first_token, gap) == (5, 5 * 9)
 
 
 def test_a_server_that_comes_back_is_seen_again() -> None:
@@ -80,16 +83,12 @@ def test_a_server_that_comes_back_is_seen_again() -> None:
         board = Board([address], Access())
         with Client(running.address) as client:
             client.generate("abc", max_new_tokens=50)
-        assert is_there(board.look())
-    assert board.look() == [Row(address, None, "away: nobody listens there")]
+        assert all(row.is_serving for row in board.scrape())
+    assert board.scrape() == [Row(address, None, "down: nothing listens there")]
     with running_server(metrics_port=port):
-        (row,) = board.look()
-        assert row.numbers is not None
-        assert row.numbers.tokens_per_s == 0
-
-
-def is_there(rows: list[Row]) -> bool:
-    return all(row.numbers is not None and row.numbers.serving for row in rows)
+        (row,) = board.scrape()
+        assert row.window is not None
+        assert table([row])[1].split()[4] == "0.0"  # tokens/s
 
 
 def test_a_server_that_loads_does_not_serve(top: Top) -> None:
@@ -109,7 +108,7 @@ def test_tls_and_keys_are_those_of_every_command(top: Top, tmp_path: Path) -> No
         address, ca = metrics_of(running), ("--ca", str(tmp_path / "ca.pem"))
         key = ("--api-key-file", str(tmp_path / "key"))
         assert "serving" in top(address, *ca, *key)[1][1]
-        assert "wants an API key" in top(address, *ca)[1][1]
+        assert "requires an API key" in top(address, *ca)[1][1]
         assert "TLS fails" in top(address, "--tls", *key)[1][1]
         assert "TLS without --ca?" in top(address)[1][1]
         named = f"quill+dns://localhost:{running.server.metrics_port}"
