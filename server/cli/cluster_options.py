@@ -5,7 +5,7 @@ Knows: argparse, the options. Does not know: what they do; it imports no Ray.
 
 import argparse
 
-from quill.server.cli.argument_types import (
+from quill.server.cli.arguments import (
     Subparsers,
     port,
     positive,
