@@ -156,8 +156,8 @@ def on_test_start(environment: Environment, **_: Any) -> None:
     assert options is not None
     QuillUser.access, QuillUser.protocol = read_access(options), options.protocol
     if not isinstance(runner, WorkerRunner):
-        seed, info = options.seed or new_seed(), options.model_info or get_model_info(environment)
-        options.shared = {"seed": seed, "info": info, "num_parts": 1}
+        seed, text = options.seed or new_seed(), options.model_info or get_model_info(environment)
+        options.shared = {"seed": seed, "model_info": text, "num_parts": 1}
         logger.info("%s, with seed %d", options.scenario, seed)
     shared = options.shared
     if isinstance(runner, MasterRunner):
@@ -165,7 +165,7 @@ def on_test_start(environment: Environment, **_: Any) -> None:
         return
     part = runner.worker_index if isinstance(runner, WorkerRunner) else 0
     plan = replace(Plan.from_options(options), seed=shared["seed"])
-    info = ModelInfo(**json.loads(shared["info"]))
+    info = ModelInfo(**json.loads(shared["model_info"]))
     Shared.schedule = Schedule(plan, info, part, shared["num_parts"])
     Shared.collector.watch(Shared.schedule)
 
