@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant("pooling-range", "server/engine/sequence.py", "of = reading.ranges[self.num_begun] if reading.ranges else range(len(text))", "of = range(len(text))", "engine/test_pooling.py"),
     Mutant("embedding-order", "server/engine/engine.py", "EmbeddingEvent(row.request.request_id, row.sequence,", "EmbeddingEvent(row.request.request_id, row.sequence ^ 1,", "engine/test_pooling.py"),
     Mutant("quota-charge", "server/auth/quota.py", "self._bucket.level -= num_tokens - self._num_taken", "self._bucket.level -= 0", "auth/test_key_file.py -k tokens"),
-    Mutant("key-revocation", "server/auth/keyring.py", "        if found.revoked:", "        if found.revoked and not found.name:", "auth/test_key_file.py"),
+    Mutant("key-revocation", "server/auth/key_file.py", "        if found.revoked:", "        if found.revoked and not found.name:", "auth/test_key_file.py"),
     Mutant("tls-reload", "server/auth/tls.py", "return None if pem is None else _configuration(pem)", "return None", "auth/test_tls.py -k new_certificate"),
     Mutant("watchdog-health", "server/loading/reload.py", "self._on_health(\"hanging\", hangs)", "self._on_health(\"hanging\", False)", "end_to_end/test_reload.py -k hang"),
     Mutant("stop-string", "server/text/detokenizer.py", "max(map(len, strings)) - 1)", "max(map(len, strings)) - 2)", "text/test_detokenizer.py -k stop"),

@@ -29,12 +29,25 @@ from quill.server.cluster.proxy import Proxy
 from quill.server.cluster.replica_server import ReplicaServer
 from quill.server.errors import ServerError, StartError
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.telemetry.log_format import set_up_logging
 
 LOOPBACK = "127.0.0.1"
 ALONE_S = 600.0  # without a replica; the first one may take minutes to load
 POLL_S = 0.25
+
+
+class _ReplicaLoader:
+    """Fetches the bundle each time: it may be at a URL."""
+
+    def __init__(self, args: ReplicaArgs) -> None:
+        self._args = args
+
+    def load(self) -> ModelInstance:
+        bundle = local_bundle(self._args.bundle, self._args.manifest_sha256)
+        return Loader(bundle, self._args.settings).load()
+
+    reload = load
 
 
 class Replica:
@@ -48,13 +61,9 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         coordinator = cast("Coordinator", CoordinatorHandle())
         member = Membership(coordinator, name, args.frontend, self._is_ready)
-        self._server = ReplicaServer(self._load, args.settings, member)
+        self._server = ReplicaServer(_ReplicaLoader(args), args.settings, member)
         await start_proxy(args)
         await self._server.start(LOOPBACK if args.one_machine else ray.util.get_node_ip_address())
-
-    def _load(self) -> ModelInstance:
-        bundle = local_bundle(self._args.bundle, self._args.manifest_sha256)
-        return prepare(bundle, self._args.settings)()
 
     def _is_ready(self) -> bool:
         return self._server.health.is_serving

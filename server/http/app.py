@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from quill.server.api.messages import model_message
 from quill.server.auth.caller import Caller
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.errors import DeadlineError, RequestError, StepError
 from quill.server.frontend.call import Calls, RequestContext
 from quill.server.frontend.json_values import Json

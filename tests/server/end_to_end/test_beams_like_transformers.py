@@ -11,7 +11,7 @@ import torch
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.request import BeamParams, Request
 from tests.server.sampling.test_beam_search import Results
 
@@ -107,7 +107,7 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     write_bundle(tmp_path / "bundle", checkpoint, wishes)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
     limits = Limits(max_num_seqs=9, context=CONTEXT, num_blocks=200)
-    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
+    engine = open_engine(bundle, limits, 1)
     requests = [
         _request(str(number), number, theirs.config.is_encoder_decoder) for number in range(8)
     ]
