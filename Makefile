@@ -146,7 +146,7 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m quill.protos.generate --check
-	$(BIN)/python -m quill.server.client.generate_sync --check
+	$(BIN)/python -m quill.server.client.generate --check
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

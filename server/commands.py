@@ -1,31 +1,21 @@
-"""The subcommands of the server's package and their arguments.
+"""The commands of the server's package and their arguments.
 
 Imports nothing heavy: `--help` must answer at once.
-Each subcommand names the function that does the work as `module:function`.
+Each command names the function that does the work as `module:function`.
 """
 
 from pathlib import Path
 
-from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.arguments import Subparsers
+from quill.server.cli.client_commands import add_client_commands
 from quill.server.cli.cluster_options import add_cluster
-from quill.server.cli.embed_options import add_embed, add_fill
-from quill.server.cli.fleet_options import add_batch, add_top
-from quill.server.cli.generate_options import add_chat, add_generate
-from quill.server.cli.operator_options import add_keys, add_operating
 from quill.server.settings import add_options
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds the server's subcommands to `quill`."""
+    """Adds the server's commands to `quill`."""
     _add_serve(subparsers)
-    add_generate(subparsers)
-    add_chat(subparsers)
-    add_embed(subparsers)
-    add_fill(subparsers)
-    add_batch(subparsers)
-    add_keys(subparsers)
-    add_operating(subparsers)
-    add_top(subparsers)
+    add_client_commands(subparsers)
     add_cluster(subparsers)
 
 

@@ -10,6 +10,7 @@ are named, detached actors: they outlive every replica, and end when there are n
 """
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -23,7 +24,7 @@ from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.bundle_source import local_bundle
 from quill.server.cluster.config import COORDINATOR, NAMESPACE, REPLICA, REQUESTS
 from quill.server.cluster.coordinator import Coordinator
-from quill.server.cluster.membership import Membership
+from quill.server.cluster.membership import MAX_WAIT_S, Membership
 from quill.server.cluster.plan import DRAIN_S, ReplicaArgs
 from quill.server.cluster.proxy import Proxy
 from quill.server.cluster.replica_server import ReplicaServer
@@ -35,6 +36,8 @@ from quill.server.telemetry.log_format import set_up_logging
 LOOPBACK = "127.0.0.1"
 ALONE_S = 600.0  # without a replica; the first one may take minutes to load
 POLL_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 class _ReplicaLoader:
@@ -127,9 +130,10 @@ async def _end_alone(is_alone: Callable[[], Awaitable[bool]]) -> None:
     while alone_s < ALONE_S:
         await asyncio.sleep(POLL_S)
         try:
-            alone_s = alone_s + POLL_S if await is_alone() else 0.0
-        except (RayActorError, StartError, OSError):
-            continue  # the coordinator, or HAProxy, is being restarted
+            async with asyncio.timeout(MAX_WAIT_S):
+                alone_s = alone_s + POLL_S if await is_alone() else 0.0
+        except Exception as error:  # the coordinator, or HAProxy, starts again
+            logger.warning("no endpoints at this moment: %r", error)
     ray.kill(ray.get_runtime_context().current_actor)
 
 
