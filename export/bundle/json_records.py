@@ -13,7 +13,7 @@ Record = TypeVar("Record")
 
 
 class RecordError(ValueError):
-    """A value of the wrong type, an entry missing or unknown. The message says where."""
+    """A value of the wrong type, an entry missing or unknown. The message names the place."""
 
 
 def from_json(kind: type[Record], value: object, where: str = "") -> Record:

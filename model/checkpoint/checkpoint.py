@@ -44,7 +44,7 @@ class Checkpoint:
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    tokenizer: Tokenizer | None = None  # None: the model speaks token ids only
+    tokenizer: Tokenizer | None = None  # None: the model takes token ids only
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
     append_eos: bool = False  # whether an encoder's text ends with eos, as in its training

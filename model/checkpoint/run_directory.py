@@ -1,6 +1,6 @@
 """What a run leaves on disk so that it can go on exactly where it was.
 
-    RUN/run.json                what was asked for: shape, recipe, data
+    RUN/run.json                the settings: shape, recipe, data
     RUN/step-00000500/          a checkpoint, plus the optimizer's state
     RUN/log.jsonl               a line for each measurement
     RUN/loss.png, samples.txt   to look at
@@ -64,8 +64,8 @@ def source_of(checkpoint: Checkpoint) -> DataSource | None:
     corpus = checkpoint.provenance.get("data", {}).get("corpus")
     if corpus is None:
         raise CorpusError(
-            "the model was trained on files of somebody's own, and no run.json beside the "
-            "checkpoint says which"
+            "the model was trained on a user's files, and no run.json beside the "
+            "checkpoint names them"
         )
     return DataSource(corpus)
 
@@ -128,7 +128,7 @@ def save_step(run: Path, checkpoint: Checkpoint, state: TrainingState, keep: int
             (directory / PROGRESS_FILE).write_text(progress, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"can't write the checkpoint {path}: {error}. The last good one is intact; make room "
+            f"can't write the checkpoint {path}: {error}. The last good one is intact; free space "
             f"and continue with `quill train --resume {run}`"
         ) from error
     for old in step_directories(run)[:-keep]:

@@ -107,7 +107,7 @@ class TokenPair:
 class PairBatches:
     """Pairs of similar length together, so that little is padding; batches by token count.
 
-    Pairs are sorted by length with chance deciding among equals. The lengths alone decide where
+    Pairs are sorted by length with random order among equals. Only the lengths decide where
     one batch ends, so every epoch has the same number of batches, in another order.
     """
 

@@ -70,7 +70,7 @@ class NanoLoop:
         self._num_rows = num_rows
         decay = [p for p in model.parameters() if p.dim() >= 2]
         no_decay = [p for p in model.parameters() if p.dim() < 2]
-        # nanoGPT asks for the fused optimizer on CUDA only.
+        # nanoGPT uses the fused optimizer on CUDA only.
         self._optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
             lr=1e-3,

@@ -1,6 +1,6 @@
 """`quill train-speed`: the tiny preset's training against a plain nanoGPT-style loop.
 
-Each contender is measured in a process of its own, in turns, on the same tokens; the best round
+Each loop is measured in a separate process, alternately, on the same tokens; the best round
 of each counts. Knows: both loops, the clock. Does not know: files, quality.
 """
 

@@ -42,7 +42,7 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """A file whose header was read and found to be sound. The tensors stay on disk until asked."""
+    """A file with a valid header. The tensors stay on disk until they are read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -86,7 +86,7 @@ class _HeaderReader:
         for _ in range(self._num_entries):
             name = self._string()
             if name in metadata:
-                raise self._damaged(f"the metadata says {name!r} twice")
+                raise self._damaged(f"the metadata has {name!r} twice")
             metadata[name] = self._value(self._number("I"))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):

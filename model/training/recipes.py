@@ -73,7 +73,7 @@ class Recipe:
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "inverse_sqrt":
-            # The paper's formula; with its peak written as a learning rate of its own.
+            # The paper's formula, with the peak as the learning rate.
             return self.learning_rate * math.sqrt(max(self.warmup_steps, 1) / (step + 1))
         remaining = max(self.num_steps - self.warmup_steps, 1)
         turn = math.pi * (step - self.warmup_steps) / remaining

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate, mix
-from quill.model.data.masking import Marks, framed, hide
+from quill.model.data.masking import MaskingTokens, framed, mask_tokens
 from quill.model.network.network import Network
 from quill.model.training.loss import predict
 
@@ -116,14 +116,14 @@ def score_text(
 
 
 def masked_batches(
-    ids: Tensor, marks: Marks, context: int, stride: int, num_rows: int
+    ids: Tensor, marks: MaskingTokens, context: int, stride: int, num_rows: int
 ) -> list[Batch]:
     """Windows over one stream, a stride apart, with the same tokens hidden at every call."""
     length = min(context - marks.num_around, len(ids))
     starts_B = torch.arange(0, len(ids) - length + 1, stride)
     rows_BT = ids[starts_B[:, None] + torch.arange(length)].to(torch.int64)
     return [
-        hide(
+        mask_tokens(
             framed(rows_BT[row : row + num_rows], marks),
             marks,
             torch.Generator().manual_seed(mix(HELD_OUT_SEED, row)),
@@ -135,7 +135,7 @@ def masked_batches(
 def score_masked(
     model: Network,
     ids: Tensor,
-    marks: Marks,
+    marks: MaskingTokens,
     device: torch.device,
     stride: int,
     track: Track = iter,

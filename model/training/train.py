@@ -60,7 +60,7 @@ CONFIG_ARGUMENTS = {"vocab_size": "vocab_size", "context": "context", "dropout":
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for, in full: enough to start the run again from nothing."""
+    """The complete settings of a run: enough to start the same run again."""
 
     config: ModelConfig
     recipe: Recipe
@@ -74,7 +74,7 @@ class Order:
         }
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint says of itself. Names of the user's own files stay with the run."""
+        """The provenance in a checkpoint. Names of the user's files stay out of it."""
         return {
             "trained_by": "quill",
             "recipe": self.recipe.to_dict(),
@@ -148,7 +148,7 @@ def _check_alone(args: argparse.Namespace) -> None:
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} can't be given with --resume, which continues a run "
-            "as it was begun; it takes --steps and --device alone"
+            "as it was begun; it takes only --steps and --device"
         )
 
 
@@ -253,7 +253,7 @@ def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """A small text yields fewer pieces than asked for; the network needs no more rows than that."""
+    """A small text yields a smaller vocabulary than requested."""
     return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
 
 
