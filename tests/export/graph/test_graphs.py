@@ -13,8 +13,9 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.graph.prepare import Networks
 from quill.export.verify.runner import Runner
 from quill.model.network.config import ModelConfig
-from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, export, make_checkpoint
+from tests.export.tiny import Exported, export, make_checkpoint
 from tests.operators import SERVED, needs_operators
+from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
 

@@ -11,21 +11,9 @@ from torch import Tensor
 from quill.model.network.attention import EncoderAttention
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
+from tests.tiny_networks import tiny
 
-SMALL = ModelConfig(
-    family="causal",
-    vocab_size=23,
-    context=16,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_size=4,
-    d_ff=20,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+SMALL = tiny(23, 16, num_kv_heads=4)
 SEQ2SEQ = dataclasses.replace(SMALL, family="seq2seq", num_encoder_layers=2)
 
 

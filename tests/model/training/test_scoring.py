@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from quill.model.data.batches import IGNORED
-from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 from quill.model.training.scoring import Score, score_text, text_batches
+from tests.tiny_networks import tiny
 
-CONFIG = ModelConfig(
-    family="causal",
-    vocab_size=32,
-    context=8,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_size=8,
-    d_ff=16,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+CONFIG = tiny(32, 8, num_layers=1, num_heads=2, head_size=8, d_ff=16)
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 17, 33, 40])
