@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quill.export.bundle.json_records import RecordError, from_json
 from quill.export.errors import BundleError
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Device, Family, Precision
+from quill.json_records import RecordError, from_json
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"

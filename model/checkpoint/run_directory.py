@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.atomic import atomic_directory, atomic_file
 from quill.model.checkpoint.checkpoint import Checkpoint, write_files
 from quill.model.data.source import DataSource
@@ -108,8 +109,8 @@ def read_run(run: Path) -> dict[str, Any]:
 def read_source(run: Path) -> DataSource:
     """The data that a run was begun with, and what it held then."""
     try:
-        return DataSource.from_dict(read_run(run)["data"])
-    except (KeyError, TypeError) as error:
+        return from_json(DataSource, read_run(run)["data"])
+    except (KeyError, RecordError) as error:
         raise not_a_run(run, error) from error
 
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
+from quill.json_records import RecordError, from_json
 from quill.model.errors import ConfigError
 
 Family = Literal["causal", "seq2seq", "encoder"]
@@ -308,15 +309,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Builds a config from JSON, refusing unknown, missing and mistyped entries by name."""
-        values = dict(values)
-        for name, kind in _PARTS.items():
-            part = values.get(name)
-            if part is not None:
-                if not isinstance(part, dict):
-                    raise ConfigError(f"{name} is {part!r}; it must be an object or null")
-                values[name] = kind(**_checked_fields(kind, part))
-        return cls(**_checked_fields(cls, values))
+        """Builds a config from JSON. An error names an unknown, missing or mistyped entry."""
+        try:
+            return from_json(cls, values)
+        except RecordError as error:
+            raise ConfigError(f"the model's config: {error}") from error
 
 
 class CachedSizes(NamedTuple):
@@ -328,12 +325,6 @@ class CachedSizes(NamedTuple):
 
 
 _Part = RotaryScaling | Recurrence | Experts | Latent
-_PARTS: dict[str, type[_Part]] = {
-    "rotary_scaling": RotaryScaling,
-    "recurrence": Recurrence,
-    "experts": Experts,
-    "latent": Latent,
-}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 _LATER = list(_DEFAULTS)[list(_DEFAULTS).index("rotary_scaling") + 1 :]
 _CAUSAL_ONLY = (
@@ -356,33 +347,3 @@ def _require_within(config: ModelConfig | _Part, name: str, least: int, most: in
     value = getattr(config, name)
     if not least <= value <= most:
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
-
-
-def _checked_fields(cls: type[ModelConfig] | type[_Part], values: dict[str, Any]) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ConfigError(f"unknown settings in the model's config: {', '.join(unknown)}")
-    missing = sorted(
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in values
-    )
-    if missing:
-        raise ConfigError(f"settings missing from the model's config: {', '.join(missing)}")
-    hints = get_type_hints(cls)
-    for name, value in values.items():
-        hint = hints[name]
-        if hint == (float | None) and value is not None:
-            hint = float
-        if hint in (int, float, bool) and not _has_type(value, hint):
-            raise ConfigError(f"{name} is {value!r}; it must be of type {hint.__name__}")
-    return values
-
-
-def _has_type(value: object, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)

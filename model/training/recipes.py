@@ -4,10 +4,9 @@ Knows: which numbers exist, which go together, which suit each preset.
 Does not know: data, devices, how a step is computed.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quill.model.errors import ConfigError
 
@@ -64,9 +63,6 @@ class Recipe:
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
             raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -7,12 +7,13 @@ import argparse
 import dataclasses
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.checkpoint import Checkpoint, check_weights, load_checkpoint
 from quill.model.checkpoint.run_directory import (
     TrainingState,
@@ -69,15 +70,15 @@ class Order:
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.config.to_dict(),
-            "recipe": self.recipe.to_dict(),
-            "data": self.source.to_dict(),
+            "recipe": asdict(self.recipe),
+            "data": asdict(self.source),
         }
 
     def provenance(self) -> dict[str, Any]:
         """The provenance in a checkpoint. Names of the user's files stay out of it."""
         return {
             "trained_by": "quill",
-            "recipe": self.recipe.to_dict(),
+            "recipe": asdict(self.recipe),
             "data": {"corpus": self.source.corpus},
         }
 
@@ -156,8 +157,8 @@ def _read_back(path: Path) -> Order:
     description = read_run(path)
     try:
         config = ModelConfig.from_dict(description["model"])
-        recipe = Recipe(**description["recipe"])
-    except (KeyError, TypeError) as error:
+        recipe = from_json(Recipe, description["recipe"])
+    except (KeyError, RecordError) as error:
         raise not_a_run(path, error) from error
     return Order(config, recipe, read_source(path))
 
