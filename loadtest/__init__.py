@@ -1,1 +1,1 @@
-"""The crowd: Locust users, workloads, benchmarks, reports."""
+"""Load tests and benchmarks: Locust users, workloads, backends under test, reports."""

@@ -1,29 +1,29 @@
-"""What can go wrong in this room because of the world. Imports nothing.
+"""The errors of the load test. Imports nothing.
 
 Every message says what was given, what is allowed, and what to do.
 """
 
 
 class LoadtestError(Exception):
-    """The root of this room's errors. The front door prints it and exits with `exit_code`."""
+    """The root of the errors. The command line prints it and exits with `exit_code`."""
 
     exit_code = 1
 
 
 class OptionError(LoadtestError):
-    """Options that don't go together, or that don't say what they must."""
+    """Options that exclude each other, or that are incomplete."""
 
     exit_code = 2
 
 
 class StoppedError(LoadtestError):
-    """Ctrl-C in the middle of a load. What there was is reported."""
+    """Ctrl-C in the middle of a load. The requests that had ended are reported."""
 
     exit_code = 130
 
 
 class NoServerError(LoadtestError):
-    """There is no server to talk to, or it didn't start."""
+    """There is no server at the address, or it didn't start."""
 
 
 class RecordError(LoadtestError):
@@ -31,8 +31,8 @@ class RecordError(LoadtestError):
 
 
 class DifferentAnswerError(LoadtestError):
-    """A request, asked again alone, was answered otherwise."""
+    """A request that was sent again, alone, has another answer."""
 
 
-class ContenderError(LoadtestError):
-    """A contender of a benchmark that doesn't start, or doesn't do its task."""
+class BackendError(LoadtestError):
+    """A backend of a benchmark that doesn't start, or fails a workload."""

@@ -464,14 +464,14 @@ class FillMaskResponse(_message.Message):
     def __init__(self, masks: _Optional[_Iterable[_Union[Mask, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Mask(_message.Message):
-    __slots__ = ("position", "fillings")
+    __slots__ = ("position", "candidates")
     POSITION_FIELD_NUMBER: _ClassVar[int]
-    FILLINGS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     position: int
-    fillings: _containers.RepeatedCompositeFieldContainer[Filling]
-    def __init__(self, position: _Optional[int] = ..., fillings: _Optional[_Iterable[_Union[Filling, _Mapping]]] = ...) -> None: ...
+    candidates: _containers.RepeatedCompositeFieldContainer[MaskCandidate]
+    def __init__(self, position: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[MaskCandidate, _Mapping]]] = ...) -> None: ...
 
-class Filling(_message.Message):
+class MaskCandidate(_message.Message):
     __slots__ = ("token_id", "probability", "text")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     PROBABILITY_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TextGenerationStub:
-    """Text from a Transformer. All calls may run at the same time.
+    """Text generation with a Transformer. All calls may run concurrently.
     """
 
     def __init__(self, channel):
@@ -78,12 +78,12 @@ class TextGenerationStub:
 
 
 class TextGenerationServicer:
-    """Text from a Transformer. All calls may run at the same time.
+    """Text generation with a Transformer. All calls may run concurrently.
     """
 
     def Generate(self, request, context):
-        """Continues a text, a list of tokens or a conversation, and answers once, at the end.
-        For a translation model the input is the source and the answer is its translation.
+        """Continues a text, a list of tokens or a conversation, and responds once, at the end.
+        A translation model translates its input, the source.
         RESOURCE_EXHAUSTED with google.rpc.RetryInfo: the queue is full, or so long that the call's
         deadline would pass first. UNAVAILABLE: the server is loading or stopping.
         DEADLINE_EXCEEDED: the call's deadline passed before there was anything to send.
@@ -93,10 +93,10 @@ class TextGenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, told as it is made. Each sequence's chunks come in order; its last one carries the
-        finish reason. After the last chunk of the last sequence the stream ends with OK.
-        With num_beams nothing can be told before the search is over: until then any beam may turn out
-        the best. Each of the final hypotheses then comes whole, in one chunk, the best one first.
+        """Generate, streamed. The chunks of a sequence come in order; its last chunk has the finish reason.
+        After the last chunk of the last sequence the stream ends with OK. Beam search (num_beams) streams
+        nothing before it ends, because any beam may turn out to be the best; then each hypothesis comes
+        in one chunk, the best one first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,30 +117,30 @@ class TextGenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """How likely the model finds a given text. Causal models only; others answer UNIMPLEMENTED.
+        """The log-likelihood of a text. Causal models only; others respond with UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """A vector for each of some texts. Encoders and causal models; a translation model answers
-        UNIMPLEMENTED, and a bundle without hidden states FAILED_PRECONDITION.
+        """One embedding for each text. Encoders and causal models; a translation model responds with
+        UNIMPLEMENTED, a bundle without hidden states with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FillMask(self, request, context):
-        """What could stand where a text has the mask token. Encoders only; others answer UNIMPLEMENTED,
-        and an encoder that has no mask token FAILED_PRECONDITION.
+        """The likeliest tokens for each mask token of a text. Encoders only; other models respond with
+        UNIMPLEMENTED, an encoder without a mask token with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Everything a client needs to know about the model that is served.
+        """The served model: its properties, defaults and limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,7 +198,7 @@ def add_TextGenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TextGeneration:
-    """Text from a Transformer. All calls may run at the same time.
+    """Text generation with a Transformer. All calls may run concurrently.
     """
 
     @staticmethod
@@ -421,7 +421,7 @@ class TextGeneration:
 class AdministrationStub:
     """------------------------------------------------------------------------------ administration
 
-    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    For operators. Only on servers with API keys; others respond with UNIMPLEMENTED.
     """
 
     def __init__(self, channel):
@@ -440,14 +440,14 @@ class AdministrationStub:
 class AdministrationServicer:
     """------------------------------------------------------------------------------ administration
 
-    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    For operators. Only on servers with API keys; others respond with UNIMPLEMENTED.
     """
 
     def Reload(self, request, context):
-        """Loads the bundle that the server was started with again, from where it was, and puts it on duty.
-        Answers when new calls go to it; calls that run are finished on the old one.
-        PERMISSION_DENIED: not an admin's key. FAILED_PRECONDITION: the new bundle can't be served, or
-        the server is loading or stopping; the old one goes on.
+        """Loads the server's bundle again, from the same path, and serves it. Responds when new calls go to
+        the new model; running calls finish on the old one. PERMISSION_DENIED: not an admin's key.
+        FAILED_PRECONDITION: the new bundle can't be served, or the server is loading or stopping; the old
+        model serves on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -472,7 +472,7 @@ def add_AdministrationServicer_to_server(servicer, server):
 class Administration:
     """------------------------------------------------------------------------------ administration
 
-    For those who run the server. Only offered where callers have API keys; others get UNIMPLEMENTED.
+    For operators. Only on servers with API keys; others respond with UNIMPLEMENTED.
     """
 
     @staticmethod

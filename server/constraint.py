@@ -1,4 +1,4 @@
-"""What the engine asks of a form that answers keep to.
+"""What the engine needs of a grammar that answers keep to.
 
 Knows: token ids, masks. Does not know: grammars, tokenizers, text: server/grammar has those.
 """
@@ -9,38 +9,38 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Masks = npt.NDArray[np.uint32]  # a row for each place, a bit for each token, the lowest first
+Masks = npt.NDArray[np.uint32]  # a row for each position, a bit for each token, the lowest first
 
 
 class Matcher(Protocol):
-    """How far one answer has come. It depends on the answer's tokens and on nothing else.
+    """How far one sequence has come in its grammar: a function of the sequence's tokens alone.
 
     Used by one thread at a time.
     """
 
     @property
     def has_failed(self) -> bool:
-        """The form turned out too complex to follow: nothing is known of the answer any more."""
+        """The grammar became too complex to follow: no mask is known any more."""
 
-    def forced(self) -> list[int]:
-        """The tokens that come next, as far as there is no choice."""
+    def jump_forward(self) -> list[int]:
+        """The next tokens, as far as the grammar allows only one."""
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these, from the first, may come next, one after another."""
+        """How many of these tokens, from the first, the grammar allows one after another."""
 
-    def masks(self, guesses: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
-        """What may come next, and what after each of some guesses, all of which are allowed.
+    def masks(self, draft: Sequence[int], stop_ids: Collection[int], num_unended: int) -> Masks:
+        """The tokens that are allowed next, and after each of the draft tokens, which are allowed.
 
-        In the first places, so many, the ends are forbidden where there is anything else. There
-        may be fewer than asked for, if a guess leads too far; never none.
+        In the first `num_unended` positions the stop ids are forbidden where there is any other
+        token. There may be fewer masks, if a draft token leads too far; there is at least one.
         """
 
     def accept(self, token: int) -> None:
-        """The answer has one token more."""
+        """The sequence has one token more."""
 
 
 class Constraint(Protocol):
-    """A form. Used by any thread."""
+    """A compiled grammar. Used by any thread."""
 
     def matcher(self) -> Matcher:
-        """For a new answer."""
+        """For a new sequence."""

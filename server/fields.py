@@ -14,7 +14,7 @@ How to use it:
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,9 @@ EARLY_STOPPING = Choices(
 POOLING = Choices("POOLING", ("mean", "first", "last"))
 TOOL_MODE = Choices("TOOL_MODE", ("auto", "none", "required"))
 FINISH_REASON = Choices("FINISH_REASON", ("stop", "eos", "length", "cancelled", "deadline"))
+# Why an answer ended, as OpenAI and vLLM name it. Neither has a name for a deadline.
+OPENAI_FINISH_REASON = {"stop": "stop", "eos": "stop", "length": "length", "deadline": "length"}
+VLLM_FINISH_REASON = OPENAI_FINISH_REASON | {"cancelled": "abort", "deadline": "abort"}
 FAMILY = Choices("FAMILY", ("causal", "seq2seq", "encoder"))
 
 
@@ -153,231 +156,98 @@ _PARSERS: dict[Type, Callable[[str], Any]] = {
 }
 
 
-def _table(fields: Iterable[Field]) -> Mapping[str, Field]:
+def _table(*fields: Field) -> Mapping[str, Field]:
     return {field.name: field for field in fields}
 
 
-def _sampling(name: str, type: Type, help: str, **rest: Any) -> Field:
-    return Field(name=name, type=type, help=help, is_sampling=True, **rest)
+def _number(name: str, low: float, high: float | None, help: str, **rest: Any) -> Field:
+    return Field(name=name, type="number", minimum=low, maximum=high, help=help, **rest)
 
 
-PRIORITY = Field(
-    name="priority",
-    type="integer",
-    help="which of a caller's own requests goes first; -10 to 10, default 0. gRPC and the command "
+def _integer(name: str, low: int, high: int | None, help: str, **rest: Any) -> Field:
+    return Field(name=name, type="integer", minimum=low, maximum=high, help=help, **rest)
+
+
+_SAMPLING: dict[str, Any] = {"is_sampling": True}
+_DEFAULTED: dict[str, Any] = {"is_sampling": True, "is_model_default": True}
+PRIORITY = _integer(
+    "priority",
+    -MAX_PRIORITY,
+    MAX_PRIORITY,
+    "which of a caller's own requests goes first; -10 to 10, default 0. gRPC and the command "
     "line: higher is sooner; HTTP and KServe: lower is sooner, as in vLLM",
-    minimum=-MAX_PRIORITY,
-    maximum=MAX_PRIORITY,
     default=0,
     from_json=lambda priority: -priority,
 )
+# A row an option: name, minimum, maximum (None: the model's, or none), help; then what is special.
+# fmt: off
 GENERATE = _table(
-    (
-        Field(
-            name="max_new_tokens",
-            type="integer",
-            help="how many tokens to generate at most, at least 1",
-            minimum=1,
-            json_name="max_tokens",
-            json_aliases=("max_completion_tokens",),
-        ),
-        _sampling(
-            "temperature",
-            "number",
+    _integer("max_new_tokens", 1, None, "how many tokens to generate at most, at least 1",
+             json_name="max_tokens", json_aliases=("max_completion_tokens",)),
+    _number("temperature", 0, None,
             "0 is greedy: always the likeliest token; above 1 flattens the distribution",
-            minimum=0,
-            is_model_default=True,
-        ),
-        _sampling(
-            "top_p",
-            "number",
+            **_DEFAULTED),
+    _number("top_p", 0, 1,
             "sample from the likeliest tokens that together reach this probability; 1 is off",
-            minimum=0,
-            is_open=True,
-            maximum=1,
-            off=1,
-            is_model_default=True,
-        ),
-        _sampling(
-            "top_k",
-            "integer",
-            "sample from the k likeliest tokens; 0 is off, and over HTTP -1, too",
-            minimum=0,
-            off=0,
-            is_model_default=True,
-            from_json=lambda k: 0 if k == -1 else k,
-        ),
-        _sampling(
-            "min_p",
-            "number",
+            is_open=True, off=1, **_DEFAULTED),
+    _integer("top_k", 0, None,
+             "sample from the k likeliest tokens; 0 is off, and over HTTP -1, too",
+             off=0, from_json=lambda k: 0 if k == -1 else k, **_DEFAULTED),
+    _number("min_p", 0, 1,
             "drop tokens below this share of the likeliest token's probability; 0 is off",
-            minimum=0,
-            maximum=1,
-            off=0,
-            is_model_default=True,
-        ),
-        _sampling(
-            "repetition_penalty",
-            "number",
+            off=0, **_DEFAULTED),
+    _number("repetition_penalty", 0.01, 100,
             "above 1: tokens of prompt and answer are less likely to come again; 1 is off",
-            minimum=0.01,
-            maximum=100,
-            off=1,
-            is_model_default=True,
-        ),
-        _sampling(
-            "frequency_penalty",
-            "number",
+            off=1, **_DEFAULTED),
+    _number("frequency_penalty", -2, 2,
             "subtracted from a token's logit for each time the answer has it; -2 to 2, default 0",
-            minimum=-2,
-            maximum=2,
-            default=0.0,
-        ),
-        _sampling(
-            "presence_penalty",
-            "number",
+            default=0.0, **_SAMPLING),
+    _number("presence_penalty", -2, 2,
             "subtracted from a token's logit once the answer has it; -2 to 2, default 0",
-            minimum=-2,
-            maximum=2,
-            default=0.0,
-        ),
-        _sampling(
-            "logit_bias",
-            "bias",
-            "added to the logits of single tokens, from -100 to 100 by token id",
-            minimum=-100,
-            maximum=100,
-            max_items=1024,
-        ),
-        Field(
-            name="seed",
-            type="integer",
-            help="the same seed, request and bundle give the same tokens (default: the server "
-            "picks one)",
-            minimum=0,
-            maximum=MAX_SEED,
-            from_json=lambda seed: seed % (MAX_SEED + 1),  # negative ones are legal
-        ),
-        Field(
-            name="stop",
-            type="strings",
-            help="strings that end an answer; they aren't part of it",
-            minimum=1,
-            maximum=256,
-            max_items=16,
-        ),
-        Field(
-            name="stop_token_ids",
-            type="integers",
-            help="tokens that end an answer",
-            max_items=64,
-            flag="--stop-token-id",
-        ),
-        Field(
-            name="ignore_eos",
-            type="boolean",
-            help="go on after the model's own end-of-text tokens",
-            default=False,
-        ),
-        Field(
-            name="min_new_tokens",
-            type="integer",
-            help="no token ends the answer before so many; default 0",
-            minimum=0,
-            default=0,
-            json_name="min_tokens",
-        ),
-        Field(
-            name="num_sequences",
-            type="integer",
-            help="how many answers; default 1",
-            minimum=1,
-            default=1,
-            json_name="n",
-        ),
-        Field(
-            name="logprobs",
-            type="integer",
-            help="log-probabilities of the answer, and of the n likeliest tokens at each position; "
-            "0 to 20",
-            minimum=0,
-            maximum=20,
-        ),
-        Field(
-            name="prompt_logprobs",
-            type="integer",
-            help="the same for the prompt; 0 to 20",
-            minimum=0,
-            maximum=20,
-        ),
-        Field(
-            name="echo",
-            type="boolean",
-            help="put the prompt before the answer",
-            default=False,
-        ),
-        PRIORITY,
-        Field(
-            name="num_beams",
-            type="integer",
-            help="beam search with so many beams instead of sampling; 1 is off",
-            minimum=1,
-            off=1,
-            flag="--beams",
-        ),
-        Field(
-            name="length_penalty",
-            type="number",
-            help="of beam search: above 0 favors long answers; -10 to 10, default 1",
-            minimum=-10,
-            maximum=10,
-            default=1.0,
-        ),
-        Field(
-            name="early_stopping",
-            type="choice",
-            help="of beam search: when it may end",
-            default="heuristic",
-            choices=EARLY_STOPPING,
-        ),
-    )
+            default=0.0, **_SAMPLING),
+    Field(name="logit_bias", type="bias", minimum=-100, maximum=100, max_items=1024,
+          help="added to the logits of single tokens, from -100 to 100 by token id", **_SAMPLING),
+    _integer("seed", 0, MAX_SEED,
+             "the same seed, request and bundle give the same tokens (default: the server picks "
+             "one)", from_json=lambda seed: seed % (MAX_SEED + 1)),  # negative ones are legal
+    Field(name="stop", type="strings", minimum=1, maximum=256, max_items=16,
+          help="strings that end an answer; they aren't part of it"),
+    Field(name="stop_token_ids", type="integers", max_items=64, flag="--stop-token-id",
+          help="tokens that end an answer"),
+    Field(name="ignore_eos", type="boolean", default=False,
+          help="go on after the model's own end-of-text tokens"),
+    _integer("min_new_tokens", 0, None, "no token ends the answer before so many; default 0",
+             default=0, json_name="min_tokens"),
+    _integer("num_sequences", 1, None, "how many answers; default 1", default=1, json_name="n"),
+    _integer("logprobs", 0, 20,
+             "log-probabilities of the answer, and of the n likeliest tokens at each position; "
+             "0 to 20"),
+    _integer("prompt_logprobs", 0, 20, "the same for the prompt; 0 to 20"),
+    Field(name="echo", type="boolean", default=False, help="put the prompt before the answer"),
+    PRIORITY,
+    _integer("num_beams", 1, None,
+             "beam search with so many beams instead of sampling; 1 is off",
+             off=1, flag="--beams"),
+    _number("length_penalty", -10, 10,
+            "of beam search: above 0 favors long answers; -10 to 10, default 1", default=1.0),
+    Field(name="early_stopping", type="choice", default="heuristic", choices=EARLY_STOPPING,
+          help="of beam search: when it may end"),
 )
+EMBED = _table(
+    Field(name="pooling", type="choice", choices=POOLING,
+          help="how a text's hidden states become one embedding (default: the model's own)"),
+    Field(name="normalize", type="boolean",
+          help="scale embeddings to the length 1 (default: the model's own)"),
+    _integer("dimensions", 1, None, "only the first so many numbers of each embedding"),
+    PRIORITY,
+)
+SCORE = _table(PRIORITY)
+FILL_MASK = _table(
+    _integer("top_k", 1, 20, "how many tokens to report for each mask; 1 to 20, default 5",
+             default=5),
+    PRIORITY,
+)
+# fmt: on
 SAMPLING = tuple(name for name, field in GENERATE.items() if field.is_sampling)
 # A bundle may have a default of its own for these.
 MODEL_DEFAULTS = tuple(name for name, field in GENERATE.items() if field.is_model_default)
-EMBED = _table(
-    (
-        Field(
-            name="pooling",
-            type="choice",
-            help="how a text's hidden states become one embedding (default: the model's own)",
-            choices=POOLING,
-        ),
-        Field(
-            name="normalize",
-            type="boolean",
-            help="scale embeddings to the length 1 (default: the model's own)",
-        ),
-        Field(
-            name="dimensions",
-            type="integer",
-            help="only the first so many numbers of each embedding",
-            minimum=1,
-        ),
-        PRIORITY,
-    )
-)
-SCORE = _table((PRIORITY,))
-FILL_MASK = _table(
-    (
-        Field(
-            name="top_k",
-            type="integer",
-            help="how many tokens to report for each mask; 1 to 20, default 5",
-            minimum=1,
-            maximum=20,
-            default=5,
-        ),
-        PRIORITY,
-    )
-)

@@ -4,8 +4,8 @@ Knows: token ids, reasons, numbers. Does not know: protobuf, text, threads.
 
 For each accepted request, in this order: a StartEvent when it leaves the queue, PromptEvents if
 its prompt's logprobs were asked for, TokenEvents, or one HypothesisEvent for each sequence of a
-beam search; then each sequence ends with one FinishEvent. Texts that are only read have
-VectorEvents in any order, or one PromptEvent for all masks, and one FinishEvent together.
+beam search; then each sequence ends with one FinishEvent. A pooling request has EmbeddingEvents in
+any order, or one PromptEvent for all masks, and one FinishEvent.
 A FailEvent may come at any point instead and ends all its sequences. Nothing follows the end.
 """
 
@@ -42,7 +42,7 @@ class Usage:
     cached: int  # of the prompt: not computed, taken from the prefix cache
     generated: int  # of one sequence
     draft: int = 0  # checked, beside those that were generated one by one
-    accepted: int = 0  # of the guessed: they were right
+    accepted: int = 0  # of the draft tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PromptEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingEvent:
-    """One of a request's texts was read."""
+    """The embedding of one of a request's texts."""
 
     request_id: str
     text: int  # which of them
@@ -92,7 +92,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class HypothesisEvent:
-    """All tokens of one sequence, best sequence first: what a beam search says at its end."""
+    """All tokens of one sequence, best sequence first: the output of a beam search."""
 
     request_id: str
     sequence: int
@@ -139,22 +139,22 @@ class StepStats:
 
     kind: StepKind
     duration_s: float
-    num_tokens: int  # read by the step: one for each running row, guesses, pieces of prompts
-    num_prompt_tokens: int = 0  # of these: of prompts, sources, and what was set back
+    num_tokens: int  # one for each decoding sequence, draft tokens, chunks of prompts
+    num_prompt_tokens: int = 0  # of these: of prompts, sources, and what was preempted
     num_draft_tokens: int = 0
-    num_accepted: int = 0  # of the guessed: they were right
-    num_preempted: int = 0  # requests that gave their blocks away
-    num_jump_forward: int = 0  # of the accepted: a form left no choice
-    masks_s: float | None = None  # until all masks were made; None: no row keeps to a form
+    num_accepted: int = 0  # of the draft tokens
+    num_preempted: int = 0  # requests that lost their blocks
+    num_jump_forward: int = 0  # of the accepted: a grammar left no choice
+    masks_s: float | None = None  # until all masks were there; None: no sequence has a grammar
 
 
 class QueueStats(NamedTuple):
-    """Who is there, whether or not a step was run: a client may leave between two."""
+    """What runs and waits, whether or not a step was run: a client may leave between two."""
 
-    num_rows: int
+    num_sequences: int  # that run
     num_waiting: int
-    num_blocks: int = 0  # that they hold
-    num_requests: int = 0  # with a running row
+    num_blocks: int = 0  # that they use
+    num_requests: int = 0  # with running sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +163,4 @@ class EngineOutputs:
 
     events: tuple[Event, ...]
     step: StepStats | None
-    queue: QueueStats | None = None  # afterwards; None if it isn't the engine that speaks
+    queue: QueueStats | None = None  # afterwards; None: not from the engine

@@ -1,10 +1,10 @@
-"""What a client asked, as the engine understands it.
+"""A client's request, as the engine takes it.
 
-Knows: token ids, limits, how an answer is drawn. Does not know: protobuf, text, slots.
-What the engine answers is in server/outputs.py.
+Knows: token ids, limits, how tokens are sampled. Does not know: protobuf, text, blocks.
+The engine's outputs are in server/outputs.py.
 
 The ranges stand in server/fields.py and are checked here; an error has the name of its field there.
-Whether a prompt fits the model is checked by server/protocol/prompt_fields.py, which knows the
+Whether a prompt fits the model is checked by server/frontend/prompts.py, which knows the
 field it came from.
 """
 
@@ -19,7 +19,7 @@ from quill.server.fields import GENERATE, MAX_SEED, SAMPLING
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. As it stands: from the model's own distribution, untouched."""
+    """How tokens are sampled. By default from the model's own distribution."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -36,7 +36,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether any token's logit is changed before the draw."""
+        """Whether any logit is adjusted before sampling."""
         penalties = (self.frequency_penalty, self.presence_penalty)
         return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
 
@@ -46,7 +46,7 @@ EarlyStopping = Literal["heuristic", "at_once", "never"]
 
 @dataclass(frozen=True, kw_only=True)
 class BeamParams:
-    """How wide to search, what a long answer is worth, when to be content."""
+    """How wide to search, how to score long answers, when to stop."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -62,12 +62,12 @@ Pooling = Literal["mean", "first", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """Texts that are read and not continued: for a vector of each, or for what masks stand for."""
+    """Texts that aren't continued: for an embedding of each, or for what masks stand for."""
 
     texts: tuple[tuple[int, ...], ...]
     method: Pooling = "mean"
-    ranges: tuple[range, ...] = ()  # of each text: the tokens that become its vector; none: all
-    masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no vector
+    ranges: tuple[range, ...] = ()  # of each text: the tokens that are pooled; none: all
+    masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no embedding
 
     def __post_init__(self) -> None:
         assert self.texts, "ReadingReader refuses these"
@@ -78,17 +78,17 @@ class PoolingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, and all that was asked of its answers; or texts that are only read."""
+    """One prompt with the options of its answers; or texts to pool."""
 
     request_id: str
     prompt_ids: tuple[int, ...] = ()  # what the answer continues; for seq2seq the token before it
     pooling: PoolingParams | None = None  # instead of a prompt
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    beams: BeamParams | None = None  # None: answers are drawn, each by itself
-    constraint: Constraint | None = None  # a form that answers keep to; not with beams
+    beams: BeamParams | None = None  # None: answers are sampled, each by itself
+    constraint: Constraint | None = None  # a grammar for the answers; not with beams
     seed: int = 0
-    max_new_tokens: int = 256  # for each sequence; 0 only reads the prompt, to score it
+    max_new_tokens: int = 256  # for each sequence; 0: the prompt is only scored
     min_new_tokens: int = 0  # before so many, no token that ends a sequence is chosen
     eos_ids: frozenset[int] = frozenset()  # the model's own; empty with ignore_eos
     stop_ids: frozenset[int] = frozenset()  # the client's
@@ -97,8 +97,8 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0  # higher is sooner
     deadline_s: float | None = None  # on the engine's clock, time.monotonic
-    owner: str = ""  # who asks: owners take turns; empty if anybody may call
-    cache_scope: str = ""  # beginnings of prompts are shared within it, and never across
+    owner: str = ""  # whose request it is: owners take turns; empty if keys aren't used
+    cache_scope: str = ""  # prefixes are shared within it, and never across
 
     def __post_init__(self) -> None:
         assert bool(self.prompt_ids) != (self.pooling is not None), "PromptReader refuses these"
@@ -135,13 +135,13 @@ class Request:
         return len(self.prompt_ids)
 
     @property
-    def ends(self) -> frozenset[int]:
+    def all_stop_ids(self) -> frozenset[int]:
         """All tokens that end a sequence."""
         return self.eos_ids | self.stop_ids
 
     @property
-    def num_rows(self) -> int:
-        """How many slots it needs."""
+    def num_seqs(self) -> int:
+        """Answers, or beams: how many of the server's sequences the request takes."""
         return self.num_sequences if self.beams is None else self.beams.num_beams
 
     def _require(self, name: str, allowed: bool, rule: str) -> None:

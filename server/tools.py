@@ -1,7 +1,7 @@
-"""Tools that a model may call, and how it writes its calls.
+"""Tools that a model may call, and the formats in which models write tool calls.
 
-Knows: names, schemas, the forms that chat templates write calls in. Does not know: protobuf,
-templates, grammars. A call is `{"name": "…", "arguments": {…}}` with something around it.
+Knows: names, schemas, the formats of known chat templates. Does not know: protobuf, templates,
+grammars. A call is `{"name": "…", "arguments": {…}}` between the markers of its format.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """What stands around calls."""
+    """The text around calls."""
 
     name: str
     marker: str = ""  # begins calls, also after a text; none: an answer is a text or a call
@@ -28,13 +28,13 @@ class ToolCallFormat:
     key: str = "arguments"
 
     def head(self, name: str) -> str:
-        """A call's beginning, up to its arguments. After these there is a brace."""
+        """The text of a call before its arguments. After the arguments comes a brace."""
         return f'{{"name": "{name}", "{self.key}": '
 
 
-# For a model that has none of its own.
+# For a model whose chat template has none.
 PLAIN = ToolCallFormat(name="plain")
-# Those that are known of models. Hermes' is Qwen's and Granite's, too.
+# The formats of known models. Qwen and Granite use Hermes'.
 TOOL_CALL_FORMATS = (
     ToolCallFormat(
         name="hermes",
@@ -51,7 +51,7 @@ TOOL_CALL_FORMATS = (
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What came to one call of an answer. Its first piece has its id and its name."""
+    """What one call of an answer got. Its first delta has its id and its name."""
 
     index: int
     id: str = ""
@@ -59,22 +59,22 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-def add_delta(pieces: list[ToolCallDelta], piece: ToolCallDelta) -> None:
-    """To what its call had last, but for the piece that names it."""
-    last = pieces[-1] if pieces else None
-    if last is None or last.index != piece.index or last.id:
-        pieces.append(piece)
+def add_delta(deltas: list[ToolCallDelta], delta: ToolCallDelta) -> None:
+    """Joins a delta to the last one of the same call, unless that one names the call."""
+    last = deltas[-1] if deltas else None
+    if last is None or last.index != delta.index or last.id:
+        deltas.append(delta)
     else:
-        pieces[-1] = replace(last, arguments=last.arguments + piece.arguments)
+        deltas[-1] = replace(last, arguments=last.arguments + delta.arguments)
 
 
-def merge_deltas(pieces: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """All pieces of an answer, as one for each call."""
+def merge_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """All deltas of an answer, as one for each call."""
     calls: list[ToolCallDelta] = []
-    for piece in pieces:
-        if piece.index == len(calls):
-            calls.append(piece)
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(delta)
         else:
-            call = calls[piece.index]
-            calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
+            call = calls[delta.index]
+            calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
     return calls

@@ -1,7 +1,7 @@
 """`make fuzz`: many bad inputs at a real server, and at the readers of bundles and checkpoints.
 
-Knows: the attackers, how many inputs each gets. Does not know: what is bad about an input.
-Ends with a word and code 1 at the first crash, hang, INTERNAL, other answer or leak. Every input
+Knows: how many inputs of each kind are sent. Does not know: what is bad about an input.
+Ends with a message and code 1 at the first crash, hang, INTERNAL, other answer or leak. Every input
 has a number: `--seed S --first N --inputs 1` makes one of them again.
 """
 
@@ -17,8 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.good_files import write_good_files
-from tests.server.hostile_clients import Besieger, SiegeError
-from tests.server.hostile_http import HttpBesieger
+from tests.server.adversarial_load import Adversary, ServerFaultError
 from tests.server.process import ROOT, ServerProcess, server_process, wait_until
 
 AT_ONCE = 64
@@ -28,7 +27,7 @@ SHARE_OF_FILES = 0.1
 FILES_AT_ONCE = 5000
 SHOW_S = 5.0
 Outcomes = Counter[tuple[str, str]]  # by kind of input, and answer
-# grpc's own words about headers that are no text have a traceback too: it isn't of our code.
+# grpc's own messages about headers that are no text have a traceback too: it isn't of our code.
 BUG = re.compile(r"a bug in |broke down|ASGI application|File \".*/server/\w+\.py\"")
 
 
@@ -58,35 +57,36 @@ def main() -> None:
 def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> Outcomes:
     log = directory / "server.log"
     with server_process(directory / "bundle", log, "--max-num-seqs", "8") as server:
-        outcomes = asyncio.run(_besiege(server, seed, numbers, time.monotonic() + 60 * minutes))
+        outcomes = asyncio.run(_attack(server, seed, numbers, time.monotonic() + 60 * minutes))
         wait_until(server.is_idle, "the server has nothing to do")
         found = BUG.search(server.log)
         if found:
-            raise SiegeError(f"the log has {found[0]!r}: {server.log[found.start() :][:2000]}")
+            raise ServerFaultError(
+                f"the log has {found[0]!r}: {server.log[found.start() :][:2000]}"
+            )
     return outcomes
 
 
-async def _besiege(server: ServerProcess, seed: int, numbers: range, end_s: float) -> Outcomes:
-    besieger = Besieger(server.address)
-    over_http = HttpBesieger(server.http_port)
-    known = await besieger.known_answer()
+async def _attack(server: ServerProcess, seed: int, numbers: range, end_s: float) -> Outcomes:
+    adversary = Adversary(server.address, server.http_port)
+    known = await adversary.known_answer()
     num_fds, shown_s = server.num_fds, 0.0
     for start in range(0, len(numbers), AT_ONCE):
         some = numbers[start : start + AT_ONCE]
         num_http = round(len(some) * SHARE_OF_HTTP)
-        await over_http.attack(seed, some[:num_http])
-        await besieger.attack(seed, some[num_http:], SHARE_OF_BYTES)
-        answer = await besieger.known_answer()
+        await adversary.attack_http(seed, some[:num_http])
+        await adversary.attack(seed, some[num_http:], SHARE_OF_BYTES)
+        answer = await adversary.known_answer()
         if answer != known:
-            raise SiegeError(f"after input {some[-1]} the answer is {answer}, not {known}")
+            raise ServerFaultError(f"after input {some[-1]} the answer is {answer}, not {known}")
         if time.monotonic() - shown_s > SHOW_S:
             shown_s = time.monotonic()
             _show(f"{start + len(some):,} of {len(numbers):,} at the port")
         if time.monotonic() > end_s:
             break
     wait_until(lambda: server.num_fds <= num_fds + AT_ONCE, "connections are given back")
-    await besieger.close()
-    return besieger.outcomes + over_http.outcomes
+    await adversary.close()
+    return adversary.outcomes
 
 
 def fuzz_files(directory: Path, seed: int, first: int, number: int) -> Outcomes:
@@ -105,7 +105,7 @@ def read_bad_files(directory: Path, seed: int, first: int, number: int) -> Outco
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     *_, last = ["nothing was read", *done.stdout.splitlines()]
     if done.returncode:
-        raise SiegeError(f"code {done.returncode} at {last}: {done.stderr[-2000:]}")
+        raise ServerFaultError(f"code {done.returncode} at {last}: {done.stderr[-2000:]}")
     return Counter({(kind, answer): count for kind, answer, count in json.loads(last)})
 
 
@@ -126,5 +126,5 @@ def _show(text: str) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (SiegeError, AssertionError) as error:
+    except (ServerFaultError, AssertionError) as error:
         sys.exit(f"fuzz: {error}")

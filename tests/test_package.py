@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("model", "export", "server", "protos", "loadtest")
+PACKAGES = ("model", "export", "server", "protos", "loadtest")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_package_is_named_in_pyproject() -> None:
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {
-        path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")
+        path.parent.relative_to(ROOT)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
     }
     assert named == sorted({"quill", *(".".join(["quill", *path.parts]) for path in found)})
 
@@ -56,7 +58,7 @@ def test_a_wheel_has_every_module_the_sources_of_the_operators_and_the_page(
     assert len(sources) > 10
     page = [*(ROOT / "server" / "http" / "page").iterdir()]
     assert len(page) > 5
-    modules = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     for path in (*modules, *sources, *page, ROOT / "__main__.py", ROOT / "client.py"):
         assert (installed / "quill" / path.relative_to(ROOT)).is_file(), path
 

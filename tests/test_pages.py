@@ -1,7 +1,7 @@
 """What the pages tell people to open and to type exists: paths, links, commands, make's targets.
 
 Sources are read too, for the paths and modules that their docstrings and comments name.
-What a user makes (runs/, bundles/, *.key, answers.jsonl) has no room's name in front, so it passes.
+What a user makes (runs/, bundles/, *.key, answers.jsonl) begins with no package's name: it passes.
 """
 
 import argparse
@@ -20,20 +20,22 @@ from quill.__main__ import build_parser
 from quill.server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("model", "export", "server", "protos", "loadtest")
+PACKAGES = ("model", "export", "server", "protos", "loadtest")
 NAMES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [Path(name) for name in NAMES]
-PAGES += [Path(room, "README.md") for room in ROOMS if room != "protos"]  # its file explains itself
+PAGES += [
+    Path(package, "README.md") for package in PACKAGES if package != "protos"
+]  # its file explains itself
 PAGES += sorted(path.relative_to(ROOT) for path in ROOT.glob("*/docs/*.md"))
 HISTORY = [Path("CHANGELOG.md"), Path("loadtest/RESULTS.md")]  # may name what is gone; links hold
 MAX_README_LINES = 130
 Finder = Callable[[str], list[str]]
 
-PATH = re.compile(r"(?<![\w./~<-])(?:" + "|".join((*ROOMS, "tests")) + r")/[\w*/.-]*[\w*/]")
+PATH = re.compile(r"(?<![\w./~<-])(?:" + "|".join((*PACKAGES, "tests")) + r")/[\w*/.-]*[\w*/]")
 FILE_NAME = re.compile(r"`([\w-]+\.(?:py|h|cpp|md|proto|yaml|toml|service))`")
 FOLDER_NAME = re.compile(r"`(\w+)/`")
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
-MODULE = re.compile(r"-m ((?:quill|tests|" + "|".join(ROOMS) + r")\.[\w.]*\w)")
+MODULE = re.compile(r"-m ((?:quill|tests|" + "|".join(PACKAGES) + r")\.[\w.]*\w)")
 EXTRA = re.compile(r"(?:quill|'\.)\[([a-z,]+)\]")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -42,7 +44,7 @@ QUILL = re.compile(r"(?:^|/|-m )quill ([a-z].*)")
 
 def sources() -> list[Path]:
     """All that people write here, relative to the root, but what protoc makes."""
-    folders = [ROOT / name for name in (*ROOMS, "tests")]
+    folders = [ROOT / name for name in (*PACKAGES, "tests")]
     found = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     found += [*ROOT.glob("*.py"), ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "pyproject.toml"]
     kinds = {".py", ".h", ".cpp", ".proto", ".toml", ""}
@@ -58,13 +60,13 @@ def read(path: Path) -> str:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Paths that begin with a room's name, from the root; a star stands for anything."""
+    """Paths that begin with a package's name, from the root; a star stands for anything."""
     return [name for name in PATH.findall(text) if not list(ROOT.glob(name.rstrip("/")))]
 
 
 def missing_names(text: str) -> list[str]:
     """Names of files and folders that stand alone, and are nowhere in the tree."""
-    folders = [ROOT / name for name in (*ROOMS, "tests")]
+    folders = [ROOT / name for name in (*PACKAGES, "tests")]
     there = {path.name for folder in folders for path in folder.rglob("*")}
     there |= {path.name for path in ROOT.iterdir()}
     return [name for name in (*FILE_NAME.findall(text), *FOLDER_NAME.findall(text))
@@ -206,13 +208,13 @@ def test_the_readme_is_short() -> None:
 def test_the_tree_of_the_architecture_is_the_tree() -> None:
     text = read(Path("ARCHITECTURE.md"))
     (tree,) = (block for _, block in FENCED.findall(text) if block.startswith("model/ "))
-    shown, room = set(), ""
+    shown, package = set(), ""
     for indent, name in re.findall(r"^( *)(\w+)/ ", tree, re.MULTILINE):
-        room = room if indent else name
-        shown.add(f"{room}/{name}" if indent else name)
+        package = package if indent else name
+        shown.add(f"{package}/{name}" if indent else name)
     there = {path.parent.relative_to(ROOT) for path in ROOT.glob("*/*/__init__.py")}
-    packages = {path.as_posix() for path in there if path.parts[0] in ROOMS}
-    assert shown == packages | {*ROOMS, "tests"}
+    packages = {path.as_posix() for path in there if path.parts[0] in PACKAGES}
+    assert shown == packages | {*PACKAGES, "tests"}
 
 
 def test_the_servers_page_has_its_metrics() -> None:

@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms, and the folders within them, checked in the source itself."""
+"""Who may import whom: the packages, and the folders within them, checked in the source itself."""
 
 import ast
 import functools
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "export", "server", "protos", "loadtest")
+PACKAGES = ("model", "export", "server", "protos", "loadtest")
 MAX_MODULES = 15  # in one folder: more can't be seen at a glance
 
-# What a room may import of the others. A line for a folder stands in place of its room's.
+# What a package may import of the others. A line for a folder stands in place of its package's.
 BETWEEN = {
     "model": "cache json_records",
     "export": "model json_records",
@@ -20,8 +20,6 @@ BETWEEN = {
     "protos": "",
     "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
     "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
-    # The scheduler without an engine, for `quill bench fleet`.
-    "loadtest/bench/fleet": "protos server.client server.engine server.limits server.request",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
     "server.prometheus_text server.addresses "
@@ -30,8 +28,8 @@ BETWEEN = {
     "export.precisions",
 }
 
-# What a folder may import of its own room beside the values at the room's root, from the lowest
-# folder to the highest. A name without a folder is a module at the root that isn't a value.
+# What a folder may import of its own package beside the values at its root, from the lowest folder
+# to the highest. A name without a folder is a module at the root that isn't a value.
 WITHIN = {
     "server": {
         "deploy": "",
@@ -41,19 +39,16 @@ WITHIN = {
         "grammar": "machine",
         "sampling": "machine",
         "engine": "sampling machine",
-        "protocol": "text grammar",
         "telemetry": "",
-        "loading": "engine sampling protocol text grammar machine",
-        "service": "loading engine protocol grammar text auth telemetry",
-        "api": "service protocol auth telemetry",
-        "http/wire": "service auth telemetry",
-        "http/openai": "http/wire service protocol",
-        "http": "http/openai http/wire service auth telemetry",
-        "kserve": "api service protocol auth telemetry",
-        "serve": "api http http/wire kserve service loading engine protocol auth telemetry machine",
-        "cluster/keeper": "auth",
-        "cluster/replica": "cluster/keeper serve api service loading protocol auth telemetry",
-        "cluster": "cluster/replica cluster/keeper serve auth",
+        "frontend": "engine text grammar auth telemetry",
+        "loading": "frontend engine sampling text grammar machine",
+        "api": "frontend auth text telemetry",
+        "http/wire": "frontend auth telemetry",
+        "http/openai": "http/wire frontend text",
+        "http": "http/openai http/wire api frontend auth telemetry",
+        "kserve": "api frontend text auth telemetry",
+        "serve": "api http http/wire kserve frontend loading engine auth telemetry machine",
+        "cluster": "serve api frontend loading auth telemetry",
         "client": "",
         "client/batch": "client",
         "client/top": "client",
@@ -89,29 +84,24 @@ WITHIN = {
         "locust_users": "workload protocols environment",
         "locustfile": "locust_users workload protocols environment",
         "run": "workload protocols environment results",
-        "bench/contenders": "environment protocols",
-        "bench": "bench/contenders protocols workload environment results",
-        "bench/fleet": "bench protocols workload environment results",
-        "bench/forms": "bench workload environment results",
-        "compare": "bench environment results",
-        "commands": "run bench compare",
+        "bench/backends": "workload protocols environment",
+        "bench": "bench/backends workload protocols environment results",
+        "studies": "bench bench/backends workload protocols environment results",
+        "commands": "run bench",
     },
     "protos": {},
 }
 TORCH_FREE = ("server", "protos", "loadtest")
 # They run in the peers' virtual environment, as processes of their own.
-PEERS = {
-    f"loadtest/bench/contenders/{name}.py"
-    for name in ("transformers", "transformers_encoder", "prepare")
-}
+PEERS = {f"loadtest/bench/backends/{name}.py" for name in ("transformers", "prepare")}
 
 
-def source_files(room: str) -> list[Path]:
-    """A room's files, relative to the root."""
-    return sorted(path.relative_to(ROOT) for path in (ROOT / room).rglob("*.py"))
+def source_files(package: str) -> list[Path]:
+    """A package's files, relative to the root."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py"))
 
 
-SOURCES = [path for room in ROOMS for path in source_files(room)]
+SOURCES = [path for package in PACKAGES for path in source_files(package)]
 
 
 @functools.cache
@@ -139,10 +129,10 @@ def own_imports(path: Path) -> Iterator[str]:
         yield place.as_posix()
 
 
-def folder_of(place: Path, room: str) -> str:
-    """The line of WITHIN that a module belongs to; "" for the values at the room's root."""
-    inside = place.relative_to(room).with_suffix("").as_posix()
-    lines = [each for each in WITHIN[room] if inside == each or inside.startswith(f"{each}/")]
+def folder_of(place: Path, package: str) -> str:
+    """The line of WITHIN that a module belongs to; "" for the values at the package's root."""
+    inside = place.relative_to(package).with_suffix("").as_posix()
+    lines = [each for each in WITHIN[package] if inside == each or inside.startswith(f"{each}/")]
     return max(lines, key=len, default="")
 
 
@@ -151,59 +141,62 @@ def allowed_between(path: Path) -> set[str]:
     return {each.replace(".", "/") for each in BETWEEN[max(lines, key=len)].split()}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may_of_the_others(room: str) -> None:
-    for path in source_files(room):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_it_may_of_the_others(package: str) -> None:
+    for path in source_files(package):
         allowed = allowed_between(path)
         for place in own_imports(path):
-            if place.partition("/")[0] != room:
+            if place.partition("/")[0] != package:
                 names = {place, *(parent.as_posix() for parent in Path(place).parents)}
                 assert names & allowed, f"{path} imports {place}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_folder_imports_only_what_it_may_of_its_room(room: str) -> None:
-    for path in source_files(room):
-        here = folder_of(path, room)
-        allowed = {here, "", *WITHIN[room].get(here, "").split()}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_folder_imports_only_what_it_may_of_its_package(package: str) -> None:
+    for path in source_files(package):
+        here = folder_of(path, package)
+        allowed = {here, "", *WITHIN[package].get(here, "").split()}
         for place in own_imports(path):
-            if Path(place).parts[0] == room and place != room:
-                assert folder_of(Path(place), room) in allowed, f"{path} imports {place}"
+            if Path(place).parts[0] == package and place != package:
+                assert folder_of(Path(place), package) in allowed, f"{path} imports {place}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_folders_go_one_way(room: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_go_one_way(package: str) -> None:
     lower: set[str] = set()
-    for folder, allowed in WITHIN[room].items():
+    for folder, allowed in WITHIN[package].items():
         assert set(allowed.split()) <= lower, f"{folder} may import what stands above it"
         lower.add(folder)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_folder_is_in_the_table_and_can_be_seen_at_a_glance(room: str) -> None:
-    for folder in {path.parent for path in source_files(room)}:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_is_in_the_table_and_can_be_seen_at_a_glance(package: str) -> None:
+    for folder in {path.parent for path in source_files(package)}:
         modules = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= MAX_MODULES, folder
         assert (ROOT / folder / "__init__.py").exists(), folder
-        assert folder.as_posix() == room or folder.relative_to(room).as_posix() in WITHIN[room]
+        assert (
+            folder.as_posix() == package
+            or folder.relative_to(package).as_posix() in WITHIN[package]
+        )
 
 
-def test_there_are_no_other_rooms() -> None:
+def test_there_are_no_other_packages() -> None:
     with_code = {path.parts[0] for path in (p.relative_to(ROOT) for p in ROOT.glob("*/**/*.py"))}
-    assert {each for each in with_code if each[0] != "."} - {"build"} == {*ROOMS, "tests"}
+    assert {each for each in with_code if each[0] != "."} - {"build"} == {*PACKAGES, "tests"}
 
 
 def test_ours_are_imported_by_their_whole_name() -> None:
     # From the root of a checkout `import server` would work, and in an installation it wouldn't.
     tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
     for path in (*SOURCES, *tests):
-        short = {name.partition(".")[0] for name in imported(path)} & set(ROOMS)
+        short = {name.partition(".")[0] for name in imported(path)} & set(PACKAGES)
         assert not short, f"{path} imports {short}"
 
 
-@pytest.mark.parametrize("room", TORCH_FREE)
-def test_a_serving_room_never_imports_torch(room: str) -> None:
-    for path in source_files(room):
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_a_serving_package_never_imports_torch(package: str) -> None:
+    for path in source_files(package):
         if path.as_posix() not in PEERS:
             assert "torch" not in {name.partition(".")[0] for name in imported(path)}, path
 

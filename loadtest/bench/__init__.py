@@ -1,1 +1,1 @@
-"""Who is faster, with how much memory, and how well."""
+"""Benchmarks: experiments of backends × workloads × columns."""

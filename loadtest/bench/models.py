@@ -1,8 +1,9 @@
-"""Where the models that are compared lie, and how the peers' are made.
+"""Where the models and programs under test are, and how the peers' models are made.
 
-Knows: the cache, the peers' environment. Does not know: tasks, speeds.
+Knows: the cache, the peers' environment, other checkouts. Does not know: workloads, speeds.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,46 +11,74 @@ from pathlib import Path
 
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE
-from quill.loadtest.environment.processes import ROOT
-from quill.loadtest.errors import ContenderError, OptionError
+from quill.loadtest.bench.experiment import Entry
+from quill.loadtest.environment.machine import num_cores
+from quill.loadtest.environment.process import ROOT
+from quill.loadtest.errors import BackendError, OptionError
 from quill.server.serve.default_model import NAME as MODEL
 
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LLAMA_SERVER = PEERS_PYTHON.with_name("llama-server")
+BACKENDS = "quill.loadtest.bench.backends"
+# A peer's module, and its file in the peers' cache for each kind of weights.
+PEERS = {
+    "llama_cpp": {"Q8_0": "q8_0.gguf", "Q4_1": "", "Q4_0": "q4_0.gguf"},  # "": the GGUF itself
+    "genai": {kind: f"genai-{kind}" for kind in ("int4", "int8", "fp32")},
+    "ctranslate2": {kind: f"ct2-{kind}" for kind in ("int8", "float32")},
+    "transformers": {"float32": "hf"},
+}
 
-PASSAGES = "passages.json"
+
+def engine_entries(
+    args: argparse.Namespace, bundle: Path, precisions: list[str], *more: str
+) -> list[Entry]:
+    """Quill's engine in each precision; of other checkouts, too, where --against names them."""
+    entries = []
+    for precision in precisions:
+        words = ["-m", f"{BACKENDS}.quill_engine", str(bundle), precision, num_threads(args), *more]
+        entries.append(Entry([sys.executable, *words]))
+        for checkout in getattr(args, "against", None) or ():
+            label = f"Quill {precision}, {checkout.name}"
+            entries.append(Entry([checkout_python(checkout), *words], label))
+    return entries
 
 
-def peer_commands(cache: Path, num_threads: int) -> list[list[str]]:
-    """Each with the kinds of weights that it is known for."""
-    peers = cache / "peers"
-    files = {
-        "llama": {
-            "Q8_0": peers / "q8_0.gguf",
-            "Q4_1": gguf(cache),
-            "Q4_0": peers / "q4_0.gguf",
-        },
-        "genai": {kind: peers / f"genai-{kind}" for kind in ("int4", "int8", "fp32")},
-        "ctranslate2": {kind: peers / f"ct2-{kind}" for kind in ("int8", "float32")},
-        "transformers": {"float32": peers / "hf"},
-    }
-    contenders = "quill.loadtest.bench.contenders"
+def checkout_python(checkout: Path) -> str:
+    """The Python of another checkout's virtual environment."""
+    python = checkout.absolute() / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise OptionError(f"there is no {python}. Run `make .venv/base` in {checkout}")
+    return str(python)
+
+
+def num_threads(args: argparse.Namespace) -> str:
+    return str(args.threads or num_cores())
+
+
+def peer_entry(module: str, *arguments: str, python: Path | None = None) -> Entry:
+    """A backend in the peers' environment, or in that of `python`."""
+    if python is None and not PEERS_PYTHON.exists():
+        raise OptionError("the peers aren't installed. Run `make peers` first; it takes minutes")
+    return Entry([str(python or PEERS_PYTHON), "-m", f"{BACKENDS}.{module}", *arguments])
+
+
+def peer_entries(cache: Path, threads: str) -> list[Entry]:
     return [
-        [str(PEERS_PYTHON), "-m", f"{contenders}.{module}", str(path), kind, str(num_threads)]
-        for module, kinds in files.items()
-        for kind, path in kinds.items()
+        peer_entry(module, str(cache / "peers" / file if file else gguf(cache)), kind, threads)
+        for module, kinds in PEERS.items()
+        for kind, file in kinds.items()
     ]
 
 
 def prepare_peers(cache: Path) -> None:
     tokenizer = default_bundle() / "tokenizer.json"
-    arguments = ["quill.loadtest.bench.contenders.prepare", gguf(cache), tokenizer, cache / "peers"]
+    arguments = [f"{BACKENDS}.prepare", gguf(cache), tokenizer, cache / "peers"]
     _check(subprocess.run([PEERS_PYTHON, "-m", *map(str, arguments)], cwd=ROOT, check=False))
 
 
 def held_out(cache: Path) -> list[list[int]]:
-    """The passages that export measures perplexity on, made once."""
-    path = cache / "peers" / PASSAGES
+    """The passages on which export measures perplexity, made once."""
+    path = cache / "peers" / "passages.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "quill.export.cli.passages", MODEL]
@@ -63,7 +92,7 @@ def held_out(cache: Path) -> list[list[int]]:
 def _check(done: "subprocess.CompletedProcess[bytes]") -> None:
     if done.returncode != 0:
         command = " ".join(map(str, done.args))
-        raise ContenderError(f"`{command}` failed with code {done.returncode}; see above")
+        raise BackendError(f"`{command}` failed with code {done.returncode}; see above")
 
 
 def gguf(cache: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Shows the results of a contest: as a table, as Markdown, as a plot.
+"""The one writer of experiments' results: a table, Markdown, JSON, a plot. And usual columns.
 
-Knows: results. Does not know: how they came about.
+Knows: results of any experiment. Does not know: how they came about.
 """
 
 import json
@@ -8,93 +8,145 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from quill.loadtest.bench.contest import Result
+from quill.loadtest.bench.experiment import Column, Experiment, Measured, Results, run_experiment
+from quill.loadtest.environment.machine import machine_info
+from quill.loadtest.errors import LoadtestError
 
-Rows = list[list[str]]
-# Okabe and Ito's: a colour-blind person can tell them apart.
+# Okabe and Ito's: colour-blind people can tell them apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "xx")
+LABEL = Column("", lambda row, _: str(row.label))
+WEIGHTS_MB = Column("weights MB", lambda row, _: f"{row.info.weight_bytes / 1e6:.0f}")
+PEAK_MB = Column("peak MB", lambda row, _: _megabytes(row.peak_bytes))
+VERSION = Column("version", lambda row, _: str(row.info.version))
+PERPLEXITY = Column("perplexity", lambda row, _: _perplexity(row))
 
 
-def rows_of(results: Sequence[Result]) -> tuple[list[str], Rows]:
-    """The heading and a line for each contender. Speeds are in tokens a second."""
-    tasks = list(results[0].speeds)
-    heading = ["", *tasks, "perplexity", "weights MB", "peak MB", "version"]
-    rows = [
-        [
-            f"{result.about.name} {result.about.kind}",
-            *(f"{result.speeds[task]:.0f}" for task in tasks),
-            "" if math.isnan(result.perplexity) else f"{result.perplexity:.3f}",
-            f"{result.about.weight_bytes / 1e6:.0f}",
-            f"{result.peak_bytes / 1e6:.0f}",
-            result.about.version,
-        ]
-        for result in results
-    ]
-    return heading, rows
+def speed(workload: str, name: str = "") -> Column:
+    """Tokens a second, the best of all rounds."""
+    return Column(name or workload, lambda row, _: number(row.speed(workload), 0))
 
 
-def table(results: Sequence[Result]) -> Table:
-    heading, rows = rows_of(results)
-    shown = Table(title="tokens a second, best of all rounds", box=box.SIMPLE_HEAD)
-    for index, name in enumerate(heading):
-        shown.add_column(
-            name,
-            justify="left" if index == 0 else "right",
-            no_wrap=index == 0,
-            min_width=max(map(len, name.split())) if name else None,
+def speedup(workload: str, name: str = "first / this") -> Column:
+    """The first entry's speed, in multiples of this one's."""
+    return Column(
+        name, lambda row, results: number(results[0].speed(workload) / row.speed(workload))
+    )
+
+
+def number(value: float, digits: int = 2) -> str:
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def numbers(values: Sequence[float], digits: int = 2) -> str:
+    return " ".join(number(value, digits) for value in values)
+
+
+def _megabytes(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / 1e6:.0f}"
+
+
+def _perplexity(row: Measured) -> str:
+    if "score" not in row.turns:
+        return "–"
+    score = row.last("score")
+    return f"{math.exp(score['nll'] / score['num_tokens']):.3f}"
+
+
+def run_and_report(experiment: Experiment, out: Path | None = None) -> list[Measured]:
+    """Prints the table, writes files to `out`, and raises if the experiment found problems."""
+    results = run_experiment(experiment)
+    cells = table_cells(experiment, results)
+    shown = rich_table(experiment, cells)
+    width = None if Console().is_terminal else 30 + 14 * len(shown.columns)
+    console = Console(highlight=False, width=width)
+    console.print(shown)
+    for note in experiment.notes(results):
+        console.print(note)
+    if out is not None:
+        write(experiment, results, out)
+        console.print(f"{experiment.name}.json, .md and .png are in {out}")
+    problems = experiment.problems(results)
+    if problems:
+        raise LoadtestError("; ".join(problems))
+    return results
+
+
+def table_cells(experiment: Experiment, results: Results) -> list[list[str]]:
+    rows = experiment.rows(results)
+    return [[column.cell(row, results) for column in experiment.columns] for row in rows]
+
+
+def rich_table(experiment: Experiment, cells: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=experiment.title, box=box.SIMPLE_HEAD)
+    for index, column in enumerate(experiment.columns):
+        justify, widths = "right" if index else "left", map(len, column.name.split())
+        table.add_column(
+            column.name,
+            justify=justify,  # type: ignore[arg-type]
+            no_wrap=not index,
+            min_width=max(widths, default=None),
         )
-    for row in rows:
-        shown.add_row(*row)
-    return shown
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
-def markdown(results: Sequence[Result], facts: Mapping[str, str]) -> str:
-    heading, rows = rows_of(results)
-    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+def markdown(experiment: Experiment, results: Results, info: Mapping[str, str]) -> str:
+    heading = [column.name for column in experiment.columns]
+    rule = ["---", *["---:"] * (len(heading) - 1)]
+    lines = [heading, rule, *table_cells(experiment, results)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"{text}\n\n{told}\n"
+    listed = "\n".join(f"- {name}: {value}" for name, value in info.items())
+    notes = "".join(f"\n{note}\n" for note in experiment.notes(results))
+    return f"{text}\n{notes}\n{listed}\n"
 
 
-def write(results: Sequence[Result], facts: Mapping[str, str], out: Path) -> None:
-    """results.json, results.md and speeds.png in a directory."""
+def write(experiment: Experiment, results: Results, out: Path) -> None:
+    """NAME.json, NAME.md and, where backends have speeds, NAME.png in a directory."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"facts": facts, "results": [asdict(result) for result in results]}
-    (out / "results.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    (out / "results.md").write_text(markdown(results, facts), encoding="utf-8")
-    plot(results, out / "speeds.png")
+    info = machine_info()
+    record: dict[str, Any] = {"info": info, "title": experiment.title}
+    record["results"] = [asdict(each) for each in results]
+    stem = out / experiment.name
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    text = markdown(experiment, results, info)
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    plot(experiment, results, stem.with_suffix(".png"))
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """A group of bars for each task, relative to its fastest contender."""
+def plot(experiment: Experiment, results: Results, path: Path) -> None:
+    """A group of bars for each workload, relative to its fastest backend."""
     from matplotlib.figure import Figure
 
-    tasks = list(results[0].speeds)
+    names = [each.name for each in experiment.workloads if not each.once]
+    turns = {name: [each.turns.get(name, [{}])[0] for each in results] for name in names}
+    names = [name for name in names if all({"seconds", "num_tokens"} <= {*t} for t in turns[name])]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(results)
     for index, result in enumerate(results):
-        places = [i + (index - (len(results) - 1) / 2) * width for i in range(len(tasks))]
-        best = [max(each.speeds[task] for each in results) for task in tasks]
-        heights = [result.speeds[task] / most for task, most in zip(tasks, best, strict=True)]
+        places = [i + (index - (len(results) - 1) / 2) * width for i in range(len(names))]
+        best = [max(each.speed(name) for each in results) for name in names]
         axes.bar(
             places,
-            heights,
+            [result.speed(name) / most for name, most in zip(names, best, strict=True)],
             width,
-            label=f"{result.about.name} {result.about.kind} ({result.perplexity:.2f})",
+            label=f"{result.label} ({_perplexity(result)})",
             color=COLOURS[index % len(COLOURS)],
-            hatch=HATCHES[index // len(COLOURS)],
+            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)],
             edgecolor="white",
             linewidth=0.3,
         )
-    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("tokens/s, as a share of the fastest")
-    axes.set_title("Speed by task; in brackets the perplexity on the same held-out tokens")
+    axes.set_title("Speed by workload; in brackets the perplexity on the same held-out tokens")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

@@ -1,130 +1,181 @@
-"""`quill bench server`: a crowd of closed-loop users through servers, and how much memory it took.
+"""`quill bench server`, `cluster` and `streams`: servers with streaming clients.
 
-Knows: prompts, rounds, who was best. Does not know: servers' options and wires, engines.
-
-Every user asks for answers of the same length, with prompts of different lengths, and reads each
-as it comes. Servers take turns: all of them stand, and only one is asked at a time.
+Knows: prompts, workloads, columns, sizes of servers. Does not know: protocols, engines.
 """
 
 import argparse
-import json
-import statistics
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
-from quill.loadtest.bench.contenders.llama_server import llama_server
-from quill.loadtest.bench.contenders.quill_server import quill_server, standing_server
-from quill.loadtest.bench.contenders.serving import Load, Serving
-from quill.loadtest.bench.contest import PAUSE_S
-from quill.loadtest.bench.models import LLAMA_SERVER, default_bundle, prepare_peers
-from quill.loadtest.bench.tasks import random_ids
-from quill.loadtest.environment.machine import machine_facts, num_cores
-from quill.loadtest.environment.process_stats import peak_bytes_of
-from quill.loadtest.errors import ContenderError, OptionError
-from quill.loadtest.protocols.names import DOORS, TITLES
-from quill.loadtest.workload.closed_loop import LoopResult, closed_loop
+from quill.loadtest.bench.backends.quill_server import ServerConfig
+from quill.loadtest.bench.engine import PAST_TOKENS, random_ids
+from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, Workload
+from quill.loadtest.bench.models import (
+    BACKENDS,
+    LLAMA_SERVER,
+    checkout_python,
+    default_bundle,
+    engine_entries,
+    num_threads,
+    prepare_peers,
+)
+from quill.loadtest.bench.report import (
+    LABEL,
+    PEAK_MB,
+    number,
+    numbers,
+    run_and_report,
+    speed,
+    speedup,
+)
+from quill.loadtest.errors import OptionError
+from quill.loadtest.protocols.names import PROTOCOLS, TITLES
+from quill.server.loading.graph_choice import choose_graphs
 
 PROMPT_LENGTHS = (16, 128)
 NUM_LENGTHS = 64  # between the two
 STRIDE = 37  # from one prompt's length to the next one's, so that neighbours differ
 NUM_PROMPTS = 1024  # of a round: none comes twice unless it is long
 WARM_UP_S = 1.0
-
-Prompts = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One server under the crowd for a while."""
-
-    served: LoopResult
-    first_token_s: float  # the median
+LOAD = "load"
+FIRST_TOKEN = Column("first token, s", lambda row, _: number(row.best(LOAD)["first_token_s"]))
+REQUESTS = Column("requests", lambda row, _: str(row.best(LOAD)["num_requests"]))
+ALL_ROUNDS = Column("all rounds", lambda row, _: numbers(row.speeds(LOAD), 0))
 
 
-@dataclass(frozen=True)
-class ServerResult:
-    """A server's best round, and the most memory that it had in all of them."""
+@dataclass(frozen=True, kw_only=True)
+class ServerLoad:
+    """Closed-loop users; the same for all servers."""
 
-    name: str
-    best: Measured
-    peak_bytes: int | None  # None: it isn't ours
+    num_users: int
+    num_shared: int = 0  # tokens of the prefix that all prompts share
+    num_new: int  # tokens of each answer
+    context: int  # of one request at most, the shared prefix included
+    temperature: float = 0.0
+    duration_s: float
+
+    def workload(self, vocab_size: int, num_rounds: int) -> Workload:
+        """The first order is the warm-up's: all users send once, the shared prefix gets cached."""
+        common = {"do": "load", "num_users": self.num_users, "num_new": self.num_new}
+        common["temperature"] = self.temperature
+        orders = [
+            common | {"prompts": prompts, "duration_s": self.duration_s if i else WARM_UP_S}
+            for i, prompts in enumerate(make_rounds(vocab_size, self, num_rounds + 1))
+        ]
+        return Workload(LOAD, orders)
 
 
-def run(args: argparse.Namespace) -> None:
-    bundle, load = args.bundle or default_bundle(), read_load(args)
+def run_server(args: argparse.Namespace) -> None:
+    bundle = args.bundle or default_bundle()
+    load = read_load(args)
     manifest = read_manifest(bundle)
-    rounds = make_rounds(manifest.sizes.vocab_size, load, args.rounds + 1)
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        logs = Path(directory)
-        gguf = prepare_llama() if args.peers else None
-        doors = DOORS if args.protocols else ("grpc",)
-        quill = quill_server(bundle, args.precision, load, logs / "quill.log", doors)
-        servers = stack.enter_context(quill)
-        if gguf is not None:
-            peer = llama_server(LLAMA_SERVER, gguf, load, logs / "llama-server.log")
-            servers.append(stack.enter_context(peer))
-        for address in args.beside:
-            servers.append(stack.enter_context(standing_server(address, load)))
-        measured = take_turns(servers, load, rounds, args.duration)
-    expected, peak_bytes = expected_bytes(manifest, servers[0].kind, load), measured[0].peak_bytes
-    assert peak_bytes is not None, "we started it"
-    console = Console(highlight=False)
-    console.print(_table(measured))
-    if args.protocols:
-        console.print(_shares(measured[: len(DOORS)]))
-    console.print(
-        f"Quill's peak memory: {peak_bytes / 1e6:.0f} MB, "
-        f"{peak_bytes / expected:.2f} of weights and caches ({expected / 1e6:.0f} MB)"
+    expected = expected_bytes(manifest, args.precision, load)
+
+    def notes(results: Results) -> list[str]:
+        peak = results[0].peak_bytes or 0
+        text = f"{peak / expected:.2f} of weights and KV caches ({expected / 1e6:.0f} MB)"
+        return [f"{results[0].label}'s peak memory: {peak / 1e6:.0f} MB, {text}"]
+
+    experiment = Experiment(
+        "server",
+        f"{load.num_users} users, tokens a second, best of all rounds",
+        server_entries(args, bundle, manifest, load),
+        [load.workload(manifest.sizes.vocab_size, args.rounds)],
+        [LABEL, speed(LOAD, "tokens/s"), REQUESTS, FIRST_TOKEN, speedup(LOAD), PEAK_MB, ALL_ROUNDS],
+        args.rounds,
+        warm_up=True,
+        notes=notes,
     )
-    if args.out is not None:
-        _write(measured, load, expected, args.out)
+    run_and_report(experiment, args.out)
 
 
-def read_load(args: argparse.Namespace) -> Load:
-    return Load(
+def read_load(args: argparse.Namespace) -> ServerLoad:
+    return ServerLoad(
         num_users=args.users,
         num_shared=args.shared_prefix,
         num_new=args.answer,
         context=args.shared_prefix + args.context,
         temperature=args.temperature,
-        num_threads=args.threads or num_cores(),
+        duration_s=args.duration,
     )
 
 
-def prepare_llama() -> Path:
-    """The weights for llama-server."""
+def server_entries(
+    args: argparse.Namespace, bundle: Path, manifest: Manifest, load: ServerLoad
+) -> list[Entry]:
+    """This Quill's server and others', each over all protocols that are measured."""
+    options = serve_options(load, args.precision, token_bytes(manifest, args.precision))
+    here = ServerConfig(str(bundle), (*options, "--threads", num_threads(args)))
+    servers = {"": here}
+    for checkout in args.against:
+        servers[f", {checkout.name}"] = replace(here, python=checkout_python(checkout))
+    servers |= {f" at {address}": ServerConfig(address=address) for address in args.beside}
+    entries = [
+        Entry(config.command(), f"Quill over {TITLES[protocol]}{name}", {"protocol": protocol})
+        for protocol in (PROTOCOLS if args.protocols else PROTOCOLS[:1])
+        for name, config in servers.items()
+    ]
+    return entries + ([llama_entry(args, load)] if args.peers else [])
+
+
+def llama_entry(args: argparse.Namespace, load: ServerLoad) -> Entry:
     if not LLAMA_SERVER.exists():
         raise OptionError(
             f"there is no {LLAMA_SERVER}. Run `make peers` first; it takes about 20 minutes"
         )
     cache = cache_directory()
     prepare_peers(cache)
-    return cache / "peers" / "q8_0.gguf"
+    sizes = [num_threads(args), str(load.num_users), str(load.context)]
+    command = [sys.executable, "-m", f"{BACKENDS}.llama_server", str(LLAMA_SERVER)]
+    shared = ["shared"] if load.num_shared else []
+    return Entry([*command, str(cache / "peers" / "q8_0.gguf"), *sizes, *shared])
 
 
-def make_rounds(vocab_size: int, load: Load, num_rounds: int) -> list[Prompts]:
-    """Everybody's prompts in each round: the same beginning, and then never the same."""
+def serve_options(load: ServerLoad, precision: str | None, token_bytes: int) -> list[str]:
+    """A KV cache for all users at once and a quarter more, so that some of it stays cached."""
+    num_tokens = load.num_shared + load.num_users * (load.context - load.num_shared)
+    megabytes = math.ceil(1.25 * max(num_tokens, 2 * load.context) * token_bytes / 2**20)
+    given = ["--max-num-seqs", str(load.num_users), "--context", str(load.context)]
+    given += ["--kv-cache-mb", str(megabytes)]
+    given += [] if load.num_shared else ["--no-prefix-cache"]
+    return given + (["--precision", precision] if precision else [])
+
+
+def token_bytes(manifest: Manifest, precision: str | None) -> int:
+    """Of the KV cache; of the smallest precision that the server may choose."""
+    graphs = [manifest.graphs_in(precision)] if precision else manifest.graphs
+    return min(manifest.cache_bytes_per_token(each.cache_type) for each in graphs)
+
+
+def expected_bytes(manifest: Manifest, precision: str | None, load: ServerLoad) -> int:
+    """Weights, and the KV caches of all users without shared blocks."""
+    graphs = choose_graphs(manifest, "cpu", precision).graphs
+    weights = next(file.size for file in manifest.files if file.name == graphs.weights)
+    a_token = manifest.cache_bytes_per_token(graphs.cache_type)
+    return int(weights + load.num_users * load.context * a_token)
+
+
+def make_rounds(vocab_size: int, load: ServerLoad, num_rounds: int) -> list[list[list[int]]]:
+    """The prompts of each round: the shared prefix, and tails of which no two are the same."""
     ids = random_ids(load.num_shared + num_rounds * NUM_PROMPTS + PROMPT_LENGTHS[1], vocab_size)
     shared, ids = ids[: load.num_shared], ids[load.num_shared :]
     max_length = load.context - load.num_shared - load.num_new
     return [
-        [shared + tail for tail in make_tails(ids[number * NUM_PROMPTS :], max_length)]
-        for number in range(num_rounds)
+        [shared + tail for tail in make_tails(ids[i * NUM_PROMPTS :], max_length)]
+        for i in range(num_rounds)
     ]
 
 
-def make_tails(ids: Sequence[int], max_length: int) -> Prompts:
-    """Of all lengths in between, no two alike."""
+def make_tails(ids: Sequence[int], max_length: int) -> list[list[int]]:
     shortest, longest = PROMPT_LENGTHS
     more = max(shortest, min(longest, max_length)) - shortest
     lengths = [
@@ -133,92 +184,129 @@ def make_tails(ids: Sequence[int], max_length: int) -> Prompts:
     return [list(ids[i : i + length]) for i, length in enumerate(lengths)]
 
 
-def take_turns(
-    servers: Sequence[Serving], load: Load, rounds: Sequence[Prompts], duration_s: float
-) -> list[ServerResult]:
-    """The first round warms them up: everybody asks once, and what is shared gets known."""
-    measured: list[list[Measured]] = [[] for _ in servers]
-    for number, prompts in enumerate(rounds):
-        for server, results in zip(servers, measured, strict=True):
-            time.sleep(PAUSE_S)
-            now = measure(server, load, prompts, duration_s if number else WARM_UP_S)
-            if number:
-                results.append(now)
+def run_cluster(args: argparse.Namespace) -> None:
+    """As many plain servers as replicas, with as many threads, on the same machine."""
+    bundle = args.bundle or default_bundle()
+    options = ["--threads", str(args.threads or 1), "--max-num-seqs", str(args.users)]
+    options += ["--kv-cache-mb", "512", "--no-prefix-cache", "--no-speculative", "--no-spinning"]
+    plain = ServerConfig(str(bundle), tuple(options), num_servers=args.replicas)
+    ray = replace(plain, options=("--replicas", str(args.replicas), *options), cluster=True)
+    load = ServerLoad(
+        num_users=args.users, num_new=args.answer, context=256, duration_s=args.duration
+    )
+    experiment = Experiment(
+        "cluster",
+        f"{args.replicas} × {args.threads or 1} threads, {args.users} streams",
+        [Entry(plain.command(), "plain gRPC, in turns"), Entry(ray.command(), "Ray, HAProxy")],
+        [load.workload(read_manifest(bundle).sizes.vocab_size, args.rounds)],
+        [LABEL, speed(LOAD, "tokens/s"), speedup(LOAD), ALL_ROUNDS],
+        args.rounds,
+        warm_up=True,
+        notes=lambda results: [f"bar: {results[0].label} / {results[1].label} ≤ 1.11"],
+    )
+    run_and_report(experiment, args.out)
+
+
+ENGINE, SERVER = "bare engine", "gRPC"
+NUM_STEPS = 32
+NUM_NEW = 4000  # the context that streams may grow to
+NUM_LONG = (1, 3)  # long prompts that are read while a short one waits
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A row of `streams`: a value of each round, and the one that counts."""
+
+    label: str
+    bar: str
+    values: Callable[[Results], list[float]]
+    result: Callable[[list[float]], float] = min
+    digits: int = 2
+
+
+def run_streams(args: argparse.Namespace) -> None:
+    bundle = args.bundle or default_bundle()
+    manifest = read_manifest(bundle)
+    context = max(args.long_prompt, NUM_NEW) + PAST_TOKENS
+    if manifest.family != "causal" or manifest.sizes.context < context:
+        raise OptionError(f"{bundle}: a causal model with a context of {context} is needed")
+    precision = choose_graphs(manifest, "cpu", args.precision).graphs.precision
+    options = ["--precision", precision, "--max-num-seqs", str(args.streams)]
+    options += ["--context", str(context), "--threads", num_threads(args)]
+    options += ["--no-prefix-cache", "--no-speculative"]
+    server = ServerConfig(str(bundle), tuple(options)).command("quill_streams")
+    (engine,) = engine_entries(args, bundle, [precision])
+    ids = random_ids(args.long_prompt + max(NUM_LONG), manifest.sizes.vocab_size)
+    experiment = Experiment(
+        "streams",
+        f"{precision}, {args.streams} streams",
+        [Entry(engine.command, ENGINE), Entry(server, SERVER)],
+        stream_workloads(ids, args.streams),
+        STREAM_COLUMNS,
+        args.rounds,
+        rows=lambda _: STREAM_MEASURES,
+    )
+    run_and_report(experiment, args.out)
+
+
+def stream_workloads(ids: Sequence[int], num_streams: int) -> list[Workload]:
+    prompt, long_ids = list(ids[:PAST_TOKENS]), list(ids[max(NUM_LONG) :])
+    base: dict[str, Any] = {"ids": prompt, "num_seqs": num_streams}
+    steps = base | {"do": "decode", "num_steps": NUM_STEPS}
+    stall = {"do": "stall", "ids": prompt, "long_ids": long_ids, "num_seqs": num_streams // 2}
     return [
-        ServerResult(
-            f"{server.name} {server.kind}",
-            _best(results),
-            None if server.pid is None else peak_bytes_of(server.pid),
-        )
-        for server, results in zip(servers, measured, strict=True)
+        Workload("greedy", [steps], num_streams * NUM_STEPS),
+        Workload("sampled", [steps | {"sampling": "sampled"}], entries=(SERVER,)),
+        Workload("stall", [stall], entries=(SERVER,)),
+        *(
+            Workload(
+                f"beside {num}",
+                [
+                    {
+                        "do": "wait_beside",
+                        "prompts": [list(ids[i : i + len(long_ids)]) for i in range(num)],
+                    }
+                ],
+                entries=(SERVER,),
+            )
+            for num in NUM_LONG
+        ),
+        Workload("cancel", [base | {"do": "cancel"}], entries=(SERVER,)),
     ]
 
 
-def measure(server: Serving, load: Load, prompts: Prompts, duration_s: float) -> Measured:
-    firsts_s: list[float] = []
+def _ratios(over: tuple[int, str], under: tuple[int, str]) -> Callable[[Results], list[float]]:
+    def values(results: Results) -> list[float]:
+        pairs = (results[entry].speeds(workload) for entry, workload in (over, under))
+        return [a / b for a, b in zip(*pairs, strict=True)]
 
-    def ask(ids: Sequence[int]) -> int:
-        num_tokens, first_s = server.stream(ids)
-        if num_tokens < load.num_new:
-            given = f"{num_tokens} tokens instead of {load.num_new}"
-            raise ContenderError(f"{server.name} answered {len(ids)} tokens with {given}")
-        firsts_s.append(first_s)
-        return num_tokens
-
-    served = closed_loop(ask, prompts, load.num_users, duration_s)
-    return Measured(served, statistics.median(firsts_s))
+    return values
 
 
-def _best(results: Sequence[Measured]) -> Measured:
-    return max(results, key=lambda each: each.served.tokens_a_second)
+def _values(workload: str) -> Callable[[Results], list[float]]:
+    return lambda results: [turn["value"] for turn in results[1].turns[workload]]
 
 
-def expected_bytes(manifest: Manifest, precision: str, load: Load) -> int:
-    """Weights, and the keys and values of all users if they share nothing."""
-    graphs = manifest.graphs_in(precision)
-    weights = next(file.size for file in manifest.files if file.name == graphs.weights)
-    a_token = manifest.cache_bytes_per_token(graphs.cache_type)
-    return int(weights + load.num_users * load.context * a_token)
-
-
-def _table(measured: Sequence[ServerResult]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD)
-    names = ("", "tokens/s", "requests", "first token, s", "Quill is … times as fast", "peak MB")
-    for name in names:
-        shown.add_column(name, justify="right" if name else "left", no_wrap=not name)
-    ours = measured[0].best.served.tokens_a_second
-    for each in measured:
-        served = each.best.served
-        shown.add_row(
-            each.name,
-            f"{served.tokens_a_second:.1f}",
-            str(served.num_requests),
-            f"{each.best.first_token_s:.2f}",
-            f"{ours / served.tokens_a_second:.2f}",
-            "–" if each.peak_bytes is None else f"{each.peak_bytes / 1e6:.0f}",
-        )
-    return shown
-
-
-def _shares(doors: Sequence[ServerResult]) -> str:
-    """The first is gRPC."""
-    first, *others = (each.best.served.tokens_a_second for each in doors)
-    names = (TITLES[name] for name in DOORS[1:])
-    pairs = zip(names, others, strict=True)
-    return "\n".join(f"{name} / gRPC, tokens/s: {rate / first:.3f}" for name, rate in pairs)
-
-
-def _write(measured: Sequence[ServerResult], load: Load, expected: int, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    servers = {
-        each.name: each.best.served._asdict()
-        | {"first_token_s": each.best.first_token_s, "peak_bytes": each.peak_bytes}
-        for each in measured
-    }
-    record = {
-        "facts": machine_facts(),
-        "load": vars(load),
-        "servers": servers,
-        "weights_and_caches": expected,
-    }
-    (out / "server.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+STREAM_MEASURES = [
+    Measure("tokens/s: bare engine", "", lambda results: results[0].speeds("greedy"), max, 0),
+    Measure("tokens/s: over gRPC", "", lambda results: results[1].speeds("greedy"), max, 0),
+    Measure("gRPC / bare engine", "≥ 0.9", _ratios((1, "greedy"), (0, "greedy")), median),
+    Measure("greedy / sampled, tokens/s", "≤ 1.05", _ratios((1, "greedy"), (1, "sampled")), median),
+    Measure("p95 gap, long prompt", "≤ 2", _values("stall")),
+    *(
+        Measure(f"first token beside {num} long prompts, s", "≤ 1", _values(f"beside {num}"))
+        for num in NUM_LONG
+    ),
+    Measure(
+        "cancel to admission, p95 in steps",
+        "≤ 2",
+        lambda results: [v for turn in results[1].turns["cancel"] for v in turn["values"]],
+        lambda values: float(np.percentile(values, 95)),
+    ),
+]
+STREAM_COLUMNS = [
+    Column("", lambda row, _: row.label),
+    Column("bar", lambda row, _: row.bar),
+    Column("result", lambda row, results: number(row.result(row.values(results)), row.digits)),
+    Column("all rounds", lambda row, results: numbers(row.values(results), row.digits)),
+]

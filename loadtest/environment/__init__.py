@@ -1,1 +1,1 @@
-"""Servers that we start, processes that we watch, the machine."""
+"""Servers that the load test starts, processes that it samples, the machine."""

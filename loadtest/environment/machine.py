@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 
-def machine_facts() -> dict[str, str]:
-    """What belongs beside every number, in the order in which it is shown."""
+def machine_info() -> dict[str, str]:
+    """What is printed beside every number, in this order."""
     return {
         "machine": f"{cpu_name()}, {num_cores()} cores, {memory_gib():.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",

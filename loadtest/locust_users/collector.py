@@ -1,8 +1,8 @@
-"""Brings the records of all processes of a load test together, with Locust's own messages.
+"""Collects the records of all processes of a load test, by Locust's own messages.
 
 Knows: Locust's runners and events. Does not know: users, requests. Runs in Locust processes only.
-A worker's records ride on the reports that it sends to its master anyway; the last ones come with
-the word that it is done. So workers may run on other machines.
+A worker's records are part of the reports that Locust sends to its master; the last ones come with
+the message that it is done. So workers may run on other machines.
 """
 
 import json
@@ -15,12 +15,11 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from quill.loadtest.workload.records import RecordFile, RequestRecord, to_row
-from quill.loadtest.workload.schedule import Schedule
+from quill.loadtest.workload.schedule import PROGRESS, Schedule
 
 DONE = "quill-done"
-PROGRESS = "PROGRESS "
-_LOOK_S = 0.05
-_TELL_S = 1.0
+_POLL_S = 0.05
+_PROGRESS_S = 1.0
 
 
 class Collector:
@@ -35,7 +34,7 @@ class Collector:
         self._start_s = time.monotonic()
         self.schedule: Schedule | None = None
         environment.events.report_to_master.add_listener(self._report)
-        environment.events.worker_report.add_listener(self._hear)
+        environment.events.worker_report.add_listener(self._receive)
         if isinstance(environment.runner, MasterRunner):
             environment.runner.register_message(DONE, self._on_done)
 
@@ -51,22 +50,22 @@ class Collector:
             self._write([row])
 
     def watch(self, schedule: Schedule) -> None:
-        """Says when all requests of this process have ended."""
+        """Ends the test when all requests of this process have ended."""
         self.schedule = schedule
         self._start_s = time.monotonic()
         gevent.spawn(self._wait_until_done, schedule)
 
-    def share_out(self) -> int:
-        """Called where workers are led: how many parts the load has now, one for each."""
+    def start_workers(self) -> int:
+        """Of a master: the number of parts of the load, one for each worker."""
         assert isinstance(self._environment.runner, MasterRunner)
         self._start_s = time.monotonic()
         self._num_parts, self._num_done = self._environment.runner.worker_count, 0
         return self._num_parts
 
-    def tell_progress(self) -> None:
+    def print_progress(self) -> None:
         """A line a second, for the process that started this one."""
         while True:
-            gevent.sleep(_TELL_S)
+            gevent.sleep(_PROGRESS_S)
             self._print_progress()
 
     def close(self, **_: Any) -> None:
@@ -75,12 +74,12 @@ class Collector:
 
     def _wait_until_done(self, schedule: Schedule) -> None:
         while self.schedule is schedule and not schedule.is_done():
-            gevent.sleep(_LOOK_S)
+            gevent.sleep(_POLL_S)
         if self.schedule is not schedule:
             return  # another test has begun
         runner = self._environment.runner
         if isinstance(runner, WorkerRunner):
-            # Locust's next report may come when nobody looks any more: all goes with the last word.
+            # Locust's next report may come too late: the last records go with this message.
             data: dict[str, Any] = {}
             self._environment.events.report_to_master.fire(client_id=runner.client_id, data=data)
             runner.send_message(DONE, data)
@@ -100,15 +99,15 @@ class Collector:
         if options is not None and options.headless:
             runner.quit()
         else:
-            # A master that is stopped while its users start says later that it runs, and for good.
+            # A master that is stopped while its users start would report "running" for good.
             while isinstance(runner, MasterRunner) and not runner.spawning_completed:
-                gevent.sleep(_LOOK_S)
+                gevent.sleep(_POLL_S)
             runner.stop()
 
     def _report(self, data: dict[str, Any], **_: Any) -> None:
         data["quill"] = self._take()
 
-    def _hear(self, data: dict[str, Any], **_: Any) -> None:
+    def _receive(self, data: dict[str, Any], **_: Any) -> None:
         self._write(data.get("quill", []))
 
     def _take(self) -> list[dict[str, str]]:
@@ -127,7 +126,7 @@ class Collector:
         options, runner = self._environment.parsed_options, self._environment.runner
         if options is None or runner is None or not options.progress:
             return
-        told = {
+        progress = {
             "elapsed_s": time.monotonic() - self._start_s,
             "users": runner.user_count,
             "running": self.schedule.num_running if self.schedule else None,
@@ -135,4 +134,4 @@ class Collector:
             "tokens": self._num_tokens,
             "errors": self._num_errors,
         }
-        print(PROGRESS + json.dumps(told), flush=True)
+        print(PROGRESS + json.dumps(progress), flush=True)

@@ -1,8 +1,8 @@
-"""What Locust's page shows of tokens: time to first token, gaps, tokens a second.
+"""Token statistics for Locust's page: time to first token, gaps, tokens a second.
 
-Knows: Locust's events, how its page takes another tab. Does not know: users, requests.
-Locust counts all that is fired at it as a request, and calls it milliseconds. So only streams are;
-these numbers are kept beside its own and ride on the reports that a worker sends to its master.
+Knows: Locust's events, how a tab is added to its page. Does not know: users, requests.
+Locust counts every event as a request, and its value as milliseconds. So only streams are events;
+these numbers are kept beside Locust's and are part of the reports of a worker to its master.
 """
 
 import json
@@ -85,7 +85,7 @@ class NameStats:
 
 
 def _columns() -> dict[str, str]:
-    """What a row has, and its heading."""
+    """The fields of a row and their headings."""
     columns = {"name": "Name", "streams": "# streams", "tokens": "# tokens"}
     columns["tokens_per_s"] = "Tokens/s"
     for kind, title in (("first_token", "First token"), ("gap", "Gap")):
@@ -106,7 +106,7 @@ class TokenStats:
         events.test_start.add_listener(self._clear)
         events.reset_stats.add_listener(self._clear)
         events.report_to_master.add_listener(self._report)
-        events.worker_report.add_listener(self._hear)
+        events.worker_report.add_listener(self._receive)
         events.quitting.add_listener(self._print)
         if environment.web_ui is not None:
             tab = {"title": "Tokens", "key": KEY}
@@ -155,7 +155,7 @@ class TokenStats:
         data[KEY] = {name: stats.report() for name, stats in self._names.items()}
         self._names.clear()
 
-    def _hear(self, data: dict[str, Any], **_: Any) -> None:
+    def _receive(self, data: dict[str, Any], **_: Any) -> None:
         for name, report in data.get(KEY, {}).items():
             self._of(name).merge(*report)
 

@@ -1,1 +1,1 @@
-"""How a request gets to a server, and its answer back: gRPC, HTTP, KServe."""
+"""The protocols over which requests reach a server: gRPC, HTTP, KServe."""

@@ -1,10 +1,10 @@
-"""What doors are called.
+"""The protocols' names.
 
 Imports nothing: `--help` must answer at once.
 """
 
 from typing import Literal
 
-DoorName = Literal["grpc", "http", "kserve"]
-TITLES: dict[DoorName, str] = {"grpc": "gRPC", "http": "HTTP", "kserve": "KServe v2"}
-DOORS = tuple(TITLES)
+ProtocolName = Literal["grpc", "http", "kserve"]
+TITLES: dict[ProtocolName, str] = {"grpc": "gRPC", "http": "HTTP", "kserve": "KServe v2"}
+PROTOCOLS = tuple(TITLES)

@@ -1,4 +1,4 @@
-"""Pictures of a run.
+"""Plots of a run.
 
 Knows: records, samples at the server, matplotlib. Does not know: pages, how the load was made.
 The colours are Okabe and Ito's, which colour-blind people can tell apart; lines also differ in
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from quill.loadtest.environment.process_stats import ProcessSample, busy_cores
-from quill.loadtest.environment.server_metrics import MetricsSample
+from quill.loadtest.environment.metrics import MetricsSample
+from quill.loadtest.environment.process import ProcessSample, busy_cores
 from quill.loadtest.results.slo import SHARE, RateTrial
 from quill.loadtest.workload.records import RequestRecord
 
@@ -50,7 +50,7 @@ def new_figure(title: str, num_panels: int = 1) -> tuple[Figure, list[Any]]:
 
 
 def legend_above(panel: Any) -> None:
-    """Where it hides nothing."""
+    """Above the panel, where it covers no data."""
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
@@ -153,13 +153,13 @@ def concurrency(records: Sequence[RequestRecord], path: Path) -> None:
 
 
 def server_load(samples: Sequence[MetricsSample], start_s: float, path: Path) -> None:
-    """`start_s`: of the load, since 1970. Before it the server only waits for Locust to start."""
-    samples = [look for look in samples if look.at_s >= start_s] or samples
-    seconds = np.array([look.at_s for look in samples]) - start_s
-    figure, panels = new_figure("The server: queue depth and running rows", 2)
+    """`start_s`: of the load, since 1970. Earlier samples are of an idle server."""
+    samples = [sample for sample in samples if sample.at_s >= start_s] or samples
+    seconds = np.array([sample.at_s for sample in samples]) - start_s
+    figure, panels = new_figure("The server: queue depth and running sequences", 2)
     series: tuple[tuple[str, list[float], str], ...] = (
-        ("requests waiting", [look.queue_depth for look in samples], RED),
-        ("rows in the last step", [look.running_rows for look in samples], BLUE),
+        ("requests waiting", [sample.queue_depth for sample in samples], RED),
+        ("running sequences", [sample.running_sequences for sample in samples], BLUE),
     )
     for panel, (name, values, colour) in zip(panels, series, strict=True):
         panel.step(seconds, values, where="post", color=colour)
@@ -177,7 +177,7 @@ def offered_and_served(records: Sequence[RequestRecord], path: Path) -> None:
     middle = (bounds[:-1] + bounds[1:]) / 2 - bounds[0]
     ended = [(record.intended_at_s + record.total_ms / 1000, record.ok) for record in records]
     series = [("due", [record.intended_at_s for record in records], BLACK, ":")]
-    series += [("ended as they should", [at_s for at_s, ok in ended if ok], BLUE, "-")]
+    series += [("ended as expected", [at_s for at_s, ok in ended if ok], BLUE, "-")]
     series += [("ended with an error", [at_s for at_s, ok in ended if not ok], RED, "--")]
     figure, (panel,) = new_figure("Offered and served")
     for name, times_s, colour, dashes in series:

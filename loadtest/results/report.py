@@ -1,6 +1,6 @@
-"""A directory that tells of a run: one page that needs nothing else, pictures, raw records.
+"""Writes the report of a run: one self-contained page, its plots, all records.
 
-Knows: HTML, which pictures there are. Does not know: how the load was made.
+Knows: HTML, which plots there are. Does not know: how the load was made.
 """
 
 import base64
@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from quill.loadtest.environment.process_stats import ProcessSample, busy_cores
-from quill.loadtest.environment.server_metrics import MetricsSample, write_samples
+from quill.loadtest.environment.metrics import MetricsSample, write_samples
+from quill.loadtest.environment.process import ProcessSample, busy_cores
 from quill.loadtest.results import plots
 from quill.loadtest.results.plots import Plot
 from quill.loadtest.results.slo import SHARE, RateTrial, Slo, best
@@ -33,17 +33,17 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { border-bottom: 1px solid #ccc; padding: .25rem .75rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-.facts td { text-align: left; overflow-wrap: anywhere; }
+.info td { text-align: left; overflow-wrap: anywhere; }
 img { max-width: 100%; height: auto; }
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that is known of a run."""
+    """All data of a run."""
 
     records: Sequence[RequestRecord]
-    facts: Mapping[str, str]  # machine, commit, command, model, …
+    info: Mapping[str, str]  # machine, commit, command, model, …
     samples: Sequence[MetricsSample] = ()
     process: Sequence[ProcessSample] = ()  # of the server, while the load ran
     slo: Slo | None = None
@@ -53,11 +53,11 @@ class Run:
 
 
 def write_report(directory: Path, run: Run) -> Summary:
-    """The page, the pictures, requests.csv, server.csv and summary.json."""
+    """The page, the plots, requests.csv, server.csv and summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, run.records)
     summary, scenarios = summarize(run.records, run.slo), by_scenario(run.records, run.slo)
-    numbers = asdict(summary) | {"facts": dict(run.facts), "verified": run.verified}
+    numbers = asdict(summary) | {"info": dict(run.info), "verified": run.verified}
     numbers["scenarios"] = {name: asdict(each) for name, each in scenarios.items()}
     numbers["trials"] = [trial._asdict() for trial in run.trials]
     if usage := server_usage(run):
@@ -69,7 +69,7 @@ def write_report(directory: Path, run: Run) -> Summary:
 
 
 def draw_plots(directory: Path, run: Run) -> list[Plot]:
-    """Those for which there is something to draw. What there isn't, is said in the notes."""
+    """The plots for which there is data. The notes name the others."""
     drawn = []
     values = measures(run.records)
     if values["time to first token"]:
@@ -95,15 +95,17 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
     if run.samples:
         write_samples(directory / "server.csv", run.samples)
         plots.server_load(run.samples, start_s, directory / "server.png")
-        drawn.append(Plot("server.png", "Queue depth and running rows", "As the server says."))
+        drawn.append(
+            Plot("server.png", "Queue depth and running sequences", "From the server's metrics.")
+        )
     else:
         run.notes.append(
-            "Queue depth and running rows are left out: the server's metrics couldn't be read "
+            "Queue depth and running sequences are left out: the server's metrics couldn't be read "
             "(--metrics URL says where they are)."
         )
     if server_usage(run):
         plots.process_load(run.process, start_s, directory / "process.png")
-        note = "Of the server's process, as Linux says, once a second."
+        note = "Of the server's process, sampled once a second."
         drawn.append(Plot("process.png", "Processor and memory", note))
     else:
         run.notes.append(
@@ -117,7 +119,7 @@ def draw_plots(directory: Path, run: Run) -> list[Plot]:
 
 
 def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -> str:
-    parts = ["<h1>Load test</h1>", facts_table(run.facts)]
+    parts = ["<h1>Load test</h1>", info_table(run.info)]
     parts += [f"<p>{escape(text)}</p>" for text in sentences(run, summary)]
     parts.append(html_table(table(summary)))
     scenarios = by_scenario(run.records)
@@ -148,8 +150,8 @@ def image(path: Path, title: str) -> str:
 
 
 def sentences(run: Run, summary: Summary) -> list[str]:
-    """What a reader wants to know first."""
-    told = [
+    """The main results."""
+    listed = [
         f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
         f"{summary.requests_per_s:.2f} requests/s, {summary.num_tokens:,} tokens, "
         f"{summary.tokens_per_s:.1f} tokens/s.",
@@ -158,26 +160,26 @@ def sentences(run: Run, summary: Summary) -> list[str]:
         f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache.",
     ]
     if not run.trials and any(record.offered_rate for record in run.records):
-        told.append(
+        listed.append(
             f"While the load came, {summary.offered_per_s:.2f} requests/s were offered and "
             f"{summary.served_per_s:.2f} were served."
         )
     if usage := server_usage(run):
-        told.append(
+        listed.append(
             f"The server's process kept {usage.busy_cores:.2f} cores busy on average"
             f"{' (with the pauses between rates)' if run.trials else ''}, and had "
             f"{usage.peak_mb:,.0f} MB of memory at most."
         )
     if run.slo and summary.slo_share is not None and summary.goodput is not None:
-        told.append(
+        listed.append(
             f"Service level {run.slo}: {summary.slo_share:.1%} of all requests were served well, "
             f"goodput {summary.goodput:.2f} requests/s."
         )
     if run.trials:
-        told.append(search_result(run.trials))
+        listed.append(search_result(run.trials))
     if run.verified:
-        told.append(f"{run.verified.capitalize()}.")
-    return told
+        listed.append(f"{run.verified.capitalize()}.")
+    return listed
 
 
 def search_result(trials: Sequence[RateTrial]) -> str:
@@ -221,7 +223,7 @@ class ServerUsage(NamedTuple):
 
 
 def server_usage(run: Run) -> ServerUsage | None:
-    """None if nobody looked, or not twice."""
+    """None if there are fewer than two samples."""
     if len(run.process) < 2:
         return None
     first, last = run.process[0], run.process[-1]
@@ -233,9 +235,9 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"
 
 
-def facts_table(facts: Mapping[str, str]) -> str:
-    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in facts.items())
-    return f'<table class="facts">{rows}</table>'
+def info_table(info: Mapping[str, str]) -> str:
+    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in info.items())
+    return f'<table class="info">{rows}</table>'
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,16 +1,16 @@
-"""A service level: what counts as served well, and the search for the rate that can be.
+"""A service level objective, and the search for the highest rate that meets it.
 
 Knows: records, limits. Does not know: how requests are made.
-A request is served well if it ended as it should, its first token came in time, and so did every
-further token. A rate is carried if at least `SHARE` of its requests are served well.
+A request is served well if it ended with an expected status and met all limits. A rate is carried
+if at least `SHARE` of its requests are served well.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.records import RequestRecord
 
@@ -18,6 +18,7 @@ SHARE = 0.95
 _FINE_ENOUGH = 1.1  # the search ends when the lowest failing rate is this near to the highest good
 _MAX_RATE = 10_000.0
 _GIVE_UP = 16  # times below the first rate
+_UNITS = {"ms": 1.0, "s": 1000.0, "m": 60_000.0}
 
 # The slowest of each kind; None if the request had nothing of it.
 _MEASURES: Mapping[str, Callable[[RequestRecord], float | None]] = {
@@ -97,3 +98,11 @@ def next_rate(trials: Sequence[RateTrial], first: float) -> float | None:
 def best(trials: Sequence[RateTrial]) -> RateTrial | None:
     """The highest rate that was carried."""
     return max((step for step in trials if step.is_carried), default=None)
+
+
+def parse_duration_ms(text: str) -> float:
+    """'500ms', '2s', '1.5m'."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", text.strip())
+    if not found or float(found[1]) == 0:
+        raise OptionError(f"{text!r} isn't a duration above 0, such as 500ms, 30s or 2m")
+    return float(found[1]) * _UNITS[found[2]]

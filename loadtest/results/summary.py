@@ -1,6 +1,6 @@
-"""A run in numbers.
+"""The numbers of a run.
 
-Knows: records. Does not know: pictures, pages, how the load was made.
+Knows: records. Does not know: plots, pages, how the load was made.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ class Summary:
     num_tokens: int
     wall_s: float
     statuses: dict[str, int]  # of all requests
-    errors: dict[str, int]  # of those that ended as they must not
+    errors: dict[str, int]  # of requests with an unexpected status
     finish_reasons: dict[str, int]
     cached_share: float  # of prompt tokens
-    offered_per_s: float  # requests that were due, from the first one to the last
-    served_per_s: float  # those that ended as they should in that time
+    offered_per_s: float  # requests due between the first start and the last
+    served_per_s: float  # those that ended with an expected status in that time
     percentiles_ms: dict[str, tuple[float, ...]]  # by measure, one for each of PERCENTILES
     slo_share: float | None = None
     goodput: float | None = None  # requests a second
@@ -36,8 +36,8 @@ class Summary:
         return self.num_tokens / self.wall_s if self.wall_s else 0.0
 
     @property
-    def read_per_s(self) -> float:
-        """Tokens of prompts and of texts to embed."""
+    def prompt_tokens_per_s(self) -> float:
+        """Of prompts and of texts to embed."""
         return self.num_prompt_tokens / self.wall_s if self.wall_s else 0.0
 
     @property
@@ -76,7 +76,7 @@ def span_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _offered_and_served(records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """A second, while the load came. What ends afterwards was served too late to keep up."""
+    """Requests a second while the load came. Requests that end afterwards don't count as served."""
     starts_s = [record.intended_at_s for record in records]
     window_s = max(starts_s, default=0.0) - min(starts_s, default=0.0)
     if not window_s:
@@ -112,19 +112,19 @@ def _cell(summary: Summary, name: str, percent: int) -> str:
 
 
 def measures(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """All values of what is measured in milliseconds, under the names that people see."""
+    """All values in milliseconds, under the names that reports show."""
     first = [record.first_token_ms for record in records]
-    said = [record.server_first_token_ms for record in records]
+    by_server = [record.server_first_token_ms for record in records]
     queued = [record.server_queue_ms for record in records]
     per_token = [record.per_token_ms for record in records]
     return {
         "time to first token": [value for value in first if value is not None],
-        "… as the server says": [value for value in said if value is not None],
+        "… measured by the server": [value for value in by_server if value is not None],
         "… waiting in its queue": [value for value in queued if value is not None],
         "gap between tokens": [gap for record in records for gap in record.gaps_ms],
         "time per output token": [value for value in per_token if value is not None],
         "whole answer": [record.total_ms for record in records if record.status == "OK"],
-        "sent later than meant": [record.late_ms for record in records],
+        "sending delay": [record.late_ms for record in records],
     }
 
 
@@ -139,20 +139,22 @@ def table(summary: Summary) -> list[list[str]]:
 
 def lines(summary: Summary) -> list[str]:
     """For a terminal."""
-    told = [
+    listed = [
         f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
         f"{summary.requests_per_s:.2f} requests/s, {summary.tokens_per_s:.1f} tokens/s, "
-        f"{summary.read_per_s:.1f} read",
+        f"{summary.prompt_tokens_per_s:.1f} prompt tokens/s",
         f"ended: {_list(summary.statuses)}; finish reasons: {_list(summary.finish_reasons)}",
         f"errors: {_list(summary.errors)}; "
         f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache",
     ]
     if summary.slo_share is not None and summary.goodput is not None:
-        told.append(
+        listed.append(
             f"served well: {summary.slo_share:.1%}; goodput {summary.goodput:.2f} requests/s"
         )
-    told += [f"{row[0]:<22}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in table(summary)]
-    return told
+    listed += [
+        f"{row[0]:<24}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in table(summary)
+    ]
+    return listed
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Asks every request of a run again, alone, and compares the answers.
+"""Sends every request of a run again, alone, and compares the answers.
 
-Knows: records, how to ask. Does not know: how the load was made.
-The same seed must give the same tokens in any company. Whoever left early or was cut off must have
-got the beginning of what it gets alone; whoever was refused for breaking a rule is refused again.
-Vectors must be the same bits. Through whichever door the load went, it is asked again over gRPC.
+Knows: records, calls. Does not know: how the load was made.
+The same seed must give the same tokens alone and batched. A request that was cancelled or ended
+early must have a prefix of its answer alone; one that was rejected must be rejected again.
+Embeddings must be the same bits. Whatever the load's protocol was, the replay is over gRPC.
 """
 
 from collections import Counter
@@ -12,8 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from quill.loadtest.errors import DifferentAnswerError
-from quill.loadtest.protocols.grpc_door import GrpcDoor
-from quill.loadtest.workload.ask import Ask
+from quill.loadtest.protocols.grpc import GrpcClient
 from quill.loadtest.workload.call import (
     StreamResult,
     call,
@@ -23,14 +22,15 @@ from quill.loadtest.workload.call import (
     from_json,
 )
 from quill.loadtest.workload.records import RequestRecord
+from quill.loadtest.workload.request import LoadRequest
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 
 WHOLE = ("EOS", "LENGTH", "STOP")
-REFUSED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
+REJECTED = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
 _SHOWN = 5
 
-Replay = Callable[[Ask], StreamResult]
+Replay = Callable[[LoadRequest], StreamResult]
 
 
 @dataclass
@@ -65,12 +65,12 @@ def verify(
     show: Callable[[int, Verdict], None],
     access: Access | None = None,
 ) -> Verdict:
-    """One after the other. `show` is told after each."""
+    """One after the other. `show` is called after each."""
     verdict = Verdict()
-    with closing(GrpcDoor(address, access)) as door:
+    with closing(GrpcClient(address, access)) as client:
 
-        def replay(ask: Ask) -> StreamResult:
-            return call(door, ask, 0.0).heard
+        def replay(load: LoadRequest) -> StreamResult:
+            return call(client, load, 0.0).result
 
         for number, record in enumerate(records, 1):
             judge(record, replay, verdict)
@@ -79,13 +79,13 @@ def verify(
 
 
 def judge(record: RequestRecord, replay: Replay, verdict: Verdict) -> None:
-    """Asks again, if there is something to compare, and notes what came of it."""
+    """Sends the request again, if there is something to compare, and notes the result."""
     if record.status == "EMPTY":
         verdict.differences.append(f"request {record.index} ended with OK and without an answer")
         return
     embed = embed_from_json(record.request)
     if embed is not None:
-        _judge_vectors(record, embed, replay, verdict)
+        _judge_embeddings(record, embed, replay, verdict)
         return
     request = from_json(record.request)
     reason = _cannot_compare(record, request)
@@ -96,40 +96,40 @@ def judge(record: RequestRecord, replay: Replay, verdict: Verdict) -> None:
         request.seed = record.seed
     is_whole = record.status == "OK" and record.finish_reason in WHOLE
     early = None if is_whole or not record.token_ids else len(record.token_ids)
-    difference = compare(record, replay(Ask(request, cancel_after=early)), is_whole)
+    difference = compare(record, replay(LoadRequest(request, cancel_after=early)), is_whole)
     if difference:
         verdict.differences.append(f"request {record.index} (seed {record.seed}): {difference}")
     else:
         verdict.num_equal += 1
 
 
-def _judge_vectors(
+def _judge_embeddings(
     record: RequestRecord, request: pb.EmbedRequest, replay: Replay, verdict: Verdict
 ) -> None:
-    """Each text in a call of its own."""
+    """Each text in a request of its own."""
     if record.status != "OK":
-        verdict.not_compared[f"no vectors came ({record.status})"] += 1
+        verdict.not_compared[f"no embeddings came ({record.status})"] += 1
         return
-    vectors: list[bytes] = []
+    embeddings: list[bytes] = []
     for text in request.inputs:
         alone = pb.EmbedRequest()
         alone.CopyFrom(request)
         del alone.inputs[:]
         alone.inputs.append(text)
-        vectors += replay(Ask(pb.GenerateRequest(), embed=alone)).vectors
-    if digest(vectors) == record.vectors:
+        embeddings += replay(LoadRequest(pb.GenerateRequest(), embed=alone)).embeddings
+    if digest(embeddings) == record.embeddings:
         verdict.num_equal += 1
     else:
-        verdict.differences.append(f"request {record.index}: its texts have other vectors alone")
+        verdict.differences.append(f"request {record.index}: its texts have other embeddings alone")
 
 
 def compare(record: RequestRecord, alone: StreamResult, is_whole: bool) -> str:
-    """What differs, in words; empty if nothing does."""
-    if record.status in REFUSED:
+    """A description of the difference; empty if there is none."""
+    if record.status in REJECTED:
         same = alone.status == record.status
-        return "" if same else f"{record.status} in the crowd, {alone.status} alone"
+        return "" if same else f"{record.status} in the load, {alone.status} alone"
     if alone.status not in ("OK", "CANCELLED"):
-        return f"{record.num_tokens} tokens in the crowd, {alone.status} alone: {alone.message}"
+        return f"{record.num_tokens} tokens in the load, {alone.status} alone: {alone.message}"
     tokens = tuple(alone.token_ids)
     if not is_whole:
         tokens = tokens[: record.num_tokens]
@@ -137,25 +137,25 @@ def compare(record: RequestRecord, alone: StreamResult, is_whole: bool) -> str:
         return _first_difference(record.token_ids, tokens)
     finish = finish_name(alone.last) if alone.last else ""
     if is_whole and finish != record.finish_reason:
-        return f"finish reason {record.finish_reason} in the crowd, {finish or 'none'} alone"
+        return f"finish reason {record.finish_reason} in the load, {finish or 'none'} alone"
     return ""
 
 
 def _cannot_compare(record: RequestRecord, request: pb.GenerateRequest) -> str:
-    if record.status in REFUSED:
+    if record.status in REJECTED:
         return ""
     if not record.token_ids:
         return f"no tokens came ({record.finish_reason or record.status})"
     greedy = request.HasField("temperature") and request.temperature == 0
     if record.seed is None and not greedy:
-        return f"{record.status} before the server named its seed"
+        return f"{record.status} before the server reported its seed"
     return ""
 
 
-def _first_difference(crowd: tuple[int, ...], alone: tuple[int, ...]) -> str:
-    pairs = zip(crowd, alone, strict=False)
-    at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(crowd), len(alone)))
+def _first_difference(loaded: tuple[int, ...], alone: tuple[int, ...]) -> str:
+    pairs = zip(loaded, alone, strict=False)
+    at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(loaded), len(alone)))
     return (
-        f"{len(crowd)} tokens in the crowd, {len(alone)} alone, different from token {at} on "
-        f"({crowd[at : at + 3]} and {alone[at : at + 3]})"
+        f"{len(loaded)} tokens in the load, {len(alone)} alone, different from token {at} on "
+        f"({loaded[at : at + 3]} and {alone[at : at + 3]})"
     )

@@ -7,13 +7,16 @@ import argparse
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
-from quill.loadtest.protocols.names import DOORS, DoorName
+from quill.loadtest.protocols.names import PROTOCOLS, ProtocolName
 from quill.server.cli.access_options import add_proof
 from quill.server.cli.argument_types import address, addresses
 from quill.server.client.target import is_multiple
+
+if TYPE_CHECKING:
+    from quill.loadtest.workload.schedule import Plan
 
 DEFAULT_USERS = 8
 DEFAULT_RATE = 1.0
@@ -28,7 +31,7 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
         "--users",
         type=int,
         metavar="N",
-        help=f"closed loop: each asks again when it has its answer (default {DEFAULT_USERS})",
+        help=f"closed loop: each sends a request after its last answer (default {DEFAULT_USERS})",
     )
     load.add_argument(
         "--rate",
@@ -46,11 +49,11 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
         "mixed; cancels, slow-readers, deadlines, bad-requests, reconnects, unfriendly; beams; "
         "embed (default short-chat)")  # fmt: skip
     add("--seed", type=int, metavar="N",
-        help="from 1; the same one asks the same requests (default: a new one)")  # fmt: skip
-    add("--max-new-tokens", type=int, default=0, metavar="N", help="shorten all answers")
+        help="from 1; the same seed sends the same requests (default: a new one)")  # fmt: skip
+    add("--max-new-tokens", type=int, default=0, metavar="N", help="limit all answers")
     add("--slo", metavar="LIMITS", help="ttft=500ms,gap=100ms (also tpot, total)")
     add("--verify", action="store_true",
-        help="ask each request again, alone, and fail if an answer differs")  # fmt: skip
+        help="send each request again, alone, and fail if an answer differs")  # fmt: skip
     add("--recorded", type=Path, metavar="FILE",
         help="no load: report on, or verify, an earlier run's requests.csv")  # fmt: skip
     add("--workers", type=int, default=0, metavar="N",
@@ -62,19 +65,19 @@ def add_loadtest(parser: argparse.ArgumentParser) -> None:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--address", type=addresses, metavar="HOST:PORT",
-        help="default: a server of its own, started and stopped; several are "
+        help="default: a server is started, and stopped afterwards; several are "
         "quill://HOST:PORT,HOST:PORT or quill+dns://NAME:PORT")  # fmt: skip
-    add("--bundle", type=Path, metavar="DIR", help="for its own server (default: smollm2-135m)")
+    add("--bundle", type=Path, metavar="DIR", help="of the started server (default: smollm2-135m)")
     add(
         "--precision",
         metavar="P",
-        help="for its own server: fp32, quill8, … (default: the fastest)",
+        help="of the started server: fp32, quill8, … (default: the fastest)",
     )
     add("--serve", default="", metavar="OPTIONS",
-        help="more options for its own server, in quotes: '--max-num-seqs 32'")  # fmt: skip
+        help="more options of the started server, in quotes: '--max-num-seqs 32'")  # fmt: skip
     add("--metrics", metavar="URL", help="of the server at --address (default: the next port)")
-    add("--protocol", choices=DOORS, default="grpc",
-        help="the door that the load comes through (default grpc)")  # fmt: skip
+    add("--protocol", choices=PROTOCOLS, default="grpc",
+        help="of the load (default grpc)")  # fmt: skip
     add("--http", type=address, metavar="HOST:PORT",
         help="of --address, for --protocol http (default: the port after the next)")  # fmt: skip
     add_proof(parser)
@@ -82,61 +85,58 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class LoadtestOptions:
-    """What `quill loadtest` was told, checked."""
+    """The options of `quill loadtest`, checked."""
 
     address: str | None
     bundle: Path | None
     serve_options: tuple[str, ...]
     metrics_url: str | None
-    protocol: DoorName
+    protocol: ProtocolName
     http_address: str | None
     access_options: tuple[str, ...]  # for Locust's processes: names of files, never a key
     users: int  # 0: open loop
-    rate: float  # 0: closed loop
     shape: str
-    duration_s: float  # 0: until max_requests
-    max_requests: int
-    scenario: str
-    seed: int  # 0: nobody chose one
-    max_new_tokens: int
+    plan: "Plan"
     slo: str | None
     verify: bool
     recorded: Path | None
     num_workers: int
     out: Path
 
-    @property
-    def ramp_s(self) -> float:
-        return self.duration_s if self.shape == "ramp" else 0.0
-
     def __post_init__(self) -> None:
-        for name in ("users", "rate", "max_requests", "max_new_tokens", "num_workers"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"--{name.replace('_', '-')} is below 0; it counts something")
+        plan = self.plan
+        counts = {"users": self.users, "rate": plan.rate, "requests": plan.max_requests}
+        counts |= {"max-new-tokens": plan.max_new_tokens, "workers": self.num_workers}
+        for name, value in counts.items():
+            if value < 0:
+                raise OptionError(f"--{name} is below 0; it counts something")
         if self.address and (self.bundle or self.serve_options):
             raise OptionError(
                 "--address names a server; --bundle, --precision and --serve start one"
             )
         if self.address and is_multiple(self.address) and self.protocol != "grpc":
-            raise OptionError("several servers are asked over gRPC only. Leave out --protocol")
-        if self.scenario == "embed" and self.protocol != "grpc":
-            raise OptionError("--scenario embed is asked over gRPC only. Leave out --protocol")
-        if self.shape == "search" and (not self.slo or not self.rate):
+            raise OptionError("several servers are balanced over gRPC only. Leave out --protocol")
+        if plan.scenario == "embed" and self.protocol != "grpc":
+            raise OptionError("--scenario embed works over gRPC only. Leave out --protocol")
+        if self.shape == "search" and (not self.slo or not plan.rate):
             raise OptionError(
                 "--shape search needs --slo, such as ttft=500ms,gap=100ms, and searches a --rate, "
                 "not a number of --users"
             )
-        if self.shape != "constant" and not self.duration_s:
+        if self.shape != "constant" and not plan.duration_s:
             raise OptionError(f"--shape {self.shape} needs a --duration, such as 30s")
 
 
 def read_options(args: argparse.Namespace) -> LoadtestOptions:
+    from quill.loadtest.workload.schedule import Plan  # loads protobuf: not for `--help`
+
     is_open = args.rate is not None or (args.shape == "search" and args.users is None)
     precision = ("--precision", args.precision) if args.precision else ()
     if args.rate == 0 or args.users == 0:
         raise OptionError("--users and --rate must be above 0")
     if args.seed is not None and args.seed < 1:
         raise OptionError(f"--seed is {args.seed}; seeds begin at 1")
+    duration_s = _duration_s(args)
     return LoadtestOptions(
         address=args.address,
         bundle=args.bundle,
@@ -146,13 +146,16 @@ def read_options(args: argparse.Namespace) -> LoadtestOptions:
         http_address=args.http,
         access_options=_access_options(args),
         users=0 if is_open else args.users or DEFAULT_USERS,
-        rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
         shape=args.shape,
-        duration_s=_duration_s(args),
-        max_requests=args.requests,
-        scenario=args.scenario,
-        seed=args.seed or 0,
-        max_new_tokens=args.max_new_tokens,
+        plan=Plan(
+            scenario=args.scenario,
+            seed=args.seed or 0,
+            max_requests=args.requests,
+            duration_s=duration_s,
+            rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
+            ramp_s=duration_s if args.shape == "ramp" else 0.0,
+            max_new_tokens=args.max_new_tokens,
+        ),
         slo=args.slo,
         verify=args.verify,
         recorded=args.recorded,
@@ -172,4 +175,6 @@ def _access_options(args: argparse.Namespace) -> tuple[str, ...]:
 def _duration_s(args: argparse.Namespace) -> float:
     if args.duration is None:
         return 0.0 if args.requests and args.shape == "constant" else DEFAULT_DURATION_S
+    from quill.loadtest.results.slo import parse_duration_ms
+
     return parse_duration_ms(args.duration) / 1000

@@ -1,11 +1,11 @@
-"""`make soak`: the mixed and the unfriendly crowd together, at twice what the server can carry.
+"""`make soak`: the scenarios mixed and unfriendly together, at twice the server's capacity.
 
-Knows: the order of things. Does not know: how a request is asked, or what must be shown.
+Knows: the order of the steps. Does not know: how a request is sent, the criteria.
 
     python -m quill.loadtest.run.soak --minutes 20 --bundle bundles/tiny
 
-First a closed loop finds what the server carries; that is also the warm-up. Then requests come at
-twice that rate, whatever the server does. In the end some answers are asked for again, alone.
+First a closed loop measures the capacity; that is also the warm-up. Then requests come at twice
+that rate, whatever the server does. At the end some requests are sent again, alone.
 """
 
 import argparse
@@ -13,77 +13,78 @@ import itertools
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from quill.loadtest.environment.own_server import OwnServer, own_server, read_log
-from quill.loadtest.environment.process_stats import ProcessSample, look_at, watch_process
+from quill.loadtest.environment.metrics import RUNNING, WAITING, fetch_metrics
+from quill.loadtest.environment.process import ProcessSample, sample_process, watch_process
+from quill.loadtest.environment.server import StartedServer, read_log, start_server
 from quill.loadtest.errors import LoadtestError
-from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.grpc import GrpcClient
 from quill.loadtest.results.verify import verify
-from quill.loadtest.run.soak_verdict import REFUSED, Judgement, SoakResult, judge, times_ms
-from quill.loadtest.workload.arrivals import arrivals
-from quill.loadtest.workload.ask import Ask, Facts
+from quill.loadtest.run.soak_verdict import REJECTED, Judgement, SoakResult, judge, times_ms
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import closed_loop
 from quill.loadtest.workload.records import RequestRecord
-from quill.loadtest.workload.scenarios import make_ask
+from quill.loadtest.workload.request import LoadRequest, ModelInfo
+from quill.loadtest.workload.scenarios import make_request
+from quill.loadtest.workload.schedule import arrivals
 
-SLOTS, QUEUE = 8, 16
-SERVE = ("--max-num-seqs", str(SLOTS), "--max-queue", str(QUEUE), "--kv-cache-mb", "512")
-MAX_CALLS = 200  # at once, at this end: far more than the server takes
+SEQUENCES, QUEUE = 8, 16
+SERVE = ("--max-num-seqs", str(SEQUENCES), "--max-queue", str(QUEUE), "--kv-cache-mb", "512")
+MAX_CALLS = 200  # concurrent calls of the clients: far more than the server admits
 OVERLOAD = 2.0
 SHOW_S = 10.0
 SETTLE_S = 60.0
 
 
 class SoakClient:
-    """Asks, and keeps what became of it."""
+    """Sends requests and keeps their records."""
 
     def __init__(self, address: str, seed: int) -> None:
-        self._doors = [GrpcDoor(address) for _ in range(8)]
-        self._facts, self._address, self._seed = Facts.of(self._doors[0].get_model()), address, seed
+        self._clients = [GrpcClient(address) for _ in range(8)]
+        self._info = ModelInfo.of(self._clients[0].get_model())
+        self._address, self._seed = address, seed
         self.records: list[RequestRecord] = []
 
-    def ask(self, index: int, due_s: float | None = None) -> None:
-        """Even ones are of the mixed crowd, odd ones of the unfriendly."""
+    def send(self, index: int, due_s: float | None = None) -> None:
+        """Even numbers are of the scenario mixed, odd ones of unfriendly."""
         name = ("mixed", "unfriendly")[index % 2]
-        ask = make_ask(name, self._seed, index, self._facts)
-        ask = replace(ask, expected=(*ask.expected, "OK", REFUSED))
+        load = make_request(name, self._seed, index, self._info)
+        load = replace(load, expected=(*load.expected, "OK", REJECTED))
         due_s = time.monotonic() if due_s is None else due_s
-        measured = self._call(ask, index, due_s)
-        self.records.append(measured)  # a list's append is one step for all threads
+        measured = self._call(load, index, due_s)
+        self.records.append(measured)  # appending is atomic
 
-    def _call(self, ask: Ask, index: int, due_s: float) -> RequestRecord:
+    def _call(self, load: LoadRequest, index: int, due_s: float) -> RequestRecord:
         at_s = time.time() - (time.monotonic() - due_s)
-        if not ask.reconnect:
-            door = self._doors[index % len(self._doors)]
-            return call(door, ask, due_s).record(ask, index, ask.kind, at_s)
-        with closing(GrpcDoor(self._address)) as door:
-            return call(door, ask, due_s).record(ask, index, ask.kind, at_s)
+        if not load.reconnect:
+            client = self._clients[index % len(self._clients)]
+            return call(client, load, due_s).record(load, index, load.kind, at_s)
+        with closing(GrpcClient(self._address)) as client:
+            return call(client, load, due_s).record(load, index, load.kind, at_s)
 
     def close(self) -> None:
-        for door in self._doors:
-            door.close()
+        for client in self._clients:
+            client.close()
 
 
-def find_capacity(crowd: SoakClient, indices: Iterator[int], duration_s: float) -> float:
-    """Requests a second that end while every slot is taken and few wait."""
+def find_capacity(client: SoakClient, indices: Iterator[int], duration_s: float) -> float:
+    """Requests a second while the server runs its maximum of sequences and few requests wait."""
 
-    def ask(_: object) -> int:
-        crowd.ask(next(indices))  # a count's next is one step for all threads
+    def send(_: object) -> int:
+        client.send(next(indices))  # itertools.count is atomic
         return 0  # tokens aren't counted here
 
-    served = closed_loop(ask, [()], SLOTS + 4, duration_s)
+    served = closed_loop(send, [()], SEQUENCES + 4, duration_s)
     return served.num_requests / served.seconds
 
 
-def overload(crowd: SoakClient, indices: Iterator[int], rate: float, duration_s: float) -> int:
-    """Sends at the rate, whatever comes back. How many were sent; all of them have ended."""
+def overload(client: SoakClient, indices: Iterator[int], rate: float, duration_s: float) -> int:
+    """Sends at the rate, whatever the server does. Returns the number sent when all have ended."""
     start_s, shown_s, sent = time.monotonic(), time.monotonic(), []
     with ThreadPoolExecutor(MAX_CALLS) as pool:
         for offset_s in arrivals(0, 0, rate, 0.0):
@@ -91,68 +92,64 @@ def overload(crowd: SoakClient, indices: Iterator[int], rate: float, duration_s:
                 break
             due_s = start_s + offset_s
             time.sleep(max(0.0, due_s - time.monotonic()))
-            future: Future[None] = pool.submit(crowd.ask, next(indices), due_s)
+            future: Future[None] = pool.submit(client.send, next(indices), due_s)
             sent.append(future)
             if time.monotonic() - shown_s > SHOW_S:
                 shown_s = time.monotonic()
-                _say(
-                    f"{shown_s - start_s:5.0f} s: {len(sent):,} sent, {len(crowd.records):,} ended"
+                _print(
+                    f"{shown_s - start_s:5.0f} s: {len(sent):,} sent, {len(client.records):,} ended"
                 )
     for future in sent:
         future.result()
     return len(sent)
 
 
-def metric(server: OwnServer, name: str) -> float:
-    """The sum over all labels."""
-    assert server.metrics_url is not None
-    with urllib.request.urlopen(server.metrics_url, timeout=60) as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+def num_streams(server: StartedServer) -> float:
+    """Streams that have ended, as the server counts them."""
+    metrics = fetch_metrics(server.metrics_url)
+    return metrics.value("quill_requests_total", method="GenerateStream")
 
 
-def settle(server: OwnServer, start: ProcessSample) -> tuple[ProcessSample, bool]:
+def settle(server: StartedServer, start: ProcessSample) -> tuple[ProcessSample, bool]:
     """Waits a while for connections to be closed, then samples."""
     end_s = time.monotonic() + SETTLE_S
     while True:
-        look = look_at(server.pid)
-        is_idle = not metric(server, "quill_sequences_running") + metric(
-            server, "quill_requests_waiting"
-        )
-        if (is_idle and look.num_fds <= start.num_fds) or time.monotonic() > end_s:
-            return look, is_idle
+        sample, metrics = sample_process(server.pid), fetch_metrics(server.metrics_url)
+        is_idle = not metrics.value(RUNNING) + metrics.value(WAITING)
+        if (is_idle and sample.num_fds <= start.num_fds) or time.monotonic() > end_s:
+            return sample, is_idle
         time.sleep(0.2)
 
 
 def soak(
     log: Path, bundle: Path | None, duration_s: float, num_verified: int, *options: str
 ) -> Judgement:
-    with own_server(log, bundle, *SERVE, *options) as server:
-        # One call first: what the server opens once for all isn't a leak.
+    with start_server(log, bundle, *SERVE, *options) as server:
+        # One call first: what the server opens only once isn't a leak.
         SoakClient(server.address, 0).close()
-        settle(server, look_at(server.pid))
-        start = look_at(server.pid)
-        crowd = SoakClient(server.address, seed=0)
-        before = metric(server, 'quill_requests_total{method="GenerateStream"')
+        settle(server, sample_process(server.pid))
+        start = sample_process(server.pid)
+        client = SoakClient(server.address, seed=0)
+        before = num_streams(server)
         indices = itertools.count()
-        capacity = find_capacity(crowd, indices, min(60.0, 0.2 * duration_s))
-        calm_ms = times_ms(read_log(log), "OK")
-        num_calm = len(crowd.records)
+        capacity = find_capacity(client, indices, min(60.0, 0.2 * duration_s))
+        normal_ms = times_ms(read_log(log), "OK")
+        num_warm_up = len(client.records)
         rate = OVERLOAD * capacity
-        _say(f"it carries {capacity:.1f} requests/s; now {rate:.1f} requests/s come")
+        _print(f"capacity {capacity:.1f} requests/s; now {rate:.1f} requests/s are sent")
         with watch_process(server.pid) as watcher:
-            num_sent = num_calm + overload(crowd, indices, rate, duration_s)
-        crowd.close()
+            num_sent = num_warm_up + overload(client, indices, rate, duration_s)
+        client.close()
         end, is_idle = settle(server, start)
-        num_ended = round(metric(server, 'quill_requests_total{method="GenerateStream"') - before)
-        _say(f"now {num_verified:,} of the answers are asked for again, alone")
-        verdict = verify(server.address, _some(crowd.records, num_verified), lambda *_: None)
+        num_ended = round(num_streams(server) - before)
+        _print(f"now {num_verified:,} of the requests are sent again, alone")
+        verdict = verify(server.address, _some(client.records, num_verified), lambda *_: None)
         soaked = SoakResult(
-            records=crowd.records,
+            records=client.records,
             num_sent=num_sent,
             num_ended=num_ended,
-            # Whoever is let in waits for a full queue at most; then it is served as in calm.
-            bound_ms=3 * (max(calm_ms, default=0.0) + 1000 * QUEUE / capacity),
+            # An admitted request waits for a full queue at most; then it is served as before.
+            bound_ms=3 * (max(normal_ms, default=0.0) + 1000 * QUEUE / capacity),
             start=start,
             end=end,
             samples=watcher.samples[len(watcher.samples) // 3 :],
@@ -164,12 +161,12 @@ def soak(
 
 
 def _some(records: Sequence[RequestRecord], number: int) -> Sequence[RequestRecord]:
-    """Spread over the whole run; refusals say nothing."""
-    answered = [record for record in records if record.status != REFUSED]
+    """Spread over the whole run, without rejected ones."""
+    answered = [record for record in records if record.status != REJECTED]
     return answered[:: max(1, len(answered) // max(1, number))][:number]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

@@ -1,6 +1,6 @@
-"""What a soak must show, and whether it did.
+"""The criteria of a soak test, and whether they were met.
 
-Knows: records, samples at the process, what the server said. Does not know: how the load was made.
+Knows: records, samples of the process, the server's log. Does not know: how the load was made.
 """
 
 import os
@@ -11,29 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from quill.loadtest.environment.process_stats import ProcessSample, slope_mb_per_minute
+from quill.loadtest.environment.process import ProcessSample, slope_mb_per_minute
 from quill.loadtest.results.verify import Verdict
 from quill.loadtest.workload.records import RequestRecord
 
 MAX_SLOPE_MB = 1.0  # a minute
-MAX_REFUSAL_MS = 100.0
-MIN_SLOPE_S = 120.0  # less says nothing about a slope
-REFUSED = "RESOURCE_EXHAUSTED"
+MAX_REJECTION_MS = 100.0
+MIN_SLOPE_S = 120.0  # shorter runs have no meaningful slope
+REJECTED = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(frozen=True)
 class SoakResult:
-    """What was seen. `bound_ms` is for the 99th percentile of accepted requests."""
+    """All measurements. `bound_ms` is for the 99th percentile of accepted requests."""
 
     records: Sequence[RequestRecord]
     num_sent: int
-    num_ended: int  # as the server counted
+    num_ended: int  # as the server counted them
     bound_ms: float
     start: ProcessSample
     end: ProcessSample
     samples: Sequence[ProcessSample]  # after the warm-up
     is_idle: bool
-    log: Sequence[Mapping[str, Any]]  # what the server said
+    log: Sequence[Mapping[str, Any]]  # the server's
     verdict: Verdict
 
 
@@ -60,39 +60,41 @@ def judge(soaked: SoakResult) -> Judgement:
 def _judge_ends(soaked: SoakResult, judgement: Judgement) -> None:
     records = soaked.records
     statuses = Counter(record.status for record in records)
-    told = ", ".join(f"{number:,} {status}" for status, number in statuses.most_common())
-    judgement.note(len(records) == soaked.num_sent, f"{len(records):,} calls ended: {told}")
+    listed = ", ".join(f"{number:,} {status}" for status, number in statuses.most_common())
+    judgement.note(len(records) == soaked.num_sent, f"{len(records):,} calls ended: {listed}")
     wrong = Counter(record.status for record in records if not record.ok)
-    judgement.note(not wrong, f"{wrong.total():,} ended as they must not ({dict(wrong)})")
-    # A client in a hurry, or one that leaves, may be gone before the server has seen its call.
-    hasty = sum(record.status in ("DEADLINE_EXCEEDED", "CANCELLED") for record in records)
-    is_exact = len(records) - hasty <= soaked.num_ended <= len(records)
+    judgement.note(not wrong, f"{wrong.total():,} ended with unexpected statuses ({dict(wrong)})")
+    # A client with a deadline, or one that cancels, may be gone before the server has its call.
+    early = sum(record.status in ("DEADLINE_EXCEEDED", "CANCELLED") for record in records)
+    is_exact = len(records) - early <= soaked.num_ended <= len(records)
     judgement.note(is_exact, f"{soaked.num_ended:,} ended at the server, each once")
-    judgement.note(soaked.is_idle, "at the end no slot is taken and nobody waits")
+    judgement.note(soaked.is_idle, "at the end no sequence runs and no request waits")
 
 
 def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
-    """The server's own times: on a machine that is short of time, clients hear late."""
+    """The server's own times: on a busy machine, clients receive late."""
     for name, status, bound_ms in (
         ("accepted", "OK", soaked.bound_ms),
-        ("refused", REFUSED, MAX_REFUSAL_MS),
+        ("rejected", REJECTED, MAX_REJECTION_MS),
     ):
         took_ms = times_ms(soaked.log, status)
         if not took_ms:
-            judgement.note(False, f"nobody was {name}: that was no overload")
+            judgement.note(False, f"no request was {name}: this was no overload")
             continue
         p99_ms = float(np.percentile(took_ms, 99))
-        heard = [each.total_ms - each.late_ms for each in soaked.records if each.status == status]
-        heard_ms = float(np.percentile(heard or [0.0], 99))
+        client_ms = [
+            each.total_ms - each.late_ms for each in soaked.records if each.status == status
+        ]
+        client_p99_ms = float(np.percentile(client_ms or [0.0], 99))
         judgement.note(
             p99_ms <= bound_ms,
             f"{name}: p99 {p99_ms:,.1f} ms at the server, and {bound_ms:,.0f} ms is the limit "
-            f"({heard_ms:,.0f} ms at these clients)",
+            f"({client_p99_ms:,.0f} ms at these clients)",
         )
 
 
 def times_ms(log: Sequence[Mapping[str, Any]], status: str) -> list[float]:
-    """How long streams took that ended so, as the server's log says."""
+    """Durations of the streams with this status, from the server's log."""
     wanted = ("GenerateStream", status)
     return [
         entry["total_ms"] for entry in log if (entry.get("method"), entry.get("outcome")) == wanted

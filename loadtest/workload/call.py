@@ -1,6 +1,6 @@
 """Sends one request and measures what comes back.
 
-Knows: the clock. Does not know: wires; Locust, gevent: under them its waits let others run.
+Knows: the clock. Does not know: protocols; Locust, gevent: under them its waits let others run.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 
-from quill.loadtest.protocols.door import CallError, Door
-from quill.loadtest.workload.ask import Ask
+from quill.loadtest.protocols.grpc import CallError, ProtocolClient
 from quill.loadtest.workload.records import RequestRecord
+from quill.loadtest.workload.request import LoadRequest
 from quill.protos import generation_pb2 as pb
 
 Clock = Callable[[], float]
@@ -25,14 +25,14 @@ _PREFIX = "FINISH_REASON_"
 
 @dataclass
 class StreamResult:
-    """What was received until now. Times are of the clock.
+    """What was received until now. Times are the clock's.
 
-    Of several sequences the tokens are in the sequences' order, in whichever they came; and what
-    is known at the end is what sequence 0 ended with.
+    The tokens of several sequences are in the sequences' order, not in the order of arrival.
+    `last` is the last chunk of sequence 0.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    vectors: list[bytes] = field(default_factory=list)  # float32
+    embeddings: list[bytes] = field(default_factory=list)  # float32
     arrivals_s: list[float] = field(default_factory=list)
     num_bytes: int = 0  # of all messages
     last: pb.GenerateChunk | None = None
@@ -49,9 +49,9 @@ class StreamResult:
         if chunk.finish_reason and chunk.sequence == 0:
             self.last = chunk
 
-    def take_vectors(self, response: pb.EmbedResponse) -> None:
-        """Its end is told as a stream's would be."""
-        self.vectors = [array("f", each.values).tobytes() for each in response.embeddings]
+    def take_embeddings(self, response: pb.EmbedResponse) -> None:
+        """Makes a last chunk, as a stream has."""
+        self.embeddings = [array("f", each.values).tobytes() for each in response.embeddings]
         self.num_bytes = response.ByteSize()
         finish = pb.FINISH_REASON_LENGTH
         self.last = pb.GenerateChunk(
@@ -60,73 +60,80 @@ class StreamResult:
 
 
 def call(
-    door: Door,
-    ask: Ask,
+    client: ProtocolClient,
+    load: LoadRequest,
     intended_s: float,
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> "TimedCall":
-    """One request from its start to its end, however it ends. `intended_s`: of the clock."""
+    """One request from its start to its end. `intended_s`: its planned start on the clock."""
     sent_s = clock()
-    heard = StreamResult()
+    result = StreamResult()
     try:
-        if ask.embed is not None:
-            _embed(door, ask, ask.embed, heard)
+        if load.embed is not None:
+            _embed(client, load, load.embed, result)
         else:
-            # If we are stopped in the middle, the server needn't go on.
-            with closing(door.stream(ask.request, ask.timeout_s)) as stream:
-                _listen(stream, ask, heard, clock, sleep)
+            # A user that is stopped in the middle cancels its request.
+            with closing(client.stream(load.request, load.timeout_s)) as stream:
+                _receive(stream, load, result, clock, sleep)
     except CallError as error:
-        heard.status, heard.message = error.status, error.message
-    return TimedCall(heard, intended_s, sent_s, clock())
+        result.status, result.message = error.status, error.message
+    return TimedCall(result, intended_s, sent_s, clock())
 
 
-def _embed(door: Door, ask: Ask, request: pb.EmbedRequest, heard: StreamResult) -> None:
-    heard.take_vectors(door.embed(request, ask.timeout_s))
-    if len(heard.vectors) != len(request.inputs) or not all(heard.vectors):
-        heard.status, heard.message = "EMPTY", "OK, and there isn't a vector for each text"
+def _embed(
+    client: ProtocolClient, load: LoadRequest, request: pb.EmbedRequest, result: StreamResult
+) -> None:
+    result.take_embeddings(client.embed(request, load.timeout_s))
+    if len(result.embeddings) != len(request.inputs) or not all(result.embeddings):
+        result.status, result.message = "EMPTY", "OK without an embedding for each text"
 
 
-def _listen(
+def _receive(
     stream: Iterable[pb.GenerateChunk],
-    ask: Ask,
-    heard: StreamResult,
+    load: LoadRequest,
+    result: StreamResult,
     clock: Clock,
     sleep: Callable[[float], None],
 ) -> None:
     for chunk in stream:
-        heard.take(chunk, clock())
-        if ask.cancel_after is not None and len(heard.token_ids) >= ask.cancel_after:
-            heard.status = "CANCELLED"
+        result.take(chunk, clock())
+        if load.cancel_after is not None and len(result.token_ids) >= load.cancel_after:
+            result.status = "CANCELLED"
             return
-        if ask.pause_s:
-            sleep(ask.pause_s)
-    if heard.last is None or not heard.token_ids:
-        heard.status, heard.message = "EMPTY", "the stream ended with OK and without an answer"
+        if load.pause_s:
+            sleep(load.pause_s)
+    if result.last is None or not result.token_ids:
+        result.status, result.message = "EMPTY", "the stream ended with OK and without an answer"
 
 
 @dataclass(frozen=True)
 class TimedCall:
     """A call that has ended, with its times."""
 
-    heard: StreamResult
+    result: StreamResult
     intended_s: float
     sent_s: float
     ended_s: float
 
     def record(
-        self, ask: Ask, index: int, scenario: str, intended_at_s: float, offered_rate: float = 0.0
+        self,
+        load: LoadRequest,
+        index: int,
+        scenario: str,
+        intended_at_s: float,
+        offered_rate: float = 0.0,
     ) -> RequestRecord:
         """`intended_at_s`: the intended start since 1970."""
-        heard, last = self.heard, self.heard.last
-        arrivals_ms = tuple(self._ms(time_s) for time_s in heard.arrivals_s)
-        seed = ask.request.seed if ask.request.HasField("seed") else None
+        result, last = self.result, self.result.last
+        arrivals_ms = tuple(self._ms(time_s) for time_s in result.arrivals_s)
+        seed = load.request.seed if load.request.HasField("seed") else None
         return RequestRecord(
             index=index,
             scenario=scenario,
             intended_at_s=intended_at_s,
-            status=heard.status,
-            ok=heard.status in ask.expected,
+            status=result.status,
+            ok=result.status in load.expected,
             offered_rate=offered_rate,
             late_ms=self._ms(self.sent_s),
             first_token_ms=arrivals_ms[0] if arrivals_ms else None,
@@ -137,11 +144,11 @@ class TimedCall:
             prompt_tokens=last.usage.prompt_tokens if last else 0,
             cached_tokens=last.usage.cached_tokens if last else 0,
             seed=last.seed if last else seed,
-            message=heard.message,
-            token_ids=tuple(heard.token_ids),
+            message=result.message,
+            token_ids=tuple(result.token_ids),
             arrivals_ms=arrivals_ms,
-            request=to_json(ask.embed or ask.request),
-            vectors=digest(heard.vectors),
+            request=to_json(load.embed or load.request),
+            embeddings=digest(result.embeddings),
         )
 
     def _ms(self, time_s: float) -> float:
@@ -152,8 +159,8 @@ def finish_name(chunk: pb.GenerateChunk) -> str:
     return pb.FinishReason.Name(chunk.finish_reason).removeprefix(_PREFIX)
 
 
-def digest(vectors: Sequence[bytes]) -> str:
-    return hashlib.sha256(b"".join(vectors)).hexdigest() if vectors else ""
+def digest(embeddings: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(embeddings)).hexdigest() if embeddings else ""
 
 
 def to_json(request: pb.GenerateRequest | pb.EmbedRequest) -> str:
@@ -166,5 +173,5 @@ def from_json(text: str) -> pb.GenerateRequest:
 
 
 def embed_from_json(text: str) -> pb.EmbedRequest | None:
-    """None: it asked for something else."""
+    """None: not an embedding request."""
     return json_format.Parse(text, pb.EmbedRequest()) if "inputs" in json.loads(text) else None

@@ -1,6 +1,6 @@
-"""Closed-loop users: each asks, waits for the answer, and asks again.
+"""Closed-loop users: each sends a request, waits for its answer, and sends the next.
 
-Knows: threads, the clock. Does not know: who answers, or how.
+Knows: threads, the clock. Does not know: servers, protocols.
 """
 
 import threading
@@ -8,34 +8,34 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-Ask = Callable[[Sequence[int]], int]  # a prompt; answers the number of tokens that came
+Send = Callable[[Sequence[int]], int]  # sends a prompt; returns the number of tokens received
 IsOver = Callable[[], bool]
-User = Callable[[int, IsOver], None]  # which one it is
+User = Callable[[int, IsOver], None]  # the user's number
 
 
 class LoopResult(NamedTuple):
-    """What a crowd was given. The time ends with the last answer, not before."""
+    """All users together. The time ends with the last answer."""
 
     num_requests: int
     num_tokens: int
     seconds: float
 
     @property
-    def tokens_a_second(self) -> float:
+    def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
 
 
 def closed_loop(
-    ask: Ask, prompts: Sequence[Sequence[int]], num_users: int, duration_s: float
+    send: Send, prompts: Sequence[Sequence[int]], num_users: int, duration_s: float
 ) -> LoopResult:
-    """Everybody starts at once, asks once, and begins nothing new after `duration_s`."""
+    """All users start at once, send at least one request, and none after `duration_s`."""
     counts: list[int] = []
     start_s = time.perf_counter()
 
     def user(number: int, is_over: IsOver) -> None:
         turn = number
         while not is_over():
-            counts.append(ask(prompts[turn % len(prompts)]))
+            counts.append(send(prompts[turn % len(prompts)]))
             turn += num_users
             if time.perf_counter() - start_s >= duration_s:
                 return
@@ -45,7 +45,7 @@ def closed_loop(
 
 
 def run_users(user: User, num_users: int) -> None:
-    """So many at once, until each is done. It is over for all when one of them fails."""
+    """Runs users in threads until each returns. All end when one of them fails."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:

@@ -1,7 +1,7 @@
-"""What became of one request, and the file that keeps it.
+"""The record of one request, and the CSV file of all records.
 
-Knows: times, tokens, CSV. Does not know: who asked, or what is made of it.
-A record is whole: it has the request itself, so that a file is enough to ask everything again.
+Knows: times, tokens, CSV. Does not know: clients, reports.
+A record contains the request itself, so that a file is enough to send everything again.
 """
 
 import csv
@@ -19,18 +19,18 @@ csv.field_size_limit(sys.maxsize)
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """Times are milliseconds from the moment at which the request was meant to start."""
+    """Times are milliseconds from the planned start of the request."""
 
     index: int
     scenario: str
     intended_at_s: float  # since 1970
     status: str  # a gRPC status, or EMPTY: an OK without an answer
-    ok: bool  # the status is what this client must expect
+    ok: bool  # the status is one that this client expects
     offered_rate: float = 0.0  # of the open loop; 0: closed
-    late_ms: float = 0.0  # how much later than meant it was sent
+    late_ms: float = 0.0  # delay of sending after the planned start
     first_token_ms: float | None = None
     total_ms: float = 0.0
-    server_first_token_ms: float | None = None  # as the server says, from its arrival there
+    server_first_token_ms: float | None = None  # measured by the server
     server_queue_ms: float | None = None
     finish_reason: str = ""
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class RequestRecord:
     token_ids: tuple[int, ...] = ()
     arrivals_ms: tuple[float, ...] = field(default=())  # one for each token
     request: str = ""  # GenerateRequest or EmbedRequest as JSON
-    vectors: str = ""  # SHA-256 of all that came, as float32
+    embeddings: str = ""  # SHA-256 of all embeddings, as float32
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class RequestRecord:
 
     @property
     def gaps_ms(self) -> tuple[float, ...]:
-        """Between two tokens. Tokens that came together have none between them."""
+        """Between two tokens; 0 for tokens of the same chunk."""
         pairs = zip(self.arrivals_ms, self.arrivals_ms[1:], strict=False)
         return tuple(after - before for before, after in pairs)
 
@@ -87,7 +87,7 @@ def from_row(row: dict[str, str]) -> RequestRecord:
 
 
 class RecordFile:
-    """Takes rows as they come. What is written is on disk at once: a run may be cut short."""
+    """Appends rows. They are on disk at once: a run may be interrupted."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

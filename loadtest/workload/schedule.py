@@ -1,18 +1,21 @@
-"""What the users of one process share: which request is next, and when it is over.
+"""The plan of a load, and which request each process sends next.
 
-Knows: the plan of the load, the clock. Does not know: Locust, gevent, gRPC.
+Knows: the plan, Poisson arrivals, the clock. Does not know: Locust, gevent, gRPC.
 """
 
 import itertools
+import math
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from quill.loadtest.workload.arrivals import arrivals
-from quill.loadtest.workload.ask import Ask, Facts
-from quill.loadtest.workload.scenarios import make_ask
+from quill.loadtest.workload.request import LoadRequest, ModelInfo
+from quill.loadtest.workload.scenarios import make_request
+
+PROGRESS = "PROGRESS "  # begins the lines in which a Locust process reports progress as JSON
 
 
 def _option(default: Any, name: str, text: str) -> Any:
@@ -21,15 +24,15 @@ def _option(default: Any, name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the whole crowd does. 0 means: no such limit. Each field is an option of Locust's."""
+    """The whole load. 0 means: no such limit. Each field is an option of Locust's command line."""
 
-    scenario: str = _option("short-chat", "scenario", "what is asked")
-    seed: int = _option(0, "seed", "the same seed asks the same requests; 0: a new one each time")
+    scenario: str = _option("short-chat", "scenario", "kind of requests")
+    seed: int = _option(0, "seed", "the same seed sends the same requests; 0: a new one each time")
     max_requests: int = _option(0, "requests", "end after so many; 0: no limit")
-    duration_s: float = _option(0.0, "duration", "ask for so many seconds; 0: no limit")
+    duration_s: float = _option(0.0, "duration", "send requests for so many seconds; 0: no limit")
     rate: float = _option(0.0, "rate", "requests a second, open loop; 0: closed")
     ramp_s: float = _option(0.0, "ramp", "seconds until the rate is reached (open loop)")
-    max_new_tokens: int = _option(0, "max-new-tokens", "shorten all answers; 0: as they are")
+    max_new_tokens: int = _option(0, "max-new-tokens", "limit all answers; 0: no limit")
 
     def arguments(self) -> list[str]:
         """For Locust's command line."""
@@ -38,12 +41,12 @@ class Plan:
 
     @classmethod
     def from_options(cls, options: object) -> "Plan":
-        """What Locust made of them, on its command line or its page."""
+        """From Locust's command line or its page."""
         found = {each.name: each.metadata["option"].replace("-", "_") for each in fields(cls)}
         return cls(**{name: getattr(options, option) for name, option in found.items()})
 
     def with_seed(self) -> "Plan":
-        """What an earlier run asked may be in the server's prefix cache: so a new seed."""
+        """A new seed: the requests of an earlier run may be in the server's prefix cache."""
         return self if self.seed else replace(self, seed=new_seed())
 
 
@@ -52,18 +55,18 @@ def new_seed() -> int:
 
 
 class Schedule:
-    """One of `num_parts` processes. Together they ask what a single one would ask."""
+    """One of `num_parts` processes. Together they send what a single process would send."""
 
     def __init__(
         self,
         plan: Plan,
-        facts: Facts,
+        info: ModelInfo,
         part: int = 0,
         num_parts: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
-        self._facts = facts
+        self._info = info
         self._part = part
         self._num_parts = num_parts
         self._clock = clock
@@ -83,13 +86,13 @@ class Schedule:
             return None
         return index
 
-    def ask(self, index: int) -> Ask:
+    def request(self, index: int) -> LoadRequest:
         plan = self.plan
         cap = plan.max_new_tokens or None
-        return make_ask(plan.scenario, plan.seed, index, self._facts, cap)
+        return make_request(plan.scenario, plan.seed, index, self._info, cap)
 
     def is_over(self, at_s: float | None = None) -> bool:
-        """No more requests are made; some may still run."""
+        """No more requests are sent; some may still run."""
         elapsed_s = (self._clock() if at_s is None else at_s) - self._start_s
         return self._exhausted or 0 < self.plan.duration_s <= elapsed_s
 
@@ -97,10 +100,32 @@ class Schedule:
         return self.is_over() and self.num_running == 0
 
     def take_arrivals(self) -> Iterator[float] | None:
-        """The open loop's starts, on the clock, for the first user that comes; None for others."""
+        """The open loop's starts, on the clock, for the first user only."""
         if self._generator_taken:
             return None
         self._generator_taken = True
         rate = self.plan.rate / self._num_parts
         starts = arrivals(self.plan.seed, self._part, rate, self.plan.ramp_s)
         return (self._start_s + offset_s for offset_s in starts)
+
+
+def arrivals(seed: int, part: int, rate: float, ramp_s: float = 0.0) -> Iterator[float]:
+    """A Poisson process: seconds from the start, without end. The rate grows linearly in the ramp.
+
+    `part`: which of several independent processes this is; together they are one whose rate is
+    the sum of theirs.
+    """
+    assert rate > 0, rate
+    chance = random.Random(f"{seed}/arrivals/{part}")
+    expected = 0.0  # how many arrivals are due by now, on average
+    while True:
+        expected += chance.expovariate(1.0)
+        yield _when(expected, rate, ramp_s)
+
+
+def _when(expected: float, rate: float, ramp_s: float) -> float:
+    """The time by which so many arrivals are due: rate·t²/(2·ramp) in the ramp, then linear."""
+    in_ramp = rate * ramp_s / 2
+    if expected < in_ramp:
+        return math.sqrt(2 * ramp_s * expected / rate)
+    return ramp_s + (expected - in_ramp) / rate

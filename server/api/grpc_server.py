@@ -1,4 +1,4 @@
-"""The gRPC server: what it offers, who guards it, where it listens.
+"""The gRPC server: its services, its interceptor, its port.
 
 Knows: grpc.aio, TLS, ports. Does not know: when it starts and stops, what calls do.
 """
@@ -15,28 +15,26 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.addresses import write_address
-from quill.server.api.administration import Administration
-from quill.server.api.answering import KSERVE
-from quill.server.api.auth_interceptor import AuthInterceptor
-from quill.server.api.decode_interceptor import DecodeInterceptor
-from quill.server.api.servicer import TextGeneration
+from quill.server.api.grpc_calls import KSERVE
+from quill.server.api.interceptor import Interceptor
+from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
-from quill.server.service.calls import Calls
+from quill.server.frontend.call import Calls
 from quill.server.settings import Settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
-# Of one connection at once. Who never reads its answers keeps 30 KB of memory for each; an honest
-# client waits for its turn by itself. Wherever it could fill the queue twice, it may have as many.
+# Concurrent calls of one connection. A client that never reads responses keeps 30 KB of memory for
+# each call. The limit is at least twice the queue.
 MAX_CALLS = 1024
 MAX_DESCRIPTORS = 2**16
-# How long a call may lie unread while the process gets no time. After 30 s, its own choice, gRPC
-# would say CANCELLED, which means that the caller left: nobody tries again. Deadlines still hold.
+# How long a call may wait unread while the process gets no CPU time. After gRPC's default of 30 s
+# the call would end with CANCELLED, which clients don't retry. Deadlines still hold.
 MAX_UNREAD_S = 1800
-# How many may lie so. Above 1,000, its own choice, gRPC says CANCELLED to some at random: of 4,500
-# calls over five connections 1,486, which nobody tried again and no log had.
+# How many calls may wait unread. Above gRPC's default of 1,000 random calls end with CANCELLED: of
+# 4,500 calls over five connections 1,486, which no client retried and no log had.
 MAX_UNREAD = 2**14
 ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
 
@@ -51,19 +49,15 @@ def make_server(
     health_servicer: health.aio.HealthServicer,
     also_open: Sequence[str] = (),
 ) -> grpc.aio.Server:
-    """Without API keys nobody is an administrator: that service only says so, and isn't listed.
+    """Without API keys there is no administrator: that service only reports so, and isn't listed.
 
     `also_open`: how methods begin that need no key, and that the caller adds.
     """
-    guards: list[grpc.aio.ServerInterceptor] = [
-        DecodeInterceptor((SERVICE, ADMINISTRATION, KSERVE), calls)
-    ]
+    services = (SERVICE, ADMINISTRATION, KSERVE)
+    open_reflection = "reflection" in settings.allow_unauthenticated
+    interceptor = Interceptor(services, calls, keyring, open_reflection, also_open)
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
-        auth_interceptor = AuthInterceptor(
-            keyring, "reflection" in settings.allow_unauthenticated, calls, also_open
-        )
-        guards = [auth_interceptor, *guards]
         names.append(ADMINISTRATION)
     options = [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -73,7 +67,7 @@ def make_server(
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ]
-    server = make_unknown_methods_server(guards, options)
+    server = make_unknown_methods_server([interceptor], options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

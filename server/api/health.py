@@ -1,4 +1,4 @@
-"""What the health service says: SERVING as long as there is no problem.
+"""The gRPC health service: SERVING as long as there is no problem.
 
 Knows: gRPC's health service, the names of problems. Does not know: what causes them.
 """
@@ -40,9 +40,11 @@ class Health:
             self._problems.add(problem)
         else:
             self._problems.discard(problem)
-        said = (_NOW if is_there else _OVER).get(problem)
-        if said is not None:
-            logger.log(logging.ERROR if problem == "failing" and is_there else logging.INFO, said)
+        message = (_NOW if is_there else _OVER).get(problem)
+        if message is not None:
+            logger.log(
+                logging.ERROR if problem == "failing" and is_there else logging.INFO, message
+            )
         await self._publish()
 
     def note_soon(self, problem: str, is_there: bool) -> None:

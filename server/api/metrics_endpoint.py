@@ -83,7 +83,7 @@ def serve_metrics(
     keyring: Keyring | None = None,
     max_call_s: float = _MAX_CALL_S,
 ) -> tuple[int, Callable[[], None]]:
-    """The port it took, and what stops it. With a keyring, only callers with a key are told."""
+    """The port it took, and what stops it. With a keyring, only callers with a key may read."""
     app: WSGIApplication = make_wsgi_app(registry)
     if keyring is not None:
         app = _guarded(app, keyring)

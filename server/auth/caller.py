@@ -5,7 +5,6 @@ Knows: callers. Does not know: how they proved it.
 
 import re
 from collections.abc import Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 
@@ -31,7 +30,3 @@ MAX_NAME = 200
 def certified_caller(names: Iterable[str]) -> Caller:
     """Whom a client certificate names."""
     return Caller(name=_UNFIT.sub("_", ",".join(names))[:MAX_NAME])
-
-
-# Set by server/api/auth_interceptor.py, in the task that answers the call.
-CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)

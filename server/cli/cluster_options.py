@@ -43,7 +43,7 @@ def _add_up(actions: Subparsers) -> None:
         help="allow other machines to call: something in front of it ends TLS",
     )
     parser.add_argument("--dashboard", action="store_true", help="Ray's, at 127.0.0.1:8265")
-    parser.set_defaults(run="quill.server.cluster.up:run", extra="cluster")
+    parser.set_defaults(run="quill.server.cluster.commands:up", extra="cluster")
 
 
 def _add_config(actions: Subparsers) -> None:
@@ -60,7 +60,7 @@ def _add_config(actions: Subparsers) -> None:
     parser.add_argument(
         "--image", default="quill-cluster:0.1.0", help="of its pods (default quill-cluster:0.1.0)"
     )
-    parser.set_defaults(run="quill.server.cluster.config:run", extra="cluster")
+    parser.set_defaults(run="quill.server.cluster.commands:config", extra="cluster")
 
 
 def _add_reload(actions: Subparsers) -> None:
@@ -70,7 +70,7 @@ def _add_reload(actions: Subparsers) -> None:
         description="Reloads all replicas in turn, from a machine of the Ray cluster. From others, "
         "`quill reload` does the same with an admin's API key.",
     )
-    parser.set_defaults(run="quill.server.cluster.reload:run", extra="cluster")
+    parser.set_defaults(run="quill.server.cluster.commands:reload", extra="cluster")
 
 
 def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:

@@ -93,6 +93,6 @@ def fill(args: argparse.Namespace) -> None:
 
 
 def _show(mask: pb.Mask) -> None:
-    for filling in mask.fillings:
-        text = filling.text if filling.text.isprintable() else repr(filling.text)
-        print(f"{filling.probability:8.2%}  {text}")
+    for candidate in mask.candidates:
+        text = candidate.text if candidate.text.isprintable() else repr(candidate.text)
+        print(f"{candidate.probability:8.2%}  {text}")

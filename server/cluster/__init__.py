@@ -1,1 +1,1 @@
-"""Many replicas as one server, with Ray Serve: `quill cluster`."""
+"""Several replicas behind one address, with Ray Serve and HAProxy: `quill cluster`."""

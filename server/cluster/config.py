@@ -1,20 +1,175 @@
-"""`quill cluster config`: what a Ray cluster, or KubeRay, is given.
+"""serve.yaml and a RayService: a plan as Ray Serve and KubeRay read it.
 
-Knows: the command's arguments. Does not know: Ray. It needs none on the machine where it runs.
+Knows: Ray Serve's and KubeRay's names. Does not know: Ray itself; no Ray is needed to write files.
 """
 
-import argparse
+import math
+from typing import Any
 
-from quill.server.cluster.plan import read_plan
-from quill.server.cluster.ray_service import write_ray_service
-from quill.server.cluster.serve_config import write_serve_config
+import yaml
 
-THREADS = 4
+from quill.server.cluster.plan import Plan
+from quill.server.settings import CLUSTER_OPTIONS, OPTIONS
+
+RAY = "2.60.0"
+APPLICATION, REPLICA = "quill", "replica"
+NAMESPACE, COORDINATOR = "quill", "coordinator"  # of an actor
+REQUESTS = "requests"  # the metric by which replicas scale
+HTTP_PORT = 8000  # Ray Serve's own health, which KubeRay checks; Quill has no HTTP here
+WORKER_MEMORY = "4Gi"
+# Of every process of Ray.
+ENVIRONMENT = {
+    # The replica's gRPC server shares an event loop with Ray's: grpc.aio supports no second one.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_worker_niceness": "0",  # Ray would run replicas at niceness 15
+    "RAY_AUTH_MODE": "token",  # nobody joins the cluster without a token
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+Json = dict[str, Any]
+
+_SERVE_HEAD = """\
+Quill on Ray {ray}. Deploy it with `serve deploy serve.yaml`, on a Ray cluster whose every machine
+has quill[cluster], and was started by `ray start` with this environment. ~/.ray/auth_token is the
+same on every machine; `ray get-auth-token --generate` makes it:
+
+{environment}
+
+A cluster doesn't encrypt: terminate TLS in front of it. A change of num_replicas only scales; a
+change of args replaces replicas, each after its successor is ready and its last call has ended.
+
+- args.bundle: a directory on every machine, or a URL that fsspec can read
+- args.manifest_sha256: of the bundle's manifest.json; null: any bundle
+- args.host, port: where clients call, on every machine with replicas
+- args.one_machine: replicas listen at the loopback address only
+- args.longest_answer_s: a replica that stops finishes its calls for so long
+{options}
+"""
+_RAY_SERVICE_HEAD = """\
+Quill on Kubernetes with KubeRay 1.5.1 or newer; its authors never ran it. Clients call the service.
+A bundle that is a path must be on every pod, in the image or on a volume.{keys}
+"""
 
 
-def run(args: argparse.Namespace) -> None:
-    plan = read_plan(args, threads=THREADS, one_machine=False)
-    if args.ray_service:
-        print(write_ray_service(plan, args.image), end="")
-    else:
-        print(write_serve_config(plan), end="")
+def serve_config(plan: Plan) -> Json:
+    application = {
+        "name": APPLICATION,
+        "route_prefix": None,
+        "import_path": "quill.server.cluster.deployment:build",
+        "args": plan.args.plain(),
+        "deployments": [replica_options(plan)],
+    }
+    return {
+        "proxy_location": "Disabled" if plan.args.one_machine else "EveryNode",
+        "http_options": {"host": plan.args.host, "port": HTTP_PORT},
+        "applications": [application],
+    }
+
+
+def replica_options(plan: Plan) -> Json:
+    """Of the replicas, as a deployment of Ray Serve has them."""
+    count: Json = {"num_replicas": plan.min_replicas}
+    if plan.min_replicas != plan.max_replicas:
+        scaling = {
+            "min_replicas": plan.min_replicas,
+            "max_replicas": plan.max_replicas,
+            "policy": {"policy_function": "quill.server.cluster.config:wanted_replicas"},
+            "target_ongoing_requests": plan.target_requests,
+            "upscale_delay_s": plan.upscale_delay_s,
+            "downscale_delay_s": plan.downscale_delay_s,
+            "look_back_period_s": 15,
+        }
+        count = {"autoscaling_config": scaling}
+    return {
+        "name": REPLICA,
+        **count,
+        "ray_actor_options": {"num_cpus": plan.cpus},
+        "max_surge_percent": 25,
+        "graceful_shutdown_timeout_s": plan.shutdown_s,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+    }
+
+
+def wanted_replicas(context: Any) -> tuple[int, Json]:
+    """Ray Serve's autoscaling policy, by running and waiting requests."""
+    num_requests = sum(context.aggregated_metrics.get(REQUESTS, {}).values())
+    return max(1, math.ceil(num_requests / context.config.target_ongoing_requests)), {}
+
+
+def write_serve_config(plan: Plan) -> str:
+    exports = "\n".join(f"  export {name}={value}" for name, value in ENVIRONMENT.items())
+    options = "\n".join(f"- args.settings.{name}: {OPTIONS[name].help}" for name in CLUSTER_OPTIONS)
+    head = _SERVE_HEAD.format(ray=RAY, environment=exports, options=options)
+    return _write(head, serve_config(plan))
+
+
+def write_ray_service(plan: Plan, image: str) -> str:
+    """`image`: one with quill[cluster]."""
+    keys = plan.args.settings.api_keys
+    mount = "" if keys is None else f" Mount a secret with the\nAPI keys at {keys}."
+    return _write(_RAY_SERVICE_HEAD.format(keys=mount), *ray_service(plan, image))
+
+
+def ray_service(plan: Plan, image: str) -> tuple[Json, Json]:
+    """The RayService, and the Service of its replicas' HAProxies."""
+    port = plan.args.port
+    head_ports = [("gcs-server", 6379), ("dashboard", 8265)]
+    head = _pod(image, "ray-head", head_ports, "1", "2Gi")
+    head["automountServiceAccountToken"] = True  # the autoscaler asks Kubernetes for pods
+    worker = _pod(image, "ray-worker", [("grpc", port)], str(plan.cpus), WORKER_MEMORY)
+    worker["terminationGracePeriodSeconds"] = round(plan.shutdown_s) + 30
+    workers = {
+        "groupName": "replicas",
+        "replicas": plan.min_replicas,
+        "minReplicas": plan.min_replicas,
+        "maxReplicas": plan.max_replicas,
+        "rayStartParams": {},
+        "template": {"spec": worker},
+    }
+    start = {"num-cpus": "0", "dashboard-host": "0.0.0.0"}  # no replica; KubeRay's connections
+    cluster = {
+        "rayVersion": RAY,
+        "authOptions": {"mode": "token"},
+        "enableInTreeAutoscaling": True,
+        "headGroupSpec": {"rayStartParams": start, "template": {"spec": head}},
+        "workerGroupSpecs": [workers],
+    }
+    config = yaml.safe_dump(serve_config(plan), sort_keys=False)
+    ports = [{"name": "grpc", "port": port, "targetPort": "grpc"}]
+    service = {"selector": {"ray.io/group": "replicas"}, "ports": ports}
+    names = {"metadata": {"name": APPLICATION}}
+    return (
+        {"apiVersion": "ray.io/v1", "kind": "RayService", **names,
+         "spec": {"serveConfigV2": config, "rayClusterConfig": cluster}},
+        {"apiVersion": "v1", "kind": "Service", **names, "spec": service},
+    )  # fmt: skip
+
+
+def _pod(image: str, name: str, ports: list[tuple[str, int]], cpu: str, memory: str) -> Json:
+    # KubeRay sets the token and its mode.
+    given = {name: value for name, value in ENVIRONMENT.items() if "AUTH" not in name}
+    container = {
+        "name": name,
+        "image": image,
+        "env": [{"name": name, "value": value} for name, value in given.items()],
+        "ports": [{"name": name, "containerPort": port} for name, port in ports],
+        "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
+    }
+    return {"containers": [container]}
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    def represent_str(self, text: str) -> Any:
+        """Several lines as a block."""
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _write(head: str, *documents: Json) -> str:
+    comment = "\n".join(f"# {line}".rstrip() for line in head.splitlines())
+    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True)
+    return f"{comment}\n{body}"

@@ -1,11 +1,12 @@
-"""Ray on this machine alone: started, told what to deploy, asked how it goes, ended.
+"""Ray on this machine alone: starts Ray, deploys replicas, reports progress, stops.
 
-Knows: Ray's Python interface. Does not know: who wants it, what is printed.
+Knows: Ray's Python interface. Does not know: who needs a cluster, what is printed.
 
-Ray reads its environment when it is imported, here and in every process that it starts. So it is
-imported when a cluster begins.
+Ray reads its environment when it is imported, here and in every process that it starts. So this
+module imports Ray only when a cluster starts.
 """
 
+import contextlib
 import io
 import logging
 import os
@@ -16,120 +17,68 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import grpc
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.server.addresses import DIRECTLY, reachable, write_address
-from quill.server.cluster.environment import ray_environment
-from quill.server.cluster.plan import Plan
-from quill.server.cluster.serve_config import APPLICATION, REPLICA, write_serve_config
+from quill.server.cluster.config import APPLICATION, ENVIRONMENT, REPLICA, replica_options
+from quill.server.cluster.plan import Plan, ReplicaArgs
 from quill.server.errors import StartError
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it
 HEALTH_TIMEOUT_S = 5.0
-OWN_CPUS = 1  # and twice those of the replicas: new ones begin while old ones end
+OWN_CPUS = 1
 POLL_S = 0.2
-_OUR_ERROR = re.compile(r"^quill\.[\w.]+: (.+)$", re.MULTILINE)
+_OUR_ERROR = re.compile(r"^.*quill\.[\w.]+Error: (.+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a deployment is."""
+class Progress(NamedTuple):
+    """Of a deployment."""
 
     state: str  # DEPLOYING, RUNNING, DEPLOY_FAILED, …
     replicas: dict[str, int]  # how many in each state
     message: str
 
-    @property
-    def is_running(self) -> bool:
-        return self.state == "RUNNING"
-
-    @property
-    def has_failed(self) -> bool:
-        return self.state in ("DEPLOY_FAILED", "UNHEALTHY")
-
-
-class LocalCluster:
-    """Between `local_cluster`'s beginning and its end."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def deploy(self, plan: Plan) -> None:
-        """The first time, or changed: another number of replicas only rescales."""
-        from ray.serve.schema import ServeDeploySchema
-
-        config = ServeDeploySchema.model_validate(yaml.safe_load(write_serve_config(plan)))
-        self._client.deploy_apps(config)
-
-    def answers(self, plan: Plan) -> bool:
-        """HAProxy hears of replicas a moment after they run."""
-        address = write_address(reachable(plan.host), plan.port)
-        with grpc.insecure_channel(address, options=DIRECTLY) as channel:
-            ask = health_pb2_grpc.HealthStub(channel).Check
-            try:
-                reply = ask(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
-            except grpc.RpcError:
-                return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-    def end(self, at_once: threading.Event) -> None:
-        """Lets replicas finish what they have, until `at_once`. Serve's own shutdown ends HAProxy
-        first, and every stream with it."""
-        from ray import serve
-
-        serve.delete(APPLICATION, _blocking=False)
-        while not at_once.wait(POLL_S):
-            if serve.status().applications.get(APPLICATION) is None:
-                return
-
-    def progress(self) -> Progress:
-        from ray import serve
-
-        found = serve.status().applications.get(APPLICATION)
-        if found is None:
-            return Progress("DEPLOYING", {}, "")
-        replica = found.deployments.get(REPLICA)
-        states = {} if replica is None else {str(k): n for k, n in replica.replica_states.items()}
-        message = ("" if replica is None else replica.message) or found.message
-        return Progress(str(found.status.value), states, _own_words(message))
-
-
-def _own_words(message: str) -> str:
-    """Of Ray's, which has the whole traceback of a replica that doesn't start."""
-    ours = _OUR_ERROR.findall(message)
-    return str(ours[-1]) if ours else message
-
 
 @contextmanager
-def local_cluster(plan: Plan, dashboard: bool = False) -> Iterator[LocalCluster]:
+def local_ray(plan: Plan, dashboard_port: int | None = None) -> Iterator[None]:
+    """Ray with room for the plan's replicas twice: new ones start while old ones stop."""
     with _own_directory() as directory:
-        os.environ |= ray_environment(plan.longest_answer_s, plan.drain_s, directory)
+        os.environ |= ENVIRONMENT | {
+            "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
+            "RAY_TMPDIR": str(directory),
+            "RAY_ENABLE_AUTO_CONNECT": "0",  # a late call must not start another Ray
+        }
         import ray
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
-            _start_ray(plan, directory, dashboard)
-            try:
-                yield LocalCluster(_start_serve(plan))
-            finally:
-                with redirect_stdout(io.StringIO()):  # Ray complains that what it ends has ended
-                    serve.shutdown()
+            ray.init(
+                num_cpus=max(os.cpu_count() or 1, 2 * plan.max_replicas * plan.cpus + OWN_CPUS),
+                include_dashboard=dashboard_port is not None,
+                dashboard_port=dashboard_port,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except Exception as error:  # Ray has many kinds, plain Exceptions among them
+            raise StartError(f"Ray can't start here: {error}") from error
+        try:
+            yield
         finally:
-            with redirect_stdout(io.StringIO()):
+            with redirect_stdout(io.StringIO()):  # Ray reports that what it ends has ended
+                serve.shutdown()
                 ray.shutdown()
 
 
 @contextmanager
 def _own_directory() -> Iterator[Path]:
-    """With a token for this cluster. Its name is short: a socket's path has 107 characters."""
-    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # nobody else's: 0700
+    """With this cluster's token. The name is short: a socket's path has 107 characters at most."""
+    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # mode 0700
     try:
         (directory / "token").write_text(secrets.token_hex(32))
         (directory / "token").chmod(0o600)
@@ -138,33 +87,61 @@ def _own_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start_ray(plan: Plan, directory: Path, dashboard: bool) -> None:
-    import ray
+def deploy(plan: Plan) -> None:
+    """Once: another call would replace the replicas."""
+    from ray import serve
 
-    num_cpus = max(os.cpu_count() or 1, 2 * plan.most * plan.cpus + OWN_CPUS)
+    from quill.server.cluster.deployment import Replica
+
+    replicas = serve.deployment(Replica).options(**replica_options(plan))
+    application = replicas.bind(ReplicaArgs.read(plan.args.plain()))
+    target = serve.RunTarget(application, name=APPLICATION, route_prefix=None)
     try:
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=dashboard,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(directory / "ray"),
-        )
-    except Exception as error:  # Ray has many kinds, and plain Exceptions among them
-        raise StartError(f"Ray can't start here: {error}") from error
-
-
-def _start_serve(plan: Plan) -> Any:
-    from ray.serve._private.api import serve_start
-    from ray.serve.config import gRPCOptions
-
-    config = yaml.safe_load(write_serve_config(plan))
-    try:
-        return serve_start(
-            http_options=config["http_options"],
-            proxy_location=config["proxy_location"],
-            grpc_options=gRPCOptions(**config["grpc_options"]),
-        )
+        serve.start(proxy_location="Disabled")
+        serve.run_many([target], wait_for_applications_running=False)
     except Exception as error:
         raise StartError(f"Ray Serve can't start here: {error}") from error
+
+
+def progress() -> Progress:
+    from ray import serve
+
+    found = serve.status().applications.get(APPLICATION)
+    if found is None:
+        return Progress("DEPLOYING", {}, "")
+    replica = found.deployments.get(REPLICA)
+    states = {} if replica is None else {str(k): n for k, n in replica.replica_states.items()}
+    message = ("" if replica is None else replica.message) or found.message
+    return Progress(str(found.status.value), states, own_error(message))
+
+
+def own_error(message: str) -> str:
+    """The text of Quill's error, of Ray's message with the traceback of a replica."""
+    ours = _OUR_ERROR.findall(message)
+    return str(ours[-1]) if ours else message
+
+
+def is_serving(plan: Plan) -> bool:
+    """HAProxy gets the replicas' addresses a moment after the replicas run."""
+    address = write_address(reachable(plan.args.host), plan.args.port)
+    with grpc.insecure_channel(address, options=DIRECTLY) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            reply = check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def stop(at_once: threading.Event) -> None:
+    """Replicas finish their calls, until `at_once`."""
+    from ray import serve
+
+    def delete() -> None:
+        with contextlib.suppress(Exception):  # it waits a minute at most, and needs Ray
+            serve.delete(APPLICATION)
+
+    threading.Thread(target=delete, daemon=True).start()
+    while not at_once.wait(POLL_S):
+        if serve.status().applications.get(APPLICATION) is None:
+            return

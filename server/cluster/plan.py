@@ -1,120 +1,136 @@
-"""What a person may choose for a cluster, and which choices are refused.
+"""What a user may choose for a cluster, and which choices are rejected.
 
-Knows: the command line's names. Does not know: Ray, what the choices do.
+Knows: the options of `quill cluster`, and those of `quill serve` that replicas have. Does not know:
+Ray, what the choices do.
 """
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from quill.server.addresses import is_loopback
-from quill.server.cluster.environment import REPLICA_PORTS
-from quill.server.cluster.replica.options import ReplicaOptions
+from quill.server.addresses import is_loopback, write_address
+from quill.server.cluster.coordinator import NUM_SLOTS
 from quill.server.errors import StartError
+from quill.server.settings import CLUSTER_OPTIONS, Settings, as_plain, from_plain, read_settings
 
-ROWS = 256  # of a replica, as `quill serve` has it
-BUSY = 0.7  # of the rows: beyond it another replica is wanted
+MAX_NUM_SEQS = 256  # of a replica, as in `quill serve`
+TARGET = 0.7  # of the sequences: with more requests than that, another replica is started
 METRICS_PORT = 9464
-DRAIN_S = 30.0  # how long a replica that ends is still found by those who look for one
-RAY_PORTS = range(10002, 20000)  # of Ray's own workers
+DRAIN_S = 2.0  # after which every HAProxy has drained a replica that stops
+RAY_PORTS = range(10002, 20000)  # of Ray's workers
+REPLICA_PORTS = range(31001, 32001)  # below those that Linux gives to clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaArgs:
+    """`args` in serve.yaml."""
+
+    bundle: str  # a directory on every machine, or a URL that fsspec can read
+    manifest_sha256: str | None = None  # of manifest.json; null: of any bundle
+    host: str  # where HAProxy listens, on every machine with replicas
+    port: int
+    one_machine: bool = False  # true: replicas listen at the loopback address only
+    longest_answer_s: float = 600.0  # a replica that stops finishes its calls for so long
+    settings: Settings  # the options of `quill serve`
+
+    @property
+    def frontend(self) -> str:
+        return write_address(self.host, self.port)
+
+    def plain(self) -> dict[str, Any]:
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return own | {"settings": as_plain(self.settings, CLUSTER_OPTIONS)}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "ReplicaArgs":
+        """Reads what `plain` wrote."""
+        known = {each.name for each in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise StartError(f"unknown args: {', '.join(unknown)}; known are: {sorted(known)}")
+        missing = sorted({"bundle", "host", "port"} - set(values))
+        if missing:
+            raise StartError(f"args needs {', '.join(missing)}")
+        settings = from_plain(values.get("settings", {}), CLUSTER_OPTIONS)
+        args = cls(**{**values, "settings": settings})
+        metrics_host = "127.0.0.1" if args.one_machine else "0.0.0.0"
+        return replace(args, settings=replace(settings, host=metrics_host, http_port="off"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    options: ReplicaOptions
-    least: int  # replicas
-    most: int
-    host: str
-    port: int
-    cpus: int  # of each replica
+    args: ReplicaArgs
+    min_replicas: int
+    max_replicas: int
     target_requests: int  # running and waiting, of each replica
-    longest_answer_s: float
-    http_port: int = 8000  # Ray's own; nothing of Quill's is there
-    drain_s: float = DRAIN_S
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.port == 0:
-            raise StartError("--port is 0; HAProxy wants to know its port: give a number from 1 up")
-        if self.port in RAY_PORTS:
-            raise StartError(
-                f"--port is {self.port}; from {RAY_PORTS[0]} to {RAY_PORTS[-1]} they are for Ray's "
-                "own workers. Give another"
-            )
-        first, last = REPLICA_PORTS
-        if first <= self.port <= last:
-            raise StartError(
-                f"--port is {self.port}; from {first} to {last} they are for the replicas. "
-                "Give another"
-            )
+        port = self.args.port
+        if port == 0:
+            raise StartError("--port is 0; a cluster needs a fixed port: give one from 1 up")
+        for taken, whose in ((RAY_PORTS, "Ray's workers"), (REPLICA_PORTS, "replicas")):
+            if port in taken:
+                raise StartError(
+                    f"--port is {port}; {taken[0]} to {taken[-1]} are for {whose}: give another"
+                )
+        if self.max_replicas > NUM_SLOTS // 2:
+            raise StartError(f"--replicas is more than {NUM_SLOTS // 2}")
 
     @property
-    def max_requests(self) -> int:
-        """Of a replica: what runs and what may wait."""
-        return (self.options.max_num_seqs or ROWS) + self.options.queue
+    def cpus(self) -> int:
+        """Of each replica."""
+        return self.args.settings.threads or 1
 
     @property
     def shutdown_s(self) -> float:
-        """What a replica that ends is given."""
-        return self.drain_s + self.longest_answer_s
+        """After which Ray kills a replica that stops."""
+        return 2 * DRAIN_S + self.args.longest_answer_s
 
 
 def read_plan(
-    args: argparse.Namespace, *, threads: int, cache_mb: int | None = None, one_machine: bool
+    args: argparse.Namespace, *, threads: int, kv_cache_mb: int | None = None, one_machine: bool
 ) -> Plan:
-    """`threads` and `cache_mb`: of each replica, if they weren't chosen."""
-    least, most = args.replicas
-    options = ReplicaOptions(
+    """`threads`, `kv_cache_mb`: of each replica, where the user chose none."""
+    given = read_settings(args)
+    settings = replace(
+        given,
+        threads=given.threads or threads,
+        kv_cache_mb=given.kv_cache_mb or kv_cache_mb,
+        metrics_port=METRICS_PORT if given.metrics_port == "auto" else given.metrics_port,
+        api_keys=None if given.api_keys is None else given.api_keys.absolute(),
+    )
+    replica_args = ReplicaArgs(
         bundle=_bundle(args.bundle),
         manifest_sha256=args.sha256,
-        precision=args.precision,
-        max_num_seqs=args.max_num_seqs,
-        context=args.context,
-        cache_mb=args.kv_cache_mb or cache_mb,
-        threads=args.threads or threads,
-        spinning=args.spinning,
-        queue=args.max_queue,
-        prefix_cache=args.prefix_cache,
-        speculative=args.speculative,
-        api_keys=None if args.api_keys is None else str(args.api_keys.absolute()),
-        open_reflection="reflection" in args.allow_unauthenticated,
-        open_metrics="metrics" in args.allow_unauthenticated,
-        share_prefix_cache=args.share_prefix_cache,
-        metrics_host="127.0.0.1" if one_machine else "0.0.0.0",
-        metrics_port=_metrics_port(args.metrics_port),
+        host=given.host,
+        port=given.port,
         one_machine=one_machine,
-        tracing=args.tracing,
-        log_format=args.log_format,
+        longest_answer_s=args.drain_timeout,
+        settings=settings,
     )
     return Plan(
-        options=options,
-        least=least,
-        most=most,
-        host=args.host,
-        port=args.port,
-        cpus=options.threads or 1,
-        target_requests=args.target_requests or round(BUSY * (args.max_num_seqs or ROWS)),
-        longest_answer_s=args.drain_timeout,
+        args=replica_args,
+        min_replicas=args.replicas[0],
+        max_replicas=args.replicas[1],
+        target_requests=args.target_requests
+        or round(TARGET * (given.max_num_seqs or MAX_NUM_SEQS)),
     )
 
 
 def _bundle(given: str) -> str:
-    """Replicas run in directories of Ray's own: a path must be whole."""
+    """Replicas run in Ray's directories: a path must be absolute."""
     return given if "://" in given else str(Path(given).expanduser().absolute())
 
 
-def _metrics_port(given: str | int) -> int | None:
-    if given == "off":
-        return None
-    return METRICS_PORT if given == "auto" else int(given)
-
-
 def check_exposure(plan: Plan, insecure: bool) -> None:
-    """Ray has no TLS for gRPC: whoever can be reached from outside must say who sees to it."""
-    if is_loopback(plan.host) or insecure:
-        return
-    raise StartError(
-        f"--host {plan.host} can be reached from other machines, and a cluster speaks in the "
-        "clear. Put something that ends TLS in front of it, and say --insecure"
-    )
+    """HAProxy has no TLS here: a cluster that others can reach needs something that encrypts."""
+    host = plan.args.host
+    if not is_loopback(host) and not insecure:
+        raise StartError(
+            f"--host {host} can be reached from other machines, and a cluster doesn't encrypt. Put "
+            "something that terminates TLS in front of it, and give --insecure"
+        )

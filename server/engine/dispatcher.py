@@ -1,10 +1,14 @@
-"""Where requests are handed in and their events are handed out, on the event loop.
+"""The frontends' side of the engine, on the event loop: admits requests, delivers their events.
 
-Knows: asyncio, admission, the engine's thread. Does not know: gRPC, text, what events mean.
+Knows: asyncio, the engine's thread, how many requests wait. Does not know: gRPC, text, steps.
 
-The engine publishes once a step from its own thread; here the events are parted by request. A
-request's events pile up in its inbox until its reader takes them all at once, so a slow reader
-gets fewer, larger chunks.
+The engine publishes once a step from its own thread; here its events are distributed by request. A
+request's events gather in its inbox until its reader takes them all at once, so a slow reader gets
+fewer, larger chunks.
+
+Admission to the queue is decided here, so that a rejection needn't wait for the step that runs.
+Where callers have names, none may have more requests waiting than there are places left. So an
+owner that floods gets half of the queue, two get a third each, and a new one finds a place.
 """
 
 import asyncio
@@ -24,18 +28,18 @@ from quill.server.outputs import (
 )
 from quill.server.request import Request
 
-MAX_HELD_EVENTS = 16_384  # tokens, mostly: far more than a reader that still reads falls behind
+MAX_UNREAD_EVENTS = 16_384  # tokens, mostly: more than a reader that still reads falls behind
 
 
 class Admission:
-    """A bounded queue, seen from outside."""
+    """How many requests wait, whose they are, how fast they start: learnt from events."""
 
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_waiting = max_waiting
         self._clock = clock
         self._waiting: dict[str, str] = {}  # the owner of each request
-        self._found_nobody: dict[str, float] = {}  # those that came to an empty queue, and when
-        self._last_start_s: float | None = None  # None: nobody waited then
+        self._arrived_first: dict[str, float] = {}  # when requests came to an empty queue
+        self._last_start_s: float | None = None  # None: the queue was empty then
         self._interval_s = 0.0  # between two starts while somebody waits, smoothed
 
     @property
@@ -48,28 +52,28 @@ class Admission:
         return min(self.num_waiting, num_turns) * self._interval_s
 
     def admit(self, request: Request) -> None:
-        """Counts the request as waiting, or refuses it."""
+        """Counts the request as waiting, or rejects it."""
         owner = request.owner
         if request.deadline_s is not None:
             self._check_deadline(request.deadline_s - self._clock(), owner)
         num_left = self._max_waiting - self.num_waiting
         if num_left <= 0:
-            self._refuse(f"{self.num_waiting} requests are waiting, which is the limit", owner)
+            self._reject(f"{self.num_waiting} requests are waiting, which is the limit", owner)
         num_own = self._num_waiting_of(owner)
         if owner and num_own >= num_left:
-            self._refuse(f"{owner} has {num_own} requests waiting; the rest is for others", owner)
+            self._reject(f"{owner} has {num_own} requests waiting; the rest is for others", owner)
         if not self._waiting:
-            self._found_nobody[request.request_id] = self._clock()
+            self._arrived_first[request.request_id] = self._clock()
         self._waiting[request.request_id] = owner
 
     def observe(self, batch: EngineOutputs) -> None:
-        """Takes note of who has left the queue."""
+        """Learns from the engine's events which requests have started."""
         for event in batch.events:
             if isinstance(event, StartEvent | FailEvent):
                 self._waiting.pop(event.request_id, None)
-                came_s = self._found_nobody.pop(event.request_id, None)
+                arrived_s = self._arrived_first.pop(event.request_id, None)
                 if isinstance(event, StartEvent):
-                    self._note_start(came_s)
+                    self._note_start(arrived_s)
 
     def _num_waiting_of(self, owner: str) -> int:
         return sum(each == owner for each in self._waiting.values())
@@ -85,26 +89,26 @@ class Admission:
                 self._retry_after_s(owner),
             )
 
-    def _refuse(self, reason: str, owner: str) -> NoReturn:
+    def _reject(self, reason: str, owner: str) -> NoReturn:
         raise OverloadedError(f"{reason}. Try again later", self._retry_after_s(owner))
 
     def _retry_after_s(self, owner: str) -> float:
-        """Until about half of the queue is gone; never so soon that refusals become a load."""
+        """Until about half of the queue is gone; never so soon that rejections become a load."""
         return min(max(self.expected_wait_s(owner) / 2, 0.1), 30.0)
 
-    def _note_start(self, came_s: float | None) -> None:
-        """`came_s`: when it came, if nobody waited then.
+    def _note_start(self, arrived_s: float | None) -> None:
+        """`arrived_s`: when the request arrived, if the queue was empty then.
 
-        Such a one waited for itself alone, so no start takes longer than that now: whatever held
-        the queue up before, a pause of the whole machine perhaps, is over.
+        Such a request waited for no other, so no start takes longer than that now: whatever delayed
+        the queue before, a pause of the whole machine perhaps, is over.
         """
         now_s = self._clock()
         if self._last_start_s is not None:
             interval_s = now_s - self._last_start_s
             smoothed = self._interval_s + 0.2 * (interval_s - self._interval_s)
             self._interval_s = smoothed if self._interval_s else interval_s
-        if came_s is not None:
-            self._interval_s = min(self._interval_s, now_s - came_s)
+        if arrived_s is not None:
+            self._interval_s = min(self._interval_s, now_s - arrived_s)
         self._last_start_s = now_s if self._waiting else None
 
 
@@ -119,15 +123,15 @@ class Engine(Protocol):
 
 
 class Inbox:
-    """One request's events that nobody has read yet."""
+    """One request's events that its reader hasn't taken yet."""
 
-    def __init__(self, request: Request, engine: Engine, max_held: int) -> None:
+    def __init__(self, request: Request, engine: Engine, max_unread: int) -> None:
         self._request_id = request.request_id
         self._engine = engine
-        self._max_held = max_held
+        self._max_unread = max_unread
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
-        self.num_open = request.num_sequences  # sequences that go on
+        self.num_open = request.num_sequences  # unfinished ones
 
     def put(self, event: Event) -> bool:
         """False: the inbox is full, and its reader gets an error instead."""
@@ -137,8 +141,8 @@ class Inbox:
             self.num_open = 0
         self._events.append(event)
         self._arrived.set()
-        if len(self._events) > self._max_held and self.num_open:
-            reason = f"{self._max_held} tokens were made and not read; read faster"
+        if len(self._events) > self._max_unread and self.num_open:
+            reason = f"{self._max_unread} tokens were generated and not read; read faster"
             self._events = [FailEvent(self._request_id, SlowReaderError(reason))]
             self.num_open = 0
             return False
@@ -152,11 +156,11 @@ class Inbox:
         return events
 
     def end(self, sequence: int) -> None:
-        """Its answer is complete: the engine needn't go on with it."""
+        """The frontend found a stop string: the sequence is complete."""
         self._engine.end(self._request_id, sequence, "stop")
 
     def cancel(self) -> None:
-        """Nobody waits for the rest."""
+        """The client is gone."""
         self._engine.end(self._request_id)
 
 
@@ -168,12 +172,12 @@ class Dispatcher:
         loop: asyncio.AbstractEventLoop,
         admission: Admission,
         observe: Callable[[EngineOutputs], None],
-        max_held: int = MAX_HELD_EVENTS,
+        max_unread: int = MAX_UNREAD_EVENTS,
     ) -> None:
         self._loop = loop
         self.admission = admission
         self._observe = observe
-        self._max_held = max_held
+        self._max_unread = max_unread
         self._inboxes: dict[str, Inbox] = {}
         self._is_open = False
         self._emptied = asyncio.Event()
@@ -182,13 +186,13 @@ class Dispatcher:
         self._is_open = True
 
     def close(self) -> None:
-        """Takes no more requests. Those that are here go on."""
+        """Takes no more requests. Those that were admitted go on."""
         self._is_open = False
         if not self._inboxes:
             self._emptied.set()
 
     async def wait_until_empty(self) -> None:
-        """After `close`: until the last request has been answered."""
+        """After `close`: until the last request has ended."""
         await self._emptied.wait()
 
     def __len__(self) -> int:
@@ -196,12 +200,12 @@ class Dispatcher:
 
     @contextmanager
     def serve(self, request: Request, engine: Engine) -> Iterator[Inbox]:
-        """Hands a request in, or refuses it. Leaving early ends it."""
+        """Submits a request, or rejects it. Leaving early cancels it."""
         if not self._is_open:
             raise UnavailableError("the server is loading or stopping. Try another one, or later")
         self.admission.admit(request)
         engine.submit(request)
-        inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_held)
+        inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_unread)
         try:
             yield inbox
         finally:
@@ -220,7 +224,7 @@ class Dispatcher:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None and not inbox.put(event):
                 inbox.cancel()
-                del self._inboxes[event.request_id]  # its reader is told; nobody else listens
+                del self._inboxes[event.request_id]  # its reader gets the error
 
     def _forget(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: slots, sessions, rows. Everybody else sends it messages.
+"""The thread that owns the engine. All others send it messages.
 
 Knows: threads, the mailbox. Does not know: what an engine does in a step.
 
@@ -98,7 +98,7 @@ class EngineThread:
             logger.exception("the engine broke down")
             self._on_health(False)
             self._publish(self._engine.abandon(StepError("the engine broke down; see its log")))
-            self._refuse()
+            self._reject()
 
     def _serve(self) -> None:
         while self._receive():
@@ -123,8 +123,8 @@ class EngineThread:
                 self._engine.end(message.request_id, message.sequence, message.reason)
         return True
 
-    def _refuse(self) -> None:
-        """Answers everybody that the server is broken, until it is stopped."""
+    def _reject(self) -> None:
+        """Rejects all requests, until the thread is stopped."""
         error = UnavailableError("the server is broken; it needs a restart")
         while not self._stopped:
             message = self._mailbox.get()

@@ -1,4 +1,4 @@
-"""The memory that sequences keep their keys and values in: numbered blocks of a few positions.
+"""The KV cache's memory: numbered blocks, each for the keys and values of a few tokens.
 
 Knows: arrays, ONNX Runtime's values. Does not know: graphs, requests, which blocks are in use.
 
@@ -19,7 +19,6 @@ import onnxruntime
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import CacheType, Graphs, Sizes
 from quill.export.precisions import Device
-from quill.server.engine.step import BlockCopy
 from quill.server.errors import StartError
 from quill.server.machine.memory import small_pages
 from quill.server.machine.onnx_session import (
@@ -67,7 +66,7 @@ class BlockShape:
 
 
 class View(NamedTuple):
-    """Some memory, in the order in which bindings ask for it."""
+    """Some memory, with its fields in the order of a binding's arguments."""
 
     device: str
     device_id: int
@@ -76,8 +75,8 @@ class View(NamedTuple):
     address: int
 
 
-class Blocks:
-    """All blocks of a server, in the processor's memory."""
+class KVCache:
+    """All blocks, in the processor's memory."""
 
     def __init__(self, num_blocks: int, shape: BlockShape) -> None:
         self._shape = shape
@@ -92,21 +91,21 @@ class Blocks:
         self._num = num_blocks
 
     def views(self) -> list[View]:
-        """What the graphs' caches are bound to, in the graph's order."""
+        """To bind to the graphs' caches, in the graphs' order."""
         return [
             view_of(cache_YNE[layer].reshape(self._num, *side))
             for layer in range(self._shape.num_layers)
             for cache_YNE, side in zip(self._caches, self._shape.sides, strict=True)
         ]
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
             for cache_YNE in self._caches:
                 cache_YNE[:, target] = cache_YNE[:, source]
 
 
-class DeviceBlocks:
-    """All blocks of a server, in a device's memory, which only graphs can reach.
+class DeviceKVCache:
+    """All blocks, in a device's memory, which only graphs can reach.
 
     The device may be the CPU, too: so the tests run all of this without a GPU.
     """
@@ -137,8 +136,8 @@ class DeviceBlocks:
             for side, value in enumerate(self._values)
         ]
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Each in one run of a graph that does nothing else."""
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Each copy is one run of a graph that only copies."""
         for source, target in copies:
             binding = self._copier.io_binding()
             for index, value in enumerate(self._values):
@@ -167,4 +166,4 @@ def _address(value: Any) -> int:
 
 def _too_many(num_blocks: int, shape: BlockShape) -> str:
     needed = num_blocks * shape.num_bytes / 2**30
-    return f"{needed:.1f} GB of memory for keys and values can't be had. Lower --kv-cache-mb"
+    return f"{needed:.1f} GB of memory for the KV cache can't be had. Lower --kv-cache-mb"

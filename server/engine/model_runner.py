@@ -1,9 +1,9 @@
-"""Runs the graphs over blocks.
+"""The model as the engine sees it (Session), and its implementations on ONNX Runtime.
 
 Knows: ONNX Runtime, the graphs' contract. Does not know: requests, sampling, whose a block is.
 
-The blocks are bound once, as what is and as what will be: graphs extend them in place. What a step
-reads is a few small arrays of whole numbers, packed one sequence after another.
+What a step reads is a few small arrays of whole numbers, packed one sequence after another. The KV
+cache's blocks are bound once, as input and as output: graphs extend them in place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,48 +16,72 @@ import onnxruntime
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Sizes
-from quill.server.engine.kv_cache import Blocks, DeviceBlocks, View, bind, view_of
-from quill.server.engine.step import BlockCopy, Piece, Source
+from quill.server.engine.kv_cache import DeviceKVCache, KVCache, View, bind, view_of
 from quill.server.sampling.native import Hidden, Logits
 
 # S sequences · T tokens of all of them · B blocks of the longest · L logits · V vocabulary
+# M hidden states · D model size
 
 
-class Computed(NamedTuple):
-    """What came of a step, piece by piece, for each token that it was wanted of."""
+class Chunk(NamedTuple):
+    """Tokens of one sequence that a step computes."""
+
+    ids: Sequence[int]
+    start: int  # tokens that are in the blocks before
+    blocks: Sequence[int]
+    logits_at: Sequence[int]  # after which of the ids logits are needed, ascending
+    source_blocks: Sequence[int] = ()
+    source_length: int = 0
+    hidden_at: Sequence[int] = ()  # after which of the ids hidden states are needed, ascending
+
+
+class Source(NamedTuple):
+    """What the encoder reads, from its first token to its last."""
+
+    ids: Sequence[int]
+    blocks: Sequence[int]
+
+
+class BlockCopy(NamedTuple):
+    source: int
+    target: int
+
+
+class ModelOutput(NamedTuple):
+    """Of all chunks, one after another, for each token of which it was needed."""
 
     logits_LV: Logits
     hidden_MD: Hidden
 
 
+NOTHING_COMPUTED = ModelOutput(np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
+
+
 class Session(Protocol):
     """A model with a pool of numbered blocks."""
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
-        """Reads each piece into its blocks.
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
+        """Computes each chunk, and writes its keys and values into its blocks.
 
-        What it gives is good until the next step; the caller may overwrite it.
+        The output is valid until the next step; the caller may overwrite it.
         """
 
     def encode(self, sources: Sequence[Source]) -> None:
-        """The encoder reads sources into their blocks."""
+        """The encoder writes its keys and values of sources into their blocks."""
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks. No block is both read and written, and none is written twice."""
-
-
-# S texts · T tokens of all of them · M wanted hidden states · D model size · L logits
 
 
 Inputs = dict[str, npt.NDArray[Any]]
 
 
 class BoundGraph:
-    """A graph, with what it reads and writes.
+    """A graph with its inputs and outputs bound.
 
-    Binding an array takes longer than copying a step's few numbers to where those of the step
-    before lie, if there are as many. A device copies inputs when they are bound and never looks at
-    them again, so there (`rebinds`) each is bound for each step.
+    Binding an array takes longer than copying a step's few numbers into the array of the step
+    before, if the shapes are equal. A device copies inputs when they are bound and never again, so
+    there (`rebinds`) each input is bound for each step.
     """
 
     def __init__(self, session: Any, *, rebinds: bool = False) -> None:
@@ -68,15 +92,15 @@ class BoundGraph:
         self._outputs: dict[str, View] = {}
 
     def bind_in_place(self, name: str, extended: str, view: View) -> None:
-        """For good: memory that is read as one name and written as the other."""
+        """Once: memory that is read by one name and written by the other."""
         bind(self._binding.bind_input, name, view)
         bind(self._binding.bind_output, extended, view)
 
     def run(self, inputs: Inputs, outputs: Inputs) -> None:
         for name, array in inputs.items():
-            held = self._inputs.get(name)
-            if held is not None and held.shape == array.shape and not self._rebinds:
-                held[...] = array
+            bound = self._inputs.get(name)
+            if bound is not None and bound.shape == array.shape and not self._rebinds:
+                bound[...] = array
             else:
                 bind(self._binding.bind_input, name, view_of(array))
                 self._inputs[name] = array
@@ -105,58 +129,58 @@ def positions(starts: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.i
     )
 
 
-def indices(firsts: Sequence[int], wanted: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Of all packed tokens those that are wanted of each text."""
+def indices(firsts: Sequence[int], places: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Some places of each text, among all packed tokens."""
     return longs(
-        first + place for first, places in zip(firsts, wanted, strict=False) for place in places
+        first + place for first, some in zip(firsts, places, strict=False) for place in some
     )
 
 
 class OrtSession:
-    """A decoder over blocks, and the encoder of a translator."""
+    """A decoder over the KV cache, and the encoder of a seq2seq model."""
 
     def __init__(
         self,
         decoder: onnxruntime.InferenceSession,
-        blocks: Blocks | DeviceBlocks,
+        kv_cache: KVCache | DeviceKVCache,
         sizes: Sizes,
         encoder: onnxruntime.InferenceSession | None = None,
         *,
-        hidden: bool = False,
+        gives_hidden: bool = False,
     ) -> None:
-        self._blocks = blocks
+        self._kv_cache = kv_cache
         self._logits_LV = np.empty((1, sizes.vocab_size), np.float32)
         self._no_hidden_MD = np.empty((0, sizes.d_model), np.float32)
-        self._gives_hidden = hidden
+        self._gives_hidden = gives_hidden
         self._decoder = self._bound(decoder, sizes.num_layers)
         self._encoder = None if encoder is None else self._bound(encoder, sizes.num_layers)
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
-        lengths = [len(piece.ids) for piece in pieces]
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
+        lengths = [len(chunk.ids) for chunk in chunks]
         firsts = starts(lengths)
         inputs: Inputs = {
-            graph_contract.INPUT_IDS: longs(chain.from_iterable(piece.ids for piece in pieces)),
-            graph_contract.POSITIONS: positions([piece.start for piece in pieces], lengths),
+            graph_contract.INPUT_IDS: longs(chain.from_iterable(chunk.ids for chunk in chunks)),
+            graph_contract.POSITIONS: positions([chunk.start for chunk in chunks], lengths),
             graph_contract.QUERY_STARTS: np.array(firsts, np.int32),
-            graph_contract.PAST_LENGTHS: np.array([piece.start for piece in pieces], np.int32),
-            graph_contract.BLOCK_TABLE: _table([piece.blocks for piece in pieces]),
-            graph_contract.LOGIT_INDICES: indices(firsts, [piece.wanted for piece in pieces]),
+            graph_contract.PAST_LENGTHS: np.array([chunk.start for chunk in chunks], np.int32),
+            graph_contract.BLOCK_TABLE: _table([chunk.blocks for chunk in chunks]),
+            graph_contract.LOGIT_INDICES: indices(firsts, [chunk.logits_at for chunk in chunks]),
         }
         if self._encoder is not None:
-            sources = [piece.source_length for piece in pieces]
+            sources = [chunk.source_length for chunk in chunks]
             inputs[graph_contract.SOURCE_LENGTHS] = np.array(sources, np.int32)
-            inputs[graph_contract.SOURCE_TABLE] = _table([each.source_blocks for each in pieces])
-        logits_LV = self._room(len(inputs[graph_contract.LOGIT_INDICES]))
+            inputs[graph_contract.SOURCE_TABLE] = _table([chunk.source_blocks for chunk in chunks])
+        logits_LV = self._logits_array(len(inputs[graph_contract.LOGIT_INDICES]))
         outputs: Inputs = {graph_contract.LOGITS: logits_LV}
         hidden_MD = self._no_hidden_MD
-        if self._gives_hidden:  # mostly of no token, which costs nothing
-            wanted_M = indices(firsts, [piece.hidden for piece in pieces])
-            inputs[graph_contract.HIDDEN_INDICES] = wanted_M
-            if len(wanted_M):
-                hidden_MD = np.empty((len(wanted_M), hidden_MD.shape[1]), np.float32)
+        if self._gives_hidden:  # of no token, mostly: that costs nothing
+            hidden_at_M = indices(firsts, [chunk.hidden_at for chunk in chunks])
+            inputs[graph_contract.HIDDEN_INDICES] = hidden_at_M
+            if len(hidden_at_M):
+                hidden_MD = np.empty((len(hidden_at_M), hidden_MD.shape[1]), np.float32)
             outputs[graph_contract.HIDDEN] = hidden_MD
         self._decoder.run(inputs, outputs)
-        return Computed(logits_LV, hidden_MD)
+        return ModelOutput(logits_LV, hidden_MD)
 
     def encode(self, sources: Sequence[Source]) -> None:
         assert self._encoder is not None, "a causal model has no encoder"
@@ -170,17 +194,17 @@ class OrtSession:
         self._encoder.run(inputs, {})
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        self._blocks.copy(copies)
+        self._kv_cache.copy(copies)
 
     def _bound(self, session: onnxruntime.InferenceSession, num_layers: int) -> BoundGraph:
-        """With the blocks' memory on both sides."""
-        graph = BoundGraph(session, rebinds=isinstance(self._blocks, DeviceBlocks))
-        views = self._blocks.views()
+        """With the KV cache as input and as output."""
+        graph = BoundGraph(session, rebinds=isinstance(self._kv_cache, DeviceKVCache))
+        views = self._kv_cache.views()
         for name, view in zip(graph_contract.cache_names(num_layers), views, strict=True):
             graph.bind_in_place(name, graph_contract.extended(name), view)
         return graph
 
-    def _room(self, num_logits: int) -> Logits:
+    def _logits_array(self, num_logits: int) -> Logits:
         """The same memory from step to step: fresh pages would have to be cleared."""
         if len(self._logits_LV) < num_logits:
             size = max(num_logits, 2 * len(self._logits_LV))
@@ -196,33 +220,33 @@ def _table(blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 
 
 class EncoderSession:
-    """A model that reads texts and keeps nothing."""
+    """An encoder over whole texts. It has no KV cache: nothing is kept from step to step."""
 
     def __init__(self, encoder: onnxruntime.InferenceSession, sizes: Sizes) -> None:
         self._encoder = BoundGraph(encoder)
         self._sizes = sizes
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
-        lengths = [len(piece.ids) for piece in pieces]
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
+        lengths = [len(chunk.ids) for chunk in chunks]
         firsts = starts(lengths)
-        logits_L = indices(firsts, [piece.wanted for piece in pieces])
-        hidden_M = indices(firsts, [piece.hidden for piece in pieces])
+        logits_at_L = indices(firsts, [chunk.logits_at for chunk in chunks])
+        hidden_at_M = indices(firsts, [chunk.hidden_at for chunk in chunks])
         inputs: Inputs = {
-            graph_contract.INPUT_IDS: longs(chain.from_iterable(piece.ids for piece in pieces)),
-            graph_contract.POSITIONS: positions([0] * len(pieces), lengths),
+            graph_contract.INPUT_IDS: longs(chain.from_iterable(chunk.ids for chunk in chunks)),
+            graph_contract.POSITIONS: positions([0] * len(chunks), lengths),
             graph_contract.QUERY_STARTS: np.array(firsts, np.int32),
-            graph_contract.LOGIT_INDICES: logits_L,
+            graph_contract.LOGIT_INDICES: logits_at_L,
         }
         if self._sizes.num_segments:
             inputs[graph_contract.SEGMENTS] = np.zeros(firsts[-1], np.int64)
-        logits_LV = np.empty((len(logits_L), self._sizes.vocab_size), np.float32)
+        logits_LV = np.empty((len(logits_at_L), self._sizes.vocab_size), np.float32)
         hidden_TD = np.empty((firsts[-1], self._sizes.d_model), np.float32)
         outputs: Inputs = {graph_contract.LOGITS: logits_LV, graph_contract.HIDDEN: hidden_TD}
         self._encoder.run(inputs, outputs)
-        return Computed(logits_LV, hidden_TD[hidden_M])
+        return ModelOutput(logits_LV, hidden_TD[hidden_at_M])
 
     def encode(self, sources: Sequence[Source]) -> None:
-        raise AssertionError("only translators have sources")
+        raise AssertionError("only seq2seq models have sources")
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         raise AssertionError("an encoder keeps nothing that could be copied")

@@ -1,350 +1,324 @@
-"""Chooses who runs in the next step.
+"""Chooses what runs in the next step, and keeps the table of who waits, runs or is preempted.
 
 Knows: lengths, blocks, the time that a step may take. Does not know: text, ONNX, gRPC, threads.
 
-Who starts is decided first (server/scheduler/entrance.py). A step has the running rows, with
-guesses where they pay, and beside them pieces of prompts, as many as there is time for
-(server/scheduler/prompt_shares.py). Blocks are taken when they are written. If none is left, the
-request that started last is set back: it gives all its blocks away, waits at the head of the queue,
-and is read again later, to go on with the same tokens. So whoever started first always gets on.
+First requests are admitted to the running set: all that find sequences and blocks, in the order of
+the fair queue (server/engine/fair_queue.py). One that finds none may be overtaken, by its own cost
+at most. A step decodes all running sequences, with draft tokens where they pay
+(server/engine/speculation.py), and beside them prefills chunks of prompts
+(server/engine/prefill.py). Blocks are taken when they are written. If none is left, the request
+that started last is preempted: it loses all its blocks, waits before the queue, and is recomputed
+later, to continue with the same tokens. So the request that started first always advances.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
-from quill.server.engine.block_pool import BlockPool
-from quill.server.engine.entrance import Entrance
-from quill.server.engine.prefill import PromptShares
-from quill.server.engine.sequence import Group, Row
-from quill.server.engine.speculation import MAX_GUESSES, Guesses
-from quill.server.engine.step import (
-    BlockCopy,
-    Choice,
-    Finished,
-    Outcome,
-    Part,
-    Piece,
-    Plan,
-    Ranked,
-    Said,
-    Start,
-    StepResult,
-    Vector,
-)
-from quill.server.engine.step_budget import Chunk, StepBudget
+from quill.server.engine.block_pool import BlockTables
+from quill.server.engine.fair_queue import FairQueue, cost
+from quill.server.engine.model_runner import BlockCopy, Chunk
+from quill.server.engine.prefill import PrefillScheduler
+from quill.server.engine.sequence import Sequence, SequenceStatus
+from quill.server.engine.speculation import Speculation
+from quill.server.engine.step import ScheduledChunk, SchedulerOutput, StepOutput
+from quill.server.engine.step_budget import ChunkSize, StepBudget
+from quill.server.engine.strategies import Strategy, make_group
 from quill.server.limits import Limits
 from quill.server.request import Request
-from quill.server.sampling.native import Hidden
 
-MAX_ALL_GUESSES = 64  # in a step, or one for each row: each has logits
+LOOK_AHEAD = 64  # waiting requests that may start before a step
+WAITING, RUNNING, PREEMPTED = (
+    SequenceStatus.WAITING,
+    SequenceStatus.RUNNING,
+    SequenceStatus.PREEMPTED,
+)
 
 
 class Scheduler:
-    """The queue, and all who have left it."""
+    """The table of all unfinished requests, and the policies that move them."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks)
+        # By status, then by request id. Running: in the order of their starts; preempted: in the
+        # order of their preemptions.
+        self._groups: dict[SequenceStatus, dict[str, Strategy]] = {
+            WAITING: {},
+            RUNNING: {},
+            PREEMPTED: {},
+        }
+        self._queue = FairQueue()
+        self._blocks = BlockTables(limits)
         self._budget = StepBudget()
-        self._shares = PromptShares(self._pool, self._budget, limits)
-        self._groups: list[Group] = []  # who started first is first
-        self._entrance = Entrance(limits, self._pool, self._shares, self._groups)
-        self._num_jump_forward = 0  # tokens without a choice that the step may still have
+        self._prefill = PrefillScheduler(self._blocks, self._budget, limits)
+        self._speculation = Speculation(limits, self._budget, self._blocks)
         self.num_preempted = 0  # so far
 
     @property
     def num_waiting(self) -> int:
-        return len(self._entrance)
+        return len(self._groups[WAITING]) + len(self._groups[PREEMPTED])
 
     @property
-    def num_rows(self) -> int:
-        return sum(group.num_rows for group in self._groups)
+    def num_seqs(self) -> int:
+        return sum(group.num_seqs for group in self._groups[RUNNING].values())
 
     @property
-    def num_groups(self) -> int:
-        return len(self._groups)
+    def num_running(self) -> int:
+        """Requests with running sequences."""
+        return len(self._groups[RUNNING])
 
     @property
-    def num_blocks_held(self) -> int:
-        return self._pool.num_held
+    def num_blocks_used(self) -> int:
+        return self._blocks.pool.num_used
 
-    def add(self, request: Request) -> None:
-        assert self._limits.fits(request), "the door refuses these"
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._groups.values())
+
+    def groups(self, *statuses: SequenceStatus) -> list[Strategy]:
+        """Those with one of these statuses; without any, all."""
+        return [
+            group for status in statuses or self._groups for group in self._groups[status].values()
+        ]
+
+    def waiting(self) -> list[Strategy]:
+        """The first few, in the order of admission: preempted groups, the oldest first, and then
+        those that have never run."""
+        groups = [*reversed(self._groups[PREEMPTED].values())]
+        in_order = self._queue.in_order(LOOK_AHEAD)
+        groups += [self._groups[WAITING][request.request_id] for request in in_order]
+        return groups[:LOOK_AHEAD]
+
+    def find(self, request_id: str) -> Strategy | None:
+        found = (each[request_id] for each in self._groups.values() if request_id in each)
+        return next(found, None)
+
+    def add(self, request: Request, arrived_s: float = 0.0) -> None:
+        assert self._limits.fits(request), "the frontend rejects these"
         fits = request.num_before < self._limits.context
-        assert fits or not request.max_new_tokens, "PromptReader refuses these"
-        self._entrance.add(request)
+        assert fits or not request.max_new_tokens, "the frontend rejects these"
+        assert self.find(request.request_id) is None, "request ids are unique"
+        group = make_group(request, self._limits.context, arrived_s)
+        self._groups[WAITING][request.request_id] = group
+        self._queue.add(request)
 
-    def note(self, plan: Plan, duration_s: float) -> None:
-        """How long a step took."""
-        chunks = [Chunk(len(part.piece.ids), part.piece.start) for part in plan.reading]
-        chunks += [Chunk(group.request.num_prompt, 0) for group in plan.encoding]
-        self._budget.note(duration_s, len(plan.running), plan.num_draft_tokens, chunks)
+    def remove(self, group: Strategy, status: SequenceStatus, index: int | None = None) -> None:
+        """Ends a request, or one of its answers, whatever its status is."""
+        gone = [each for each in group.sequences if index in (None, each.index)]
+        for sequence in gone:
+            sequence.transition(status)
+        self._release(group, gone)
 
-    def plan(self) -> Plan | None:
-        """The next step. None: there is nothing to do."""
-        self._entrance.open()
-        num_running = sum(len(group.running()) for group in self._groups)
-        shares = self._shares.share(self._groups, num_running)
-        plan, self._num_jump_forward = Plan(), 0
-        if not shares:  # whoever runs waits for prompts or for forms, and not for both
-            self._num_jump_forward = self._budget.num_jump_forward(num_running)
-        for group in self._groups.copy():
-            if not group.is_preempted:
-                self._run(group, plan, num_running)
-            for row in () if group.is_preempted else group.readers():
-                if row in shares:
-                    self._read(group, row, shares[row], plan)
-        if plan.parts or plan.copies:
-            return plan
-        self._budget.give_up_probe()  # those who should have been alone find no block
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step. None: there is nothing to run."""
+        num_preempted = self.num_preempted
+        self._admit()
+        running = self.groups(RUNNING)
+        num_decoding = sum(len(group.decoding()) for group in running)
+        chunk_sizes = self._prefill.schedule(running, num_decoding)
+        self._speculation.begin_step(num_decoding, self.num_seqs, bool(chunk_sizes))
+        output = SchedulerOutput()
+        for group in running:
+            if group.status is not RUNNING:
+                continue  # preempted for a group before it
+            self._schedule_decode(group, output)
+            for sequence in group.prefilling() if chunk_sizes else ():
+                if sequence in chunk_sizes:
+                    self._schedule_prefill(group, sequence, chunk_sizes[sequence], output)
+        output.num_preempted = self.num_preempted - num_preempted
+        if output.decode or output.prefill or output.copies:
+            return output
+        self._budget.give_up_probe()  # the sequences that should have been alone find no block
         return None
 
-    def _run(self, group: Group, plan: Plan, num_running: int) -> None:
-        """The rows that are ready; a search only if there is room for all of its beams."""
-        rows = group.running()
-        ready = [row for row in rows if self._make_room(group, row, 1, plan)]
-        if group.search is not None and len(ready) < len(rows):
+    def observe(self, scheduled: SchedulerOutput, duration_s: float) -> None:
+        """Learns from how long a step took."""
+        chunks = [ChunkSize(len(each.chunk.ids), each.chunk.start) for each in scheduled.prefill]
+        chunks += [ChunkSize(group.request.num_prompt, 0) for group in scheduled.encoding]
+        num_draft_tokens = scheduled.num_draft_tokens
+        self._budget.observe(duration_s, len(scheduled.decode), num_draft_tokens, chunks)
+
+    def update(self, scheduled: SchedulerOutput, output: StepOutput) -> None:
+        """Gives sequences their tokens, publishes events, releases what has finished."""
+        chunks = scheduled.chunks
+        for place, each in enumerate(chunks):
+            each.group.update(each, place, output, self._blocks)
+        for group in {each.group: None for each in chunks if each.to_sample and each.group.search}:
+            group.end_step(output, self._blocks)
+        for each in chunks if output.not_finite else ():
+            if each.group.request_id in output.not_finite:
+                self._blocks.pool.forget(each.sequence.blocks)
+        for sequence in output.finished:
+            self._release(self._groups[RUNNING][sequence.request.request_id], [sequence])
+
+    # Admission to the running set.
+
+    def _admit(self) -> None:
+        """Starts all requests that find sequences and blocks, and continues preempted ones."""
+        waiting = self.waiting()
+        running = self._groups[RUNNING].values()
+        if not waiting and not any(group.next_text() is not None for group in running):
             return
-        for row in ready:
-            guesses, is_forced = self._guess(row, num_running)
-            ids = (*row.ids(row.num_held, row.num_text), *guesses)
-            piece = self._piece(group, row, ids, range(len(ids)))
-            part = Part(piece, group, row, (row,), guesses, is_forced, reads=False)
-            plan.running.append(part)
+        num_spare = self._blocks.pool.num_free - sum(map(self._num_missing, running))
+        first: Strategy | None = None  # that finds no place
+        for group in waiting:
+            num_overtaken = 0
+            if first is not None:
+                num_overtaken = first.num_overtaken + cost(group.request)
+                if num_overtaken > cost(first.request):
+                    continue
+            if self._has_room(group, num_spare):
+                self._start(group)
+                num_spare -= len(group.source_blocks) + self._num_missing(group)
+                if first is not None:
+                    first.num_overtaken = num_overtaken
+            elif first is None:
+                first = group
+        if first is not None:
+            num_spare -= self._limits.num_blocks_of(first.request, 1)
+        self._begin_texts(num_spare)
 
-    def _guess(self, row: Row, num_running: int) -> tuple[list[int], bool]:
-        """How a row goes on, perhaps; and whether its form leaves no choice."""
-        if not self._limits.speculative or not row.may_guess:
-            return [], False
-        num_each = max(1, MAX_ALL_GUESSES // max(1, num_running))
-        most = min(row.max_tokens - len(row.token_ids) - 1, num_each)
-        forced = self._fitting(row, row.forced(min(most, MAX_GUESSES, self._num_jump_forward)))
-        if forced:
-            self._num_jump_forward -= len(forced)
-            return forced, True
-        if row.guesses is None:
-            row.guesses = Guesses(row.ids(0, row.num_text))
-        least_rate = self._budget.least_rate(num_running)
-        if least_rate > 0:  # guesses of all rows take no longer than the rows
-            most = min(most, max(1, int(1 / least_rate)))
-        return self._fitting(row, row.allowed(row.guesses.next(most, least_rate))), False
+    def _begin_texts(self, num_spare: int) -> None:
+        """Further texts of pooling requests: as many as a step could compute and none waits for."""
+        for group in self._groups[RUNNING].values() if num_spare > 0 else ():
+            num_left = sum(each.num_tokens - each.num_computed for each in group.sequences)
+            while (text := group.next_text()) is not None:
+                num_blocks = -(-len(text) // self._limits.block_size)
+                num_left += len(text)
+                if num_blocks > num_spare or num_left > self._limits.max_prefill_tokens:
+                    break
+                group.begin_text()
+                num_spare -= num_blocks
 
-    def _fitting(self, row: Row, guesses: list[int]) -> list[int]:
-        """Those that there are blocks for."""
-        while len(row.blocks) * self._limits.block_size < row.num_text + len(guesses):
-            if self._pool.num_free <= self.num_rows:  # nobody is set back for a guess
-                return guesses[: len(row.blocks) * self._limits.block_size - row.num_text]
-            row.blocks.append(self._pool.take())
-        return guesses
-
-    def _read(self, group: Group, row: Row, num_tokens: int, plan: Plan) -> None:
-        """A piece of a prompt, or of what was set back."""
-        if not self._make_room(group, row, num_tokens, plan):
-            return
-        if not group.is_told:
-            group.is_told, group.num_cached = True, row.num_held
-            plan.starts.append(Start(group.request, row.num_held))
-        if group.source_blocks and not group.is_encoded:
-            plan.encoding.append(group)
-        stop = row.num_held + num_tokens
-        is_end = group.is_new and stop == group.goal(row)
-        takers = group.rows if is_end and group.request.max_new_tokens else ()
-        first = num_tokens - 1 if takers else num_tokens
-        if group.scores and not group.is_forked:
-            first = min(first, max(0, group.num_scored - row.num_held))
-        ids, wanted = row.ids(row.num_held, stop), range(first, num_tokens)
-        reading = group.request.pooling
-        piece = self._piece(group, row, ids, wanted if reading is None else reading.masks)
-        if row.pooled is not None:
-            hidden = row.pooled.wanted(row.num_held, stop)
-            piece = piece._replace(hidden=[place - row.num_held for place in hidden])
-        plan.reading.append(Part(piece, group, row, takers))
-
-    def _piece(self, group: Group, row: Row, ids: Sequence[int], wanted: Sequence[int]) -> Piece:
-        length = len(group.request.source_ids or ())
-        return Piece(ids, row.num_held, row.blocks, wanted, group.source_blocks, length)
-
-    def _make_room(self, group: Group, row: Row, num_tokens: int, plan: Plan) -> bool:
-        """Blocks of its own for a row's next tokens. False: it has to wait for those before it."""
+    def _num_missing(self, group: Strategy) -> int:
+        """Blocks needed soon: for the rest of the prompt, and one more for each sequence."""
         size = self._limits.block_size
-        place = row.num_held // size
-        if place < len(row.blocks) and self._pool.is_shared(row.blocks[place]):
-            if not self._free_one(group):
+        missing = (-(-each.num_tokens // size) - len(each.blocks) for each in group.own_sequences())
+        return group.num_growing + sum(max(0, each) for each in missing)
+
+    def _has_room(self, group: Strategy, num_spare: int) -> bool:
+        if self.num_seqs + group.num_seqs > self._limits.max_num_seqs:
+            return False
+        if not self._groups[RUNNING]:
+            return True
+        request = group.request
+        num_tokens = max(len(sequence.token_ids) for sequence in group.sequences)
+        num_needed = self._limits.num_blocks_of(request, num_tokens + 1)
+        if num_spare < num_needed <= num_spare + request.num_before // self._limits.block_size:
+            num_needed -= self._blocks.num_shareable(request)
+        return num_needed <= num_spare
+
+    def _start(self, group: Strategy) -> None:
+        """For the first time, or again after a preemption."""
+        if group.status is WAITING:
+            group.prepare()
+        self._queue.serve(group.request)
+        self._move(group, RUNNING)
+        num_blocks = self._limits.num_source_blocks(group.request)
+        group.source_blocks = [self._blocks.pool.take() for _ in range(num_blocks)]
+        self._prefill.enter(group)
+
+    # A step.
+
+    def _schedule_decode(self, group: Strategy, output: SchedulerOutput) -> None:
+        """The sequences that find a block; the beams of a search only if all do."""
+        sequences = group.decoding()
+        ready = [each for each in sequences if self._make_room(group, each, 1, output)]
+        if group.decodes_together and len(ready) < len(sequences):
+            return
+        for sequence in ready:
+            draft: list[int] = []
+            is_jump_forward = False
+            if group.speculates:
+                draft, is_jump_forward = self._speculation.draft(sequence)
+            ids = (*sequence.ids(sequence.num_computed, sequence.num_tokens), *draft)
+            chunk = _chunk(group, sequence, ids, range(len(ids)))
+            output.decode.append(
+                ScheduledChunk(chunk, group, sequence, (sequence,), draft, is_jump_forward, False)
+            )
+
+    def _schedule_prefill(
+        self, group: Strategy, sequence: Sequence, num_tokens: int, output: SchedulerOutput
+    ) -> None:
+        if not self._make_room(group, sequence, num_tokens, output):
+            return
+        if not group.has_started:
+            group.has_started, group.num_cached = True, sequence.num_computed
+            output.started.append(group)
+        if group.source_blocks and not group.is_encoded:
+            output.encoding.append(group)
+        stop = sequence.num_computed + num_tokens
+        to_sample, logits_at, hidden_at = group.prefill_outputs(sequence, stop)
+        ids = sequence.ids(sequence.num_computed, stop)
+        chunk = _chunk(group, sequence, ids, logits_at, hidden_at)
+        output.prefill.append(ScheduledChunk(chunk, group, sequence, to_sample, []))
+
+    def _make_room(
+        self, group: Strategy, sequence: Sequence, num_tokens: int, output: SchedulerOutput
+    ) -> bool:
+        """Blocks of its own for a sequence's next tokens. False: it waits for older groups."""
+        if self._blocks.needs_copy(sequence):
+            if not self._free_block(group):
                 return False
-            copy = BlockCopy(row.blocks[place], self._pool.take())
-            plan.copies.append(copy)
-            plan.copying.append(row)
-            self._pool.release([copy.source])
-            row.blocks[place] = copy.target
-        while len(row.blocks) * size < row.num_held + num_tokens:
-            if not self._free_one(group):
+            output.copies.append(BlockCopy(*self._blocks.copy_on_write(sequence)))
+            output.copying.append(group)
+        size = self._limits.block_size
+        while len(sequence.blocks) * size < sequence.num_computed + num_tokens:
+            if not self._free_block(group):
                 return False
-            row.blocks.append(self._pool.take())
+            sequence.blocks.append(self._blocks.pool.take())
         return True
 
-    def _free_one(self, group: Group) -> bool:
-        while not self._pool.num_free:
-            last = self._groups[-1]
-            if last is group:
+    def _free_block(self, group: Strategy) -> bool:
+        """Preempts younger groups until a block is free. False: this group is the youngest."""
+        while not self._blocks.pool.num_free:
+            youngest = next(reversed(self._groups[RUNNING].values()))
+            if youngest is group:
                 return False
-            self._preempt_group(last)
+            self._preempt(youngest)
         return True
 
-    def _preempt_group(self, group: Group) -> None:
-        self._groups.remove(group)
+    def _preempt(self, group: Strategy) -> None:
+        """By recompute: the group loses its blocks, and keeps its tokens."""
         for blocks in group.drop_blocks():
-            self._pool.release(blocks)
-        group.is_preempted = True
-        self._entrance.put_back(group)
+            self._blocks.pool.release(blocks)
+        self._move(group, PREEMPTED)
         self.num_preempted += 1
 
-    def commit(self, plan: Plan, result: StepResult) -> Outcome:
-        """The plan was carried out."""
-        outcome = Outcome(broken=set(result.broken))
-        for part, choices, hidden_MD in zip(plan.parts, result.choices, result.hidden, strict=True):
-            if part.group.request.pooling is not None:
-                self._commit_text(part, hidden_MD, outcome)
-            elif part.reads:
-                self._commit_read(part, choices, outcome)
-            else:
-                self._commit_run(part, choices, outcome)
-        for group in {part.group: None for part in plan.parts if part.takers}:
-            if group.search is not None:
-                self._advance(group, result.ranked, outcome)
-        for part in plan.parts if outcome.broken else ():
-            if part.row.request.request_id in outcome.broken:
-                self._pool.forget(part.row.blocks)
-        for row, _ in outcome.finished:
-            self.remove(row.request.request_id, row.sequence)
-        return outcome
+    # The table.
 
-    def _commit_read(self, part: Part, choices: Sequence[Choice], outcome: Outcome) -> None:
-        group, row = part.group, part.row
-        group.is_encoded = bool(group.source_blocks)
-        self._hold(row, row.num_held + len(part.piece.ids))
-        group.num_scored = max(group.num_scored, row.num_held)
-        if group.is_forked or row.num_held < group.goal(row):
-            return
-        group.is_forked = True
-        self._follow(group.rows, [0] * len(group.rows))
-        if not group.is_new or group.search is not None:
-            return
-        for each, taken in enumerate(group.rows):
-            self._say(taken, choices[each : each + 1], (), outcome)
+    def _move(self, group: Strategy, status: SequenceStatus) -> None:
+        del self._groups[group.status][group.request_id]
+        group.transition(status)
+        self._groups[status][group.request_id] = group
 
-    def _commit_text(self, part: Part, hidden_MD: Hidden, outcome: Outcome) -> None:
-        group, row = part.group, part.row
-        self._hold(row, row.num_held + len(part.piece.ids))
-        if row.pooled is not None:
-            row.pooled.add(hidden_MD, row.num_held)
-        if row.num_held < group.goal(row):
-            return
-        if row.pooled is not None:
-            vector_D = row.pooled.vector_D()
-            if not np.isfinite(vector_D).all():
-                outcome.broken.add(row.request.request_id)
-                return
-            outcome.vectors.append(Vector(row, vector_D))
-        group.rows.remove(row)
-        self._pool.release(row.blocks)
-        if group.next_text() is not None and not group.rows:
-            group.begin_text()
-        elif not group.rows:
-            outcome.finished.append(Finished(row, "length"))
+    def _release(self, group: Strategy, gone: list[Sequence]) -> None:
+        """Sequences leave their group, and with the last one the group leaves the table."""
+        rest = [each for each in group.sequences if each not in gone]
+        if rest and group.own_sequences()[0] in gone and len(group.own_sequences()) == 1:
+            self._blocks.fork([group.sequences[0], rest[0]], [0, 0])  # it computes for the others
+        group.sequences = rest
+        for sequence in gone:
+            self._blocks.pool.release(sequence.blocks)
+        if not rest:
+            self._blocks.pool.release(group.source_blocks)
+            self._queue.remove(group.request_id)
+            for groups in self._groups.values():
+                groups.pop(group.request_id, None)
 
-    def _commit_run(self, part: Part, choices: Sequence[Choice], outcome: Outcome) -> None:
-        row, guesses = part.row, part.guesses
-        if part.group.search is not None:
-            self._hold(row, row.num_text)
-            return
-        num_before = len(row.token_ids)
-        self._say(row, choices, guesses, outcome)
-        num_right = max(0, len(row.token_ids) - num_before - 1)
-        if guesses:
-            if row.guesses is not None and not part.is_forced:
-                row.guesses.learn(len(guesses), num_right)
-            row.num_draft_tokens += len(guesses)
-            row.num_accepted += num_right
-            outcome.num_accepted += num_right
-            outcome.num_jump_forward += num_right if part.is_forced else 0
-        self._hold(row, row.num_text - 1)
 
-    def _say(
-        self, row: Row, choices: Sequence[Choice], guesses: Sequence[int], outcome: Outcome
-    ) -> None:
-        """A row's next token, and those after it as far as the guesses were right."""
-        for place, (token, logprobs, is_finite) in enumerate(choices):
-            if row.is_lost:
-                outcome.lost.add(row.request.request_id)
-                return
-            if not is_finite:
-                outcome.broken.add(row.request.request_id)
-                return
-            row.add(token)
-            outcome.said.append(Said(row, token, logprobs))
-            is_right = place < len(guesses) and guesses[place] == token
-            if not is_right or row.finish_reason() is not None:
-                break
-        reason = row.finish_reason()
-        if reason is not None:
-            outcome.finished.append(Finished(row, reason))
-
-    def _hold(self, row: Row, num_held: int) -> None:
-        """So much of a row's text is in its blocks: those that are full can be found from now."""
-        row.num_held = num_held
-        size = self._limits.block_size
-        if row.request.source_ids is not None:
-            return  # what they hold depends on the source
-        for place in range(row.num_known, num_held // size):
-            key = self._shares.key(row, place)
-            row.blocks[place] = self._pool.keep(key, row.blocks[place])
-        row.num_known = num_held // size
-
-    def _advance(self, group: Group, ranked: Ranked, outcome: Outcome) -> None:
-        """One step of a search: row i has its i-th beam."""
-        search = group.search
-        assert search is not None
-        parents = search.advance(ranked[group.request.request_id])
-        num_wanted = group.request.num_sequences if search.is_over else len(group.rows)
-        if len(search.answers if search.is_over else parents) < num_wanted:
-            outcome.broken.add(group.request.request_id)  # too few tokens have finite logits
-            return
-        if search.is_over:
-            outcome.found.append(search)
-            self.remove(group.request.request_id)
-            return
-        self._follow(group.rows, parents)
-        for row, beam in zip(group.rows, search.running, strict=True):
-            row.token_ids = list(beam.token_ids)
-
-    def _follow(self, rows: Sequence[Row], parents: Sequence[int]) -> None:
-        """Row i goes on from the blocks of row parents[i]; what is written next is parted then."""
-        before = [(row.blocks, row.num_held, row.num_known) for row in rows]
-        for place, (row, parent) in enumerate(zip(rows, parents, strict=True)):
-            if place != parent:
-                blocks, row.num_held, row.num_known = before[parent]
-                self._pool.share(blocks)
-                row.blocks = blocks.copy()
-        for place, parent in enumerate(parents):
-            if place != parent:
-                self._pool.release(before[place][0])
-
-    def remove(self, request_id: str, sequence: int | None = None) -> None:
-        """Forgets a request, or one of its answers, wherever it is."""
-        found = [group for group in self._groups if group.request.request_id == request_id]
-        set_back = self._entrance.waiting(request_id)
-        found += [] if set_back is None else [set_back]
-        for group in found:
-            gone = [row for row in group.rows if sequence in (None, row.sequence)]
-            if len(gone) < len(group.rows) and not group.is_forked and group.rows[0] in gone:
-                self._follow([group.rows[0], next(r for r in group.rows if r not in gone)], [0, 0])
-            group.rows = [row for row in group.rows if row not in gone]
-            for row in gone:
-                self._pool.release(row.blocks)
-            if group.rows:
-                return
-            self._pool.release(group.source_blocks)
-            if group in self._groups:
-                self._groups.remove(group)
-        self._entrance.remove(request_id)
+def _chunk(
+    group: Strategy,
+    sequence: Sequence,
+    ids: tuple[int, ...],
+    logits_at: SequenceOf[int],
+    hidden_at: SequenceOf[int] = (),
+) -> Chunk:
+    length = len(group.request.source_ids or ())
+    return Chunk(
+        ids,
+        sequence.num_computed,
+        sequence.blocks,
+        logits_at,
+        group.source_blocks,
+        length,
+        hidden_at,
+    )

@@ -1,76 +1,50 @@
-"""Who runs in a step, as data: what scheduler, engine and session tell one another.
+"""One step as two records: what to run (SchedulerOutput), and what came of it (StepOutput).
 
-Knows: rows, blocks as numbers. Does not know: why they were chosen, how they are run.
+Knows: sequences, blocks as numbers. Does not know: why they were chosen, how they are run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from quill.server.engine.sequence import Group, Row
-from quill.server.outputs import FinishReason, PositionLogprobs, StepKind
-from quill.server.request import Request
-from quill.server.sampling.beam_search import Continuation, Search
+from quill.server.engine.model_runner import BlockCopy, Chunk, Source
+from quill.server.engine.sequence import Sequence
+from quill.server.outputs import Event, PositionLogprobs, StepKind
+from quill.server.sampling.beam_search import Continuation
 from quill.server.sampling.native import Hidden
 
-
-class Piece(NamedTuple):
-    """Tokens of one text that a step reads."""
-
-    ids: Sequence[int]
-    start: int  # positions that are in its blocks before
-    blocks: Sequence[int]
-    wanted: Sequence[int]  # after which of the ids logits are needed, ascending
-    source_blocks: Sequence[int] = ()
-    source_length: int = 0
-    hidden: Sequence[int] = ()  # after which of the ids hidden states are needed, ascending
+if TYPE_CHECKING:  # strategies make these records
+    from quill.server.engine.strategies import Strategy
 
 
-class Source(NamedTuple):
-    """What the encoder reads, from its first token to its last."""
+class ScheduledChunk(NamedTuple):
+    """A chunk for the model, and the sequences that get tokens from its logits."""
 
-    ids: Sequence[int]
-    blocks: Sequence[int]
-
-
-class BlockCopy(NamedTuple):
-    source: int
-    target: int
-
-
-class Part(NamedTuple):
-    """A piece, and who gets tokens from its logits."""
-
-    piece: Piece
-    group: Group
-    row: Row
-    takers: Sequence[Row]  # none while a prompt is read; at its end, all rows of the request
-    guesses: Sequence[int] = ()  # the last of the ids: tokens that nobody has chosen yet
-    is_forced: bool = False  # the guesses are all that the row's form allows
-    reads: bool = True  # a prompt, or what was set back; not the last token of a running row
+    chunk: Chunk
+    group: "Strategy"
+    sequence: Sequence
+    to_sample: SequenceOf[Sequence]  # none before a prompt's end; then all of the request
+    draft: list[int]  # the last of the chunk's ids, to accept or reject
+    is_jump_forward: bool = False  # the draft is all that the sequence's grammar allows
+    is_prefill: bool = True  # of a prompt, or of what was preempted
 
 
-class Start(NamedTuple):
-    """A request leaves the queue for the first time."""
+@dataclass(eq=False, slots=True)
+class SchedulerOutput:
+    """What to run: copies of blocks first, then sources to encode, then the chunks."""
 
-    request: Request
-    cached: int  # tokens that needn't be read
-
-
-@dataclass(eq=False)
-class Plan:
-    """One step: copies first, then sources, then the pieces. Running rows are first of these."""
-
-    running: list[Part] = field(default_factory=list)
-    reading: list[Part] = field(default_factory=list)
+    decode: list[ScheduledChunk] = field(default_factory=list)
+    prefill: list[ScheduledChunk] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    copying: list[Row] = field(default_factory=list)  # whose copies they are
-    encoding: list[Group] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
+    copying: list["Strategy"] = field(default_factory=list)  # the groups whose copies they are
+    encoding: list["Strategy"] = field(default_factory=list)
+    started: list["Strategy"] = field(default_factory=list)  # they run for the first time
+    num_preempted: int = 0
+    at_risk: list["Strategy"] = field(default_factory=list)  # they fail if what runs now does
 
     @property
-    def parts(self) -> list[Part]:
-        return self.running + self.reading
+    def chunks(self) -> list[ScheduledChunk]:
+        return self.decode + self.prefill
 
     @property
     def sources(self) -> list[Source]:
@@ -80,72 +54,47 @@ class Plan:
 
     @property
     def kind(self) -> StepKind:
-        if not self.reading:
+        if not self.prefill:
             return "decode"
-        return "mixed" if self.running else "prefill"
+        return "mixed" if self.decode else "prefill"
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(len(part.guesses) for part in self.running)
+        return sum(len(each.draft) for each in self.decode)
 
     @property
-    def num_read(self) -> int:
-        """Tokens of prompts and sources."""
+    def num_prefill_tokens(self) -> int:
+        """Of prompts, of sources, and of what was preempted."""
         num_sources = sum(group.request.num_prompt for group in self.encoding)
-        return sum(len(part.piece.ids) for part in self.reading) + num_sources
+        return sum(len(each.chunk.ids) for each in self.prefill) + num_sources
 
     @property
     def num_tokens(self) -> int:
-        return len(self.running) + self.num_draft_tokens + self.num_read
+        return len(self.decode) + self.num_draft_tokens + self.num_prefill_tokens
 
 
 class Choice(NamedTuple):
+    """A sampled token."""
+
     token: int
     logprobs: PositionLogprobs | None
-    is_finite: bool  # the logits that it was chosen by; else it means nothing
+    is_finite: bool  # the logits that the token was sampled from; else the token means nothing
 
 
-Ranked = Mapping[str, Sequence[Continuation]]  # by request
+@dataclass(eq=False, slots=True)
+class StepOutput:
+    """What came of a step: the sampler fills the first part, the sequences' update the second."""
 
-
-class StepResult(NamedTuple):
-    """What came of a plan."""
-
-    choices: list[list[Choice]]  # for each part: one a taker, or one after each guess too
-    hidden: list[Hidden]  # for each part: as many as its piece wanted
-    ranked: Ranked  # what searches have instead
+    choices: list[list[Choice]]  # of each chunk: one for a sequence to sample, or a draft token
+    hidden: list[Hidden]  # of each chunk
+    continuations: dict[str, list[Continuation]]  # of each beam search, by request
     prompt_logprobs: dict[str, list[PositionLogprobs]]  # by request
-    broken: set[str]  # searches and scored prompts whose logits weren't finite
-    masks_s: float | None = None  # what rows that keep to a form took; None: there were none
+    now_s: float = 0.0  # after the step
+    masks_s: float | None = None  # until all grammars' masks were there; None: there were none
+    not_finite: set[str] = field(default_factory=set)  # requests whose logits weren't finite
 
-
-class Said(NamedTuple):
-    row: Row
-    token: int
-    logprobs: PositionLogprobs | None
-
-
-class Vector(NamedTuple):
-    """A text was read whole."""
-
-    row: Row
-    vector_D: Hidden
-
-
-class Finished(NamedTuple):
-    row: Row
-    reason: FinishReason
-
-
-@dataclass(eq=False)
-class Outcome:
-    """What a step changed."""
-
-    said: list[Said] = field(default_factory=list)
-    vectors: list[Vector] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    found: list[Search] = field(default_factory=list)  # searches that are over
-    broken: set[str] = field(default_factory=set)  # requests
-    lost: set[str] = field(default_factory=set)  # requests whose form can't be followed any more
-    num_accepted: int = 0  # guesses that were right
-    num_jump_forward: int = 0  # of these: their form left no choice
+    events: list[Event] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)  # requests whose grammar became too complex
+    num_accepted: int = 0  # draft tokens
+    num_jump_forward: int = 0  # of the accepted draft tokens

@@ -82,7 +82,7 @@ class TokenMatcher:
         self._jump_forward: deque[int] | None = None  # jump-forward tokens; None: not computed
         self.has_failed = False
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         if self._jump_forward is None and not self.has_failed:
             self._jump_forward = deque(self._call("compute_ff_tokens") or ())
             self._renew()
@@ -93,11 +93,11 @@ class TokenMatcher:
         self._renew()
         return num
 
-    def masks(self, drafts: Sequence[int], ends: Collection[int], num_unended: int) -> Masks:
-        masks = np.zeros((len(drafts) + 1, self._grammar.num_words), np.uint32)
+    def masks(self, draft: Sequence[int], stop_ids: Collection[int], num_unended: int) -> Masks:
+        masks = np.zeros((len(draft) + 1, self._grammar.num_words), np.uint32)
         for place, mask in enumerate(masks):
             if place:
-                self._call("consume_token", drafts[place - 1])
+                self._call("consume_token", draft[place - 1])
             self._fill(mask)
             if self.has_failed and place:
                 self._replay()  # the lexer gave up after this draft token: it is dropped
@@ -109,9 +109,9 @@ class TokenMatcher:
                 mask[:] = 0
                 return masks[:1]
             if place < num_unended:
-                _forbid(mask, ends)
-        if drafts:
-            self._call("rollback", len(drafts))
+                _forbid(mask, stop_ids)
+        if draft:
+            self._call("rollback", len(draft))
         return masks
 
     def _fill(self, mask: Masks) -> None:

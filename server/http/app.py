@@ -1,6 +1,6 @@
-"""The HTTP application: which path is answered by whom, and how refusals are told.
+"""The HTTP application: which path is answered by what, and how errors are sent.
 
-Knows: paths, the order of checks. Does not know: what is asked for, sockets.
+Knows: paths, the order of checks. Does not know: what is requested, sockets.
 """
 
 import asyncio
@@ -8,26 +8,23 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
 
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from quill.server.api.messages import model_message
 from quill.server.auth.caller import Caller
 from quill.server.auth.keyring import Keyring
 from quill.server.errors import DeadlineError, RequestError, StepError
-from quill.server.http.docs import DOCS_HEADERS, docs_page, openapi
-from quill.server.http.model_facts import ModelFacts
+from quill.server.frontend.call import Calls, RequestContext
+from quill.server.frontend.json_values import Json
 from quill.server.http.openai.chat import Chat
 from quill.server.http.openai.completions import Completions
-from quill.server.http.openai.embeddings import Embeddings
-from quill.server.http.openai.models import Models
-from quill.server.http.openai.tokens import Detokenize, Tokenize
-from quill.server.http.page_files import page_files
+from quill.server.http.openai.texts import Detokenize, EmbeddingsRoute, Models, Tokenize
+from quill.server.http.pages import DOCS_HEADERS, docs_page, openapi, page_files
 from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of
 from quill.server.http.wire.route import Route
-from quill.server.service.json_fields import Json
-from quill.server.service.origin import Origin
-from quill.server.service.service import Service
 from quill.server.settings import Settings
 from quill.server.telemetry.metrics import stats
 from quill.server.telemetry.tracing import HEADERS
@@ -35,22 +32,37 @@ from quill.server.telemetry.tracing import HEADERS
 logger = logging.getLogger(__name__)
 
 
+class ModelInfo(Route):
+    verb = "GET"
+    path = "/model"
+    help = "everything about the model that is served, as gRPC's GetModel has it"
+
+    async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
+        async with self._calls.open(context) as call:
+            info = MessageToDict(
+                model_message(call.served),
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+            )
+        await exchange.answer_json(info)
+
+
 class App:
     def __init__(
         self,
-        service: Service,
+        calls: Calls,
         settings: Settings,
         keyring: Keyring | None,
         registry: CollectorRegistry,
         is_serving: Callable[[], bool],
     ) -> None:
-        self._calls = service.calls
+        self._calls = calls
         self._settings = settings
         self._guard = Guard(settings.host, keyring)
         self._registry = registry
         self._is_serving = is_serving
-        kinds = (Chat, Completions, Embeddings, Tokenize, Detokenize, Models, ModelFacts)
-        self._routes: dict[str, Route] = {kind.path: kind(service) for kind in kinds}
+        kinds = (Chat, Completions, EmbeddingsRoute, Tokenize, Detokenize, Models, ModelInfo)
+        self._routes: dict[str, Route] = {kind.path: kind(calls) for kind in kinds}
         self._api = openapi(self._routes.values())
         self._pages: Mapping[str, Callable[[Exchange], Awaitable[None]]] = {
             "/health": self._health,
@@ -67,11 +79,11 @@ class App:
             self._guard.check(exchange)
             await self._answer(exchange)
         except RequestError as error:
-            await self._refuse(exchange, error)
+            await self._fail(exchange, error)
         except Exception:
             logger.exception("a bug in %s, request %s", exchange.path, exchange.request_id)
             reason = f"a bug in the server; its log has more under {exchange.request_id}"
-            await self._refuse(exchange, StepError(reason))
+            await self._fail(exchange, StepError(reason))
 
     async def _answer(self, exchange: Exchange) -> None:
         path = exchange.path.rstrip("/") or "/"
@@ -97,23 +109,25 @@ class App:
             if route.verb == "POST":
                 values = await exchange.read_json(self._settings.max_message_bytes, route.read)
         except RequestError as error:
-            self._calls.refuse(_origin(exchange, route, caller, deadline), error)
+            self._calls.reject(_context(exchange, route, caller, deadline), error)
             raise
-        origin = _origin(exchange, route, caller, deadline)
-        await exchange.attend(self._serve(route, values, origin, exchange))
+        context = _context(exchange, route, caller, deadline)
+        await exchange.attend(self._serve(route, values, context, exchange))
 
-    async def _serve(self, route: Route, values: Json, origin: Origin, exchange: Exchange) -> None:
+    async def _serve(
+        self, route: Route, values: Json, context: RequestContext, exchange: Exchange
+    ) -> None:
         try:
             # By the loop's clock, time.monotonic. The engine stops before, but for long steps.
-            async with asyncio.timeout_at(origin.deadline_s):
-                await route.answer(values, origin, exchange)
+            async with asyncio.timeout_at(context.deadline_s):
+                await route.answer(values, context, exchange)
         except TimeoutError:
-            await self._refuse(exchange, DeadlineError("the deadline passed"))
+            await self._fail(exchange, DeadlineError("the deadline passed"))
         except RequestError as error:
-            await self._refuse(exchange, route.as_written(error, values))
+            await self._fail(exchange, error)
 
-    async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
-        """In words, while there is somebody who hears them."""
+    async def _fail(self, exchange: Exchange, error: RequestError) -> None:
+        """Sends the error, while there is a client that can receive it."""
         if exchange.has_left or exchange.is_over:
             return
         if exchange.has_begun:
@@ -122,7 +136,7 @@ class App:
         await exchange.answer_json(body_of(error), status_of(error), headers_of(error))
 
     async def _health(self, exchange: Exchange) -> None:
-        """Open to all: whoever restarts or balances servers has no key."""
+        """Needs no API key: orchestrators and load balancers have none."""
         serving = self._is_serving()
         content = {"status": "serving" if serving else "not serving"}
         await exchange.answer_json(content, 200 if serving else 503)
@@ -150,9 +164,11 @@ class App:
         )
 
 
-def _origin(exchange: Exchange, route: Route, caller: Caller, deadline: float | None) -> Origin:
+def _context(
+    exchange: Exchange, route: Route, caller: Caller, deadline: float | None
+) -> RequestContext:
     traced = ((name, exchange.header(name)) for name in HEADERS)
-    return Origin(
+    return RequestContext(
         method=route.path,
         frontend="http",
         caller=caller,

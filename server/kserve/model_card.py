@@ -1,5 +1,5 @@
-"""The tensors that a model takes and gives, in the shape of Triton's vLLM backend, and two
-descriptions of them: the protocol's and Triton's.
+"""The input and output tensors of a model, as Triton's vLLM backend has them, described twice:
+for KServe's ModelMetadata and for Triton's ModelConfig.
 
 Knows: names and types of tensors. Does not know: what they become.
 """
@@ -56,14 +56,14 @@ _TYPES = {
 
 def metadata(name: str) -> kserve.ModelMetadataResponse:
     response = kserve.ModelMetadataResponse(name=name, versions=[VERSION], platform=PLATFORM)
-    for tensors, told in ((INPUTS, response.inputs), (OUTPUTS, response.outputs)):
+    for tensors, described in ((INPUTS, response.inputs), (OUTPUTS, response.outputs)):
         for each in tensors.values():
-            told.add(name=each.name, datatype=each.datatype, shape=[each.length])
+            described.add(name=each.name, datatype=each.datatype, shape=[each.length])
     return response
 
 
 def config(name: str) -> kserve.ModelConfig:
-    told = kserve.ModelConfig(
+    card = kserve.ModelConfig(
         name=name,
         platform=PLATFORM,
         backend=BACKEND,
@@ -71,12 +71,12 @@ def config(name: str) -> kserve.ModelConfig:
         model_transaction_policy=kserve.ModelTransactionPolicy(decoupled=True),
     )
     for each in INPUTS.values():
-        told.input.add(
+        card.input.add(
             name=each.name,
             data_type=_TYPES[each.datatype],
             dims=[each.length],
             optional=each.name != TEXT,
         )
     for each in OUTPUTS.values():
-        told.output.add(name=each.name, data_type=_TYPES[each.datatype], dims=[each.length])
-    return told
+        card.output.add(name=each.name, data_type=_TYPES[each.datatype], dims=[each.length])
+    return card

@@ -15,7 +15,7 @@ from quill.server.errors import InvalidFieldError
 Values = list[Any]
 InputTensor = kserve.ModelInferRequest.InferInputTensor
 
-MAX_NAME = 64  # of an unknown tensor, in what is said about it
+MAX_NAME = 64  # characters of an unknown tensor's name, in an error
 MAX_DIMENSIONS = 8
 SHARED_MEMORY = "shared_memory_region"
 # How a number lies in raw contents, little-endian, and where typed contents have it.

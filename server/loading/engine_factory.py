@@ -10,9 +10,8 @@ import onnxruntime
 
 from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_manifest
 from quill.server.engine.engine import Engine
-from quill.server.engine.kv_cache import Blocks, BlockShape, DeviceBlocks
-from quill.server.engine.model_runner import EncoderSession, OrtSession, Session
-from quill.server.engine.step import Piece, Source
+from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
+from quill.server.engine.model_runner import Chunk, EncoderSession, OrtSession, Session, Source
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.loading.graph_choice import only_on_cpu
@@ -85,11 +84,11 @@ def _session(
         return EncoderSession(encoder, manifest.sizes)
     shape = BlockShape.of(manifest.sizes, graphs)
     blocks = (
-        Blocks(limits.num_blocks, shape)
+        KVCache(limits.num_blocks, shape)
         if graphs.device == "cpu"
-        else DeviceBlocks(limits.num_blocks, shape, graphs.device)
+        else DeviceKVCache(limits.num_blocks, shape, graphs.device)
     )
-    return OrtSession(decoder, blocks, manifest.sizes, encoder, hidden=graphs.hidden)
+    return OrtSession(decoder, blocks, manifest.sizes, encoder, gives_hidden=graphs.hidden)
 
 
 def _try_last_position(bundle: Bundle, session: Session, limits: Limits) -> None:
@@ -98,14 +97,14 @@ def _try_last_position(bundle: Bundle, session: Session, limits: Limits) -> None
     that reaches there."""
     context = limits.context
     blocks = [0] * -(-context // limits.block_size)
-    piece = Piece([0], context - 1, blocks, [0])
+    chunk = Chunk([0], context - 1, blocks, [0])
     try:
         if bundle.graphs.decoder is None:
-            piece = Piece([0] * context, 0, (), (), hidden=range(context))
+            chunk = Chunk([0] * context, 0, (), (), hidden_at=range(context))
         elif bundle.graphs.encoder is not None:
             session.encode([Source([0] * context, blocks)])
-            piece = piece._replace(source_blocks=blocks, source_length=context)
-        session.step([piece])
+            chunk = chunk._replace(source_blocks=blocks, source_length=context)
+        session.step([chunk])
     except MemoryError:
         raise
     except Exception as error:  # the runtime has no class for these

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from quill.server.engine.engine import Engine
 from quill.server.engine.engine_thread import EngineThread
+from quill.server.frontend.served_model import ServedModel
 from quill.server.outputs import EngineOutputs
-from quill.server.protocol.served_model import ServedModel
 
 STOP_S = 30.0  # how long a step under way may take to end
 

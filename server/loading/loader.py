@@ -14,6 +14,7 @@ from quill.export.bundle.manifest import read_manifest
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
+from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
@@ -25,7 +26,6 @@ from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent
-from quill.server.protocol.served_model import ServedModel
 from quill.server.request import PoolingParams, Request
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
@@ -66,7 +66,7 @@ def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
         context=sizing.context,
         num_blocks=sizing.num_blocks,
         block_size=graph_contract.block_size(choice.graphs.device),
-        share=settings.prefix_cache,
+        prefix_caching=settings.prefix_cache,
         speculative=settings.speculative and not choice.graphs.one_token_steps,
         one_token_steps=choice.graphs.one_token_steps,
     )

@@ -62,10 +62,10 @@ class Search:
         return num_ranked(self.request)
 
     @property
-    def hidden(self) -> frozenset[int]:
+    def banned(self) -> frozenset[int]:
         """Tokens that aren't looked at: those that would end an answer too early."""
         is_short = len(self.running[0].token_ids) < self.request.min_new_tokens
-        return self.request.ends if is_short else frozenset()
+        return self.request.all_stop_ids if is_short else frozenset()
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +123,7 @@ class Search:
 def num_ranked(request: Request) -> int:
     """How many continuations a step looks at: enough remain when some end."""
     assert request.beams is not None
-    return max(2, 1 + len(request.ends)) * request.beams.num_beams
+    return max(2, 1 + len(request.all_stop_ids)) * request.beams.num_beams
 
 
 # B beams of all searches, one after another · R rows · V vocabulary · T most tops of a beam
@@ -134,7 +134,7 @@ class Rankings(NamedTuple):
     """What the searches may go on with."""
 
     ranked: list[list[Continuation]]  # for each search, best first
-    broken: set[int]  # beams whose logits weren't finite: their continuations mean nothing
+    not_finite: set[int]  # beams whose logits weren't finite: their continuations mean nothing
 
 
 class _Candidates(NamedTuple):
@@ -159,13 +159,13 @@ def rank(
         beams = slice(first, first + len(search.running))
         ranked.append(_best(logits_RV, _candidates(tops, search, beams), search, rows[beams]))
         first = beams.stop
-    return Rankings(ranked, {*tops.broken})
+    return Rankings(ranked, {*tops.not_finite})
 
 
 def _tops(logits_RV: Logits, searches: Sequence[Search], rows: Sequence[int]) -> native.Tops:
     num_tops = [search.num_ranked for search in searches for _ in search.running]
     tops = native.tops(logits_RV, rows, num_tops)
-    for i in tops.broken:  # as if all were equal: a search wants something to go on with
+    for i in tops.not_finite:  # as if all were equal: a search wants something to go on with
         num = tops.num_R[i] = min(num_tops[i], logits_RV.shape[1])
         tops.ids_RT[i, :num] = np.arange(num)
         tops.log_totals_R[i] = np.log(logits_RV.shape[1])
@@ -176,8 +176,8 @@ def _candidates(tops: native.Tops, search: Search, beams: slice) -> _Candidates:
     so_far_B = np.array([beam.logprob for beam in search.running])
     logprobs_BT = tops.logits_RT[beams] + (so_far_B - tops.log_totals_R[beams])[:, None]
     is_there_BT = np.arange(logprobs_BT.shape[1]) < tops.num_R[beams][:, None]
-    if search.hidden:  # a step looks at more than these: enough remain
-        is_there_BT &= ~np.isin(tops.ids_RT[beams], [*search.hidden])
+    if search.banned:  # a step looks at more than these: enough remain
+        is_there_BT &= ~np.isin(tops.ids_RT[beams], [*search.banned])
     beams_N, places_N = np.nonzero(is_there_BT)
     ids_N = tops.ids_RT[beams][beams_N, places_N]
     return _Candidates(beams_N, ids_N, logprobs_BT[beams_N, places_N])

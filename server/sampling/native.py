@@ -7,7 +7,6 @@ Rows are shared out among threads, and the interpreter's lock is free meanwhile.
 
 import ctypes
 import functools
-import itertools
 import os
 import struct
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from quill.export.operators.library import library_path, operators_problem
 from quill.server.errors import StartError
 from quill.server.machine.resources import num_cores
 
-# R rows · D draws · T most tops
+# R rows of logits · I inputs · T most tops
 
 Logits = npt.NDArray[np.float32]  # as the graph gives them
 Hidden = npt.NDArray[np.float32]  # last hidden states, and vectors made of them
@@ -31,22 +30,16 @@ Flags = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.uint32]  # a bit for each token that may be chosen, the lowest first
 
 
-# As export/operators/kernels/sampling.h has them. A step packs one a row; numpy takes ten times as
-# long to make an array of tuples.
-_DRAW = struct.Struct("@q4dq3dq5P")
+# As export/operators/kernels/sampling.h has them. A step packs one for each token to
+# sample; numpy takes ten times as long to make an array of tuples.
+_INPUT = struct.Struct("@q4dq3dq5P")
+pack = _INPUT.pack  # row, temperature, top_p, min_p, u, top_k, three penalties, adjusted, mask
+NOTHING_ADJUSTED = (0, 0, 0, 0, 0)  # how many tokens; addresses of ids, flags, counts, biases
 _TOPS = np.dtype(
     [(name, np.int64) for name in ("row", "num_wanted", "num_found")] + [("log_total", np.float64)]
 )
 _IN_DOUBT, _NOT_FINITE, _NO_MEMORY = 1, 2, 3
-_MAX_TOP_K = 2**62  # more than any vocabulary
-
-
-class Chosen(NamedTuple):
-    """A token for each draw. Those of the others mean nothing."""
-
-    tokens: list[int]
-    in_doubt: list[int]  # draws that are too close to call
-    broken: list[int]  # draws whose logits aren't finite
+MAX_TOP_K = 2**62  # more than any vocabulary
 
 
 class Tops(NamedTuple):
@@ -56,7 +49,7 @@ class Tops(NamedTuple):
     logits_RT: Scores
     num_R: Counts  # how many there are
     log_totals_R: Scores  # what to subtract from logits to make log-probabilities of them
-    broken: list[int]  # rows whose logits aren't finite: nothing is known of them
+    not_finite: list[int]  # rows whose logits aren't finite: nothing is known of them
 
 
 class _Threads:
@@ -77,42 +70,23 @@ def _num_threads() -> int:
     return _Threads.num
 
 
-def top_k_field(top_k: int) -> int:
-    return min(top_k, _MAX_TOP_K)
-
-
-class DrawFields(NamedTuple):
-    """One token to choose, as the library has it. Addresses are 0 where there is nothing."""
-
-    row: int
-    temperature: float
-    top_p: float
-    min_p: float
-    u: float
-    top_k: int
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    num_adjusted: int = 0
-    ids: int = 0
-    in_text: int = 0
-    counts: int = 0
-    biases: int = 0
-    mask: int = 0
-
-
-def choose(logits_RV: Logits, draws: Sequence[DrawFields]) -> Chosen:
-    tokens_D = (ctypes.c_int64 * len(draws))()
-    outcomes_D = ctypes.create_string_buffer(len(draws))
-    logits_RV, shape = _described(logits_RV, [draw.row for draw in draws])
-    packed = b"".join(itertools.starmap(_DRAW.pack, draws))
-    _library().QuillChoose(*shape, len(draws), packed, _num_threads(), tokens_D, outcomes_D)
-    outcomes = _checked(outcomes_D.raw)
-    return Chosen(
-        tokens_D[:],
-        [i for i, outcome in enumerate(outcomes) if outcome == _IN_DOUBT],
-        [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE],
+def sample(
+    logits_RV: Logits, rows: Sequence[int], packed: Sequence[bytes]
+) -> tuple[list[int], list[int], list[int]]:
+    """A token for each packed input, which inputs are too close to call, and which have logits that
+    aren't finite. The tokens of these mean nothing."""
+    tokens_I = (ctypes.c_int64 * len(packed))()
+    outcomes_I = ctypes.create_string_buffer(len(packed))
+    logits_RV, shape = _described(logits_RV, rows)
+    _library().QuillChoose(
+        *(*shape, len(packed), b"".join(packed), _num_threads(), tokens_I, outcomes_I)
     )
+    outcomes = _checked(outcomes_I.raw)
+    if not any(outcomes):
+        return tokens_I[:], [], []
+    in_doubt = [i for i, outcome in enumerate(outcomes) if outcome == _IN_DOUBT]
+    not_finite = [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE]
+    return tokens_I[:], in_doubt, not_finite
 
 
 def tops(logits_RV: Logits, rows: Sequence[int], num_tops: Sequence[int]) -> Tops:
@@ -128,8 +102,8 @@ def tops(logits_RV: Logits, rows: Sequence[int], num_tops: Sequence[int]) -> Top
         *(ids_RT.ctypes.data, logits_RT.ctypes.data, outcomes_R.ctypes.data),
     )
     outcomes = _checked(outcomes_R.tobytes())
-    broken = [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE]
-    return Tops(ids_RT, logits_RT, tops_R["num_found"], tops_R["log_total"], broken)
+    not_finite = [i for i, outcome in enumerate(outcomes) if outcome == _NOT_FINITE]
+    return Tops(ids_RT, logits_RT, tops_R["num_found"], tops_R["log_total"], not_finite)
 
 
 def _described(logits_RV: Logits, rows: Sequence[int]) -> tuple[Logits, tuple[int, int, int]]:

@@ -1,10 +1,12 @@
-"""Chooses a token for every row of a step.
+"""Samples a token for every sequence of a step, and reports logprobs.
 
-Knows: logits, each row's sampling, seed and position. Does not know: caches, text, time.
+Knows: logits, each sequence's sampling, seed and position. Does not know: caches, text, time.
 
 The same rules as the reference, model/reference/sampling.py, and the same tokens, only faster. They
-are written twice on purpose: the reference is the oracle that tests compare with. The second time
-is export/operators/kernels/sampling.cpp; what it finds too close to call is sampled exactly here.
+are written twice on purpose: tests compare with the reference. The second time is
+export/operators/kernels/sampling.cpp; a token that the kernel finds too close to call is sampled
+exactly here. The random number of each token has the same bits as the reference,
+model/randomness.py: SplitMix64, a pure function of a seed and a position.
 """
 
 from collections.abc import Sequence
@@ -19,103 +21,92 @@ from quill.server.sampling import native
 from quill.server.sampling.native import Logits, Mask
 from quill.server.sampling.penalties import Adjustments
 
-# R rows · D draws · V vocabulary
+# R rows of logits · V vocabulary · C candidates, best first
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+UInt64Array = npt.NDArray[np.uint64]
 
 
-class Draw(NamedTuple):
-    """All that a row's next token depends on, beside its logits."""
+class SamplerInput(NamedTuple):
+    """All that a sequence's next token depends on, beside its logits."""
 
     sampling: SamplingParams
     seed: int
     position: int  # in the answer, from 0
-    adjustments: Adjustments | None  # None: the sampling adjusts nothing
-    mask: Mask | None = None  # None: every token may be chosen
+    adjustments: Adjustments | None  # None: no logit is adjusted
+    mask: Mask | None = None  # None: every token is allowed
 
 
-class Choices(NamedTuple):
-    """What was drawn."""
-
+class Sampled(NamedTuple):
     tokens: list[int]
-    broken: set[int]  # draws whose logits weren't finite: their tokens mean nothing
+    not_finite: set[int]  # inputs whose logits weren't finite: their tokens mean nothing
 
 
-def choose(logits_RV: Logits, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Choices:
-    """A token for each draw. Draw i is from row i, or from rows[i]: several may be from one."""
+def sample(
+    logits_RV: Logits, inputs: Sequence[SamplerInput], rows: Sequence[int] | None = None
+) -> Sampled:
+    """A token for each input. Input i has the logits of row i, or of rows[i]."""
     if rows is None:
         rows = range(len(logits_RV))
-    us = _uniforms(draws)
-    fields = [_fields(*each) for each in zip(rows, draws, us, strict=True)]
-    chosen = native.choose(logits_RV, fields)
-    for i in chosen.in_doubt:
-        chosen.tokens[i] = _exactly(logits_RV[rows[i]], draws[i], us[i])
-    return Choices(chosen.tokens, {*chosen.broken})
+    us = _uniforms(inputs)
+    packed = [_pack(*each) for each in zip(rows, inputs, us, strict=True)]
+    tokens, in_doubt, not_finite = native.sample(logits_RV, rows, packed)
+    for i in in_doubt:
+        tokens[i] = sample_exactly(logits_RV[rows[i]], inputs[i], us[i])
+    return Sampled(tokens, {*not_finite})
 
 
-def _uniforms(draws: Sequence[Draw]) -> list[float]:
-    if all(each.sampling.temperature == 0 for each in draws):
-        return [0.0] * len(draws)  # nobody looks at them
-    us: list[float] = uniforms(
-        [each.seed for each in draws], [each.position for each in draws]
-    ).tolist()
+def _uniforms(inputs: Sequence[SamplerInput]) -> list[float]:
+    if all(each.sampling.temperature == 0 for each in inputs):
+        return [0.0] * len(inputs)  # greedy: no random number is needed
+    seeds, positions = [each.seed for each in inputs], [each.position for each in inputs]
+    us: list[float] = uniforms(seeds, positions).tolist()
     return us
 
 
-def _fields(row: int, each: Draw, u: float) -> native.DrawFields:
-    sampling, adjustments = each.sampling, each.adjustments
-    fields = native.DrawFields(
-        *(row, sampling.temperature, sampling.top_p, sampling.min_p, u),
-        native.top_k_field(sampling.top_k),
-        *(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty),
-        *(() if adjustments is None else adjustments.addresses()),
+def _pack(row: int, each: SamplerInput, u: float) -> bytes:
+    sampling, adjustments, mask = each.sampling, each.adjustments, each.mask
+    return native.pack(
+        row,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        u,
+        min(sampling.top_k, native.MAX_TOP_K),
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        *(native.NOTHING_ADJUSTED if adjustments is None else adjustments.addresses()),
+        0 if mask is None else mask.ctypes.data,
     )
-    return fields if each.mask is None else fields._replace(mask=each.mask.ctypes.data)
 
 
-def _exactly(logits_V: Logits, each: Draw, u: float) -> int:
-    sampling = each.sampling
-    settings = RowSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
-    return draw_exactly(logits_V, each.adjustments, settings, each.mask)
+def sample_exactly(logits_V: Logits, each: SamplerInput, u: float) -> int:
+    """Rules 5 to 10 of model/reference/sampling.py, over the whole vocabulary: milliseconds for
+    49,152 tokens. The exponentials, and the order of sums, are the reference's to the last bit.
 
-
-# V vocabulary · C candidates, best first
-
-
-class RowSettings(NamedTuple):
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    u: float
-
-
-def draw_exactly(
-    logits_V: Logits,
-    adjustments: Adjustments | None,
-    settings: RowSettings,
-    mask: Mask | None = None,
-) -> int:
-    """Rules 5 to 10 of model/reference/sampling.py. Sorts values only; the id is looked up at the
-    end."""
+    Sorts values only; the id is looked up at the end.
+    """
+    sampling, adjustments = each.sampling, each.adjustments
     scores_V = logits_V.astype(np.float64)
     if adjustments is not None:
         scores_V[adjustments.ids()] = adjustments.scores(logits_V)
-    if mask is not None:
-        bits = np.unpackbits(mask.view(np.uint8), count=len(scores_V), bitorder="little")
+    if each.mask is not None:
+        bits = np.unpackbits(each.mask.view(np.uint8), count=len(scores_V), bitorder="little")
         scores_V[bits == 0] = -np.inf
     scores_C = np.sort(scores_V)[::-1].copy()
     with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
-        weights_C = np.exp((scores_C - scores_C[0]) / settings.temperature)
+        weights_C = np.exp((scores_C - scores_C[0]) / sampling.temperature)
     sums_C = np.cumsum(weights_C)
-    num_kept = min(len(sums_C), settings.top_k or len(sums_C))
-    if settings.top_p < 1:
-        num_kept = int(np.argmax(sums_C >= settings.top_p * sums_C[num_kept - 1])) + 1
-    num_kept = min(num_kept, int(np.count_nonzero(weights_C >= settings.min_p)))
-    rank = int(np.argmax(sums_C > settings.u * sums_C[num_kept - 1]))
+    num_kept = min(len(sums_C), sampling.top_k or len(sums_C))
+    if sampling.top_p < 1:
+        num_kept = int(np.argmax(sums_C >= sampling.top_p * sums_C[num_kept - 1])) + 1
+    num_kept = min(num_kept, int(np.count_nonzero(weights_C >= sampling.min_p)))
+    rank = int(np.argmax(sums_C > u * sums_C[num_kept - 1]))
     equals = np.flatnonzero(scores_V == scores_C[rank])  # by id
     return int(equals[rank - np.count_nonzero(scores_V > scores_C[rank])])
-
-
-# R rows · V vocabulary · T most tops
 
 
 def position_logprobs(
@@ -124,9 +115,8 @@ def position_logprobs(
     num_tops: Sequence[int],
     rows: Sequence[int] | None = None,
 ) -> list[PositionLogprobs]:
-    """For each row: its token, and as many of the likeliest tokens as are asked for.
-
-    Token i is of row i, or of rows[i].
+    """Of tokens in the model's own distribution, before penalties and temperature: each token, and
+    as many of the likeliest as are asked for. Token i has the logits of row i, or of rows[i].
     """
     if rows is None:
         rows = range(len(tokens))
@@ -142,12 +132,6 @@ def _alternatives(tops: native.Tops, i: int) -> tuple[Alternative, ...]:
     num = tops.num_R[i]
     logprobs = tops.logits_RT[i, :num] - tops.log_totals_R[i]
     return tuple(map(Alternative, tops.ids_RT[i, :num].tolist(), logprobs.tolist()))
-
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:

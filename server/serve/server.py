@@ -13,25 +13,23 @@ from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
 from quill.server.addresses import open_first, write_address
-from quill.server.api.administration import Administration
 from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
-from quill.server.api.servicer import TextGeneration
+from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.keyring import Keyring
 from quill.server.auth.quota import RateLimits
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
+from quill.server.frontend.call import Calls
+from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App
 from quill.server.http.wire.http_server import HttpServer
 from quill.server.kserve.servicer import InferenceService
 from quill.server.loading.loader import Load
 from quill.server.loading.reload import Reloader
 from quill.server.machine.hang_up import hang_up, stop_listening
-from quill.server.protocol.served_model import ServedModel
 from quill.server.serve.ready_message import http_url, line_to_type
-from quill.server.service.calls import Calls
-from quill.server.service.service import Service
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
@@ -62,11 +60,17 @@ class Server:
         self.health = Health(SERVICE)
         self.metrics.watch_health(lambda: self.health.is_serving)
         self._tracing = open_tracing() if settings.tracing else None
-        self.calls = Calls(self._report, limits)
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(loop, Admission(settings.max_queue), self.metrics.observe)
         self.reloader = Reloader(
             self.dispatcher.publish, self.health.note_soon, settings.watchdog_s
+        )
+        self.calls = Calls(
+            self.dispatcher,
+            lambda: self.reloader.instance,
+            self._report,
+            limits,
+            settings.share_prefix_cache,
         )
         self.port = 0
         self.metrics_port: int | None = None
@@ -121,23 +125,22 @@ class Server:
 
     async def _listen(self) -> grpc.aio.Server:
         settings = self._settings
-        service = Service(self.dispatcher, self.reloader, self.calls, settings.share_prefix_cache)
-        server = self._make_server(service)
+        server = self._make_server()
         await self.health.begin()
         self.port = bind(server, settings)
-        await self._open_http(service)
+        await self._open_http()
         await server.start()
         self.listening.set()
         return server
 
-    def _make_server(self, service: Service, also_open: Sequence[str] = ()) -> grpc.aio.Server:
+    def _make_server(self, also_open: Sequence[str] = ()) -> grpc.aio.Server:
         settings = self._settings
         return make_server(
             settings,
             self._keyring,
             self.calls,
-            TextGeneration(service, settings.write_timeout_s),
-            self._inference(service),
+            TextGeneration(self.calls, settings.write_timeout_s),
+            self._inference(),
             Administration(self.calls, None if self._keyring is None else self._asked_to_reload),
             self.health.servicer,
             also_open,
@@ -147,17 +150,17 @@ class Server:
         """By an administrator's call."""
         return await self.reload()
 
-    def _inference(self, service: Service) -> InferenceService:
+    def _inference(self) -> InferenceService:
         registry, health = self.metrics.registry, self.health
         timeout_s = self._settings.write_timeout_s
-        return InferenceService(service, registry, lambda: health.is_serving, timeout_s)
+        return InferenceService(self.calls, registry, lambda: health.is_serving, timeout_s)
 
-    async def _open_http(self, service: Service) -> None:
+    async def _open_http(self) -> None:
         if not self._settings.http_ports:
             return
         settings, health = self._settings, self.health
         registry = self.metrics.registry
-        app = App(service, settings, self._keyring, registry, lambda: health.is_serving)
+        app = App(self.calls, settings, self._keyring, registry, lambda: health.is_serving)
         self._http = HttpServer(app, settings)
         self.http_port = await self._http.open()
 

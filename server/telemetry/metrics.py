@@ -127,7 +127,7 @@ class Metrics:
             self._note_step(batch.step)
         if batch.queue is not None:
             self._requests_running.set(batch.queue.num_requests)
-            self._sequences_running.set(batch.queue.num_rows)
+            self._sequences_running.set(batch.queue.num_sequences)
             self._blocks_used.set(batch.queue.num_blocks)
             self._kv_cache_usage.set(batch.queue.num_blocks / max(1, self._num_blocks))
             self._waiting.set(batch.queue.num_waiting)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quill.loadtest.environment.own_server import OwnServer, own_server
+from quill.loadtest.environment.server import StartedServer, start_server
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +25,17 @@ def talking_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def talker(talking_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+def talker(
+    talking_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartedServer]:
     log = tmp_path_factory.mktemp("server") / "talker.log"
-    with own_server(log, talking_bundle, "--threads", "1", "--max-num-seqs", "4") as running:
+    with start_server(log, talking_bundle, "--threads", "1", "--max-num-seqs", "4") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     options = ("--precision", "fp32", "--threads", "1", "--max-num-seqs", "4")
-    with own_server(log, bundle, *options) as running:
+    with start_server(log, bundle, *options) as running:
         yield running

@@ -9,12 +9,11 @@ from typing import Any
 
 from quill.server.http.openai.chat import Chat
 from quill.server.http.openai.completions import Completions
-from quill.server.http.openai.embeddings import Embeddings
-from quill.server.http.openai.tokens import Detokenize, Tokenize
+from quill.server.http.openai.texts import Detokenize, EmbeddingsRoute, Tokenize
 from tests.server.bad_bytes import Sent
 from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate, noise
 
-ROUTES = (Chat, Completions, Embeddings, Tokenize, Detokenize)
+ROUTES = (Chat, Completions, EmbeddingsRoute, Tokenize, Detokenize)
 PATHS = (*(route.path for route in ROUTES), "/v1/models", "/metrics", "/docs", "/", "/%00", "/v1/x")
 FIELDS = sorted({field.name for route in ROUTES for field in route.fields})
 NAMES = ("role", "content", "type", "text", "include_usage", "function", "tool_calls", "5", "")
@@ -84,7 +83,7 @@ def _right(chance: random.Random, path: str) -> dict[str, Any]:
             body["tool_choice"] = chance.choice(("required", "auto", "none", _value(chance)))
     elif path == Detokenize.path:
         return {"tokens": ids}
-    elif path == Embeddings.path:
+    elif path == EmbeddingsRoute.path:
         return {"input": chance.choice((ids, [ids, ids], "a"))}
     else:
         body = {"prompt": chance.choice((ids, [ids, [5, 6]], "a", ["a", "b"]))}

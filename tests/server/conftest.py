@@ -1,4 +1,4 @@
-"""What every test of this room may ask for."""
+"""Fixtures that every test of the server may use."""
 
 from typing import TYPE_CHECKING
 

@@ -38,7 +38,7 @@ class House:
             **limits,
         }
         self.limits = Limits(**fields)
-        kind = FakeEncoder if self.limits.reads_whole else FakeSession
+        kind = FakeEncoder if self.limits.whole_prompts else FakeSession
         self.session = kind(num_blocks, self.limits.block_size)
         self.now_s = 0.0
         self.engine = Engine(self.session, self.limits, clock=self._clock)

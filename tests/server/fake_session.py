@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
-from quill.server.engine.model_runner import Computed
-from quill.server.engine.step import BlockCopy, Piece, Source
+from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput, Source
 from quill.server.request import Request
 
 VOCAB_SIZE = 50
@@ -49,30 +48,30 @@ class FakeSession:
         self._size = block_size
         self.failures: list[Exception] = []
         self.copy_failures: list[Exception] = []
-        self.poisoned: set[int] = set()  # pieces of steps whose logits aren't finite
-        self.steps: list[list[tuple[int, int]]] = []  # of each piece: start and stop
+        self.poisoned: set[int] = set()  # chunks of steps whose logits aren't finite
+        self.steps: list[list[tuple[int, int]]] = []  # of each chunk: start and stop
         self.num_encoded: list[int] = []  # sources of each run of the encoder
         self.num_copied = 0
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
         self._maybe_fail()
-        assert pieces
-        self._check_blocks(pieces)
-        self.steps.append([(piece.start, piece.start + len(piece.ids)) for piece in pieces])
-        for piece in pieces:
-            self._write(piece.blocks, piece.ids, piece.start)
+        assert chunks
+        self._check_blocks(chunks)
+        self.steps.append([(chunk.start, chunk.start + len(chunk.ids)) for chunk in chunks])
+        for chunk in chunks:
+            self._write(chunk.blocks, chunk.ids, chunk.start)
         logits = [
-            logits_after(self._text(piece, piece.start + i + 1)) * (np.nan if bad else 1)
-            for bad, piece in ((place in self.poisoned, each) for place, each in enumerate(pieces))
-            for i in piece.wanted
+            logits_after(self._text(chunk, chunk.start + i + 1)) * (np.nan if bad else 1)
+            for bad, chunk in ((place in self.poisoned, each) for place, each in enumerate(chunks))
+            for i in chunk.logits_at
         ]
         hidden = [
-            hidden_after(self._text(piece, piece.start + i + 1))
+            hidden_after(self._text(chunk, chunk.start + i + 1))
             * (np.nan if place in self.poisoned else 1)
-            for place, piece in enumerate(pieces)
-            for i in piece.hidden
+            for place, chunk in enumerate(chunks)
+            for i in chunk.hidden_at
         ]
-        return Computed(
+        return ModelOutput(
             np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE),
             np.array(hidden, np.float32).reshape(len(hidden), D_MODEL),
         )
@@ -97,25 +96,27 @@ class FakeSession:
         for position, token in enumerate(ids, start):
             self._ids_NP[blocks[position // self._size], position % self._size] = token
 
-    def _text(self, piece: Piece, length: int) -> list[int]:
-        """All that the piece's last token looks at: the source, if there is one, and its text."""
-        text = self._ids_NP[list(piece.blocks)].ravel()[:length].tolist()
-        source = self._ids_NP[list(piece.source_blocks)].ravel()[: piece.source_length].tolist()
+    def _text(self, chunk: Chunk, length: int) -> list[int]:
+        """All that the chunk's last token looks at: the source, if there is one, and its text."""
+        text = self._ids_NP[list(chunk.blocks)].ravel()[:length].tolist()
+        source = self._ids_NP[list(chunk.source_blocks)].ravel()[: chunk.source_length].tolist()
         assert len(text) == length
-        assert len(source) == piece.source_length
+        assert len(source) == chunk.source_length
         assert NOTHING not in text + source
         return [*source, *text]
 
-    def _check_blocks(self, pieces: Sequence[Piece]) -> None:
-        """What one piece writes, no other looks at."""
+    def _check_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """What one chunk writes, no other looks at."""
         seen, written = list[set[int]](), list[set[int]]()
-        for piece in pieces:
-            assert piece.ids
-            assert list(piece.wanted) == sorted(set(piece.wanted) & set(range(len(piece.ids))))
-            stop = -(-(piece.start + len(piece.ids)) // self._size)
-            written.append(set(piece.blocks[piece.start // self._size : stop]))
-            seen.append({*piece.blocks[:stop], *piece.source_blocks})
-            assert not written[-1] & set(piece.source_blocks)
+        for chunk in chunks:
+            assert chunk.ids
+            assert list(chunk.logits_at) == sorted(
+                set(chunk.logits_at) & set(range(len(chunk.ids)))
+            )
+            stop = -(-(chunk.start + len(chunk.ids)) // self._size)
+            written.append(set(chunk.blocks[chunk.start // self._size : stop]))
+            seen.append({*chunk.blocks[:stop], *chunk.source_blocks})
+            assert not written[-1] & set(chunk.source_blocks)
         for place, blocks in enumerate(written):
             assert not any(blocks & other for i, other in enumerate(seen) if i != place)
 
@@ -127,14 +128,14 @@ class FakeSession:
 class FakeEncoder(FakeSession):
     """Every token sees its whole text, so a text comes whole; and nothing is kept."""
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
         self._maybe_fail()
-        assert pieces
-        assert all(piece.start == 0 for piece in pieces)
-        self.steps.append([(0, len(piece.ids)) for piece in pieces])
-        logits = [logits_after([*piece.ids, i]) for piece in pieces for i in piece.wanted]
-        hidden = [hidden_after([*piece.ids, i]) for piece in pieces for i in piece.hidden]
-        return Computed(
+        assert chunks
+        assert all(chunk.start == 0 for chunk in chunks)
+        self.steps.append([(0, len(chunk.ids)) for chunk in chunks])
+        logits = [logits_after([*chunk.ids, i]) for chunk in chunks for i in chunk.logits_at]
+        hidden = [hidden_after([*chunk.ids, i]) for chunk in chunks for i in chunk.hidden_at]
+        return ModelOutput(
             np.array(logits, np.float32).reshape(len(logits), VOCAB_SIZE),
             np.array(hidden, np.float32).reshape(len(hidden), D_MODEL),
         )
@@ -151,14 +152,14 @@ def oracle(request: Request, context: int) -> list[list[int]]:
 def _sequence(request: Request, seed: int, context: int) -> list[int]:
     least = request.min_new_tokens if request.constraint is None else 0
     parameters = SamplingParameters(
-        **vars(request.sampling), stop_ids=request.ends, min_new_tokens=least
+        **vars(request.sampling), stop_ids=request.all_stop_ids, min_new_tokens=least
     )
     prompt, answer = list(request.prompt_ids), list[int]()
     for position in range(min(request.max_new_tokens, context - len(prompt))):
         logits_V = logits_after([*(request.source_ids or ()), *prompt, *answer])
         u, mask_V = uniform(seed, position), _mask(request, answer)
         answer.append(choose(logits_V, parameters, prompt, answer, u, mask_V))
-        if answer[-1] in request.ends:
+        if answer[-1] in request.all_stop_ids:
             break
     return answer
 
@@ -170,7 +171,7 @@ def _mask(request: Request, answer: Sequence[int]) -> npt.NDArray[np.bool_] | No
     matcher = request.constraint.matcher()
     for token in answer:
         matcher.accept(token)
-    (mask,) = matcher.masks((), request.ends, request.min_new_tokens - len(answer))
+    (mask,) = matcher.masks((), request.all_stop_ids, request.min_new_tokens - len(answer))
     assert not matcher.has_failed
     bits = np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")
     return bits.astype(np.bool_)

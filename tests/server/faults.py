@@ -3,8 +3,8 @@
 Knows: which methods of the session a step runs. Does not know: what the fault should lead to.
 
 `CODE` runs in the server's process before it starts. A fault is a file in the directory that
-QUILL_FAULTS names: `raise` fails every step while it is there, `raise-once` one step, and a step
-that finds a pipe named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms.
+QUILL_FAULTS names: `raise` fails every step while it is there, and a step that finds a pipe
+named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms.
 """
 
 import os
@@ -28,9 +28,6 @@ def faulty(run):
             (faults / "hang").read_text()
         if (faults / "raise").exists():
             raise RuntimeError("injected, for ever")
-        if (faults / "raise-once").exists():
-            (faults / "raise-once").unlink()
-            raise RuntimeError("injected, once")
         return run(self, *arguments)
 
     return step

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from quill.server.engine.model_runner import Computed
-from quill.server.engine.step import BlockCopy, Piece
-from quill.server.protocol.served_model import ServedModel
+from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput
+from quill.server.frontend.served_model import ServedModel
 from quill.server.text.chat_template import ChatTemplate
 from tests.server.running import make_served
 from tests.server.scripted_session import D_MODEL, END, VOCAB_SIZE, Reciter, token_of
@@ -59,23 +58,25 @@ class Parrot(Reciter):
         super().__init__()
         self._blocks: dict[int, list[int]] = defaultdict(lambda: [END] * BLOCK)
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
         self._step()
-        for piece in pieces:
-            for position, token in enumerate(piece.ids, start=piece.start):
-                self._blocks[piece.blocks[position // BLOCK]][position % BLOCK] = token
-        texts = [self._text(piece, piece.start + i + 1) for piece in pieces for i in piece.wanted]
+        for chunk in chunks:
+            for position, token in enumerate(chunk.ids, start=chunk.start):
+                self._blocks[chunk.blocks[position // BLOCK]][position % BLOCK] = token
+        texts = [
+            self._text(chunk, chunk.start + i + 1) for chunk in chunks for i in chunk.logits_at
+        ]
         logits_LV = np.zeros((len(texts), VOCAB_SIZE), np.float32)
         for row, text in enumerate(texts):
             logits_LV[row, _next(text)] = 20.0
-        return Computed(logits_LV, np.zeros((0, D_MODEL), np.float32))
+        return ModelOutput(logits_LV, np.zeros((0, D_MODEL), np.float32))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         for each in copies:
             self._blocks[each.target] = list(self._blocks[each.source])
 
-    def _text(self, piece: Piece, length: int) -> bytes:
-        tokens = [self._blocks[piece.blocks[at // BLOCK]][at % BLOCK] for at in range(length)]
+    def _text(self, chunk: Chunk, length: int) -> bytes:
+        tokens = [self._blocks[chunk.blocks[at // BLOCK]][at % BLOCK] for at in range(length)]
         return bytes(max(token - 1, 0) for token in tokens)
 
 

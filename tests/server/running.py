@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.engine.engine import Engine
+from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
-from quill.server.protocol.served_model import ServedModel
 from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate

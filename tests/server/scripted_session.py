@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quill.server.engine.model_runner import Computed
-from quill.server.engine.step import BlockCopy, Piece, Source
+from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput, Source
 
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1
@@ -45,7 +44,7 @@ class Reciter:
     def __init__(self) -> None:
         self.failures: list[Exception] = []
         self.num_steps = 0
-        self.num_rows = 0  # pieces of the last step
+        self.num_rows = 0  # chunks of the last step
         self._changed = threading.Condition()
         self._allowed: int | None = None  # steps that may still run; None: all
 
@@ -66,12 +65,12 @@ class Reciter:
             reached = self._changed.wait_for(lambda: self.num_steps >= num_steps, TIMEOUT_S)
         assert reached, f"{self.num_steps} steps instead of {num_steps}"
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
         self._step()
-        self.num_rows = len(pieces)
-        logits_LV = _logits([piece.ids[i] for piece in pieces for i in piece.wanted])
-        hidden = [hidden_of(piece.ids[i]) for piece in pieces for i in piece.hidden]
-        return Computed(logits_LV, np.array(hidden, np.float32).reshape(len(hidden), D_MODEL))
+        self.num_rows = len(chunks)
+        logits_LV = _logits([chunk.ids[i] for chunk in chunks for i in chunk.logits_at])
+        hidden = [hidden_of(chunk.ids[i]) for chunk in chunks for i in chunk.hidden_at]
+        return ModelOutput(logits_LV, np.array(hidden, np.float32).reshape(len(hidden), D_MODEL))
 
     def encode(self, sources: Sequence[Source]) -> None:
         pass

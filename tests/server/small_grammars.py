@@ -37,13 +37,13 @@ GRAMMARS: dict[str, tuple[Kind, str]] = {
 
 
 def small_tokenizer() -> str:
-    merges = [(piece[0], piece[1]) for piece in PIECES if len(piece) == 2]
-    vocabulary = {piece: id for id, piece in enumerate(PIECES)}
+    merges = [(chunk[0], chunk[1]) for chunk in PIECES if len(chunk) == 2]
+    vocabulary = {chunk: id for id, chunk in enumerate(PIECES)}
     inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    special = [piece for piece in PIECES if piece[0] == "<"]
-    inner.add_special_tokens([AddedToken(piece, special=True) for piece in special])
+    special = [chunk for chunk in PIECES if chunk[0] == "<"]
+    inner.add_special_tokens([AddedToken(chunk, special=True) for chunk in special])
     return inner.to_str()
 
 

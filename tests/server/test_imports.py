@@ -1,4 +1,4 @@
-"""The server room stands without torch, and without the rooms it doesn't know."""
+"""The server package stands without torch, and without the packages it doesn't know."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ for name in ("torch", "transformers", "quill.model", "quill.loadtest", "ray"):
     sys.modules[name] = None  # importing it raises
 import quill.protos, quill.server
 num_imported = 0
-for room in (quill.server, quill.protos):
-    for module in pkgutil.walk_packages(room.__path__, room.__name__ + "."):
+for package in (quill.server, quill.protos):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if module.name != "quill.protos.generate":  # a development tool
             try:
                 importlib.import_module(module.name)

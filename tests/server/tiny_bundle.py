@@ -1,4 +1,4 @@
-"""A small network with a bundle made of it: what the tests of the engine run on."""
+"""Tiny networks, exported: the bundles that tests of the server load."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -15,71 +15,21 @@ from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, by
 from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
-from quill.server.engine.kv_cache import Blocks, BlockShape
+from quill.server.engine.kv_cache import BlockShape, KVCache
 from quill.server.engine.model_runner import OrtSession
 from quill.server.machine.onnx_session import SessionSettings, open_graph
+from tests.export import tiny
 from tests.operators import SERVED
 
 CONTEXT = 128
 NUM_BLOCKS = 256
 EOS = 10  # of the translator: a newline
 
-CAUSAL = ModelConfig(
-    family="causal",
-    vocab_size=512,
-    context=CONTEXT,
-    d_model=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    d_ff=128,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
-SEQ2SEQ = ModelConfig(
-    family="seq2seq",
-    vocab_size=512,
-    context=CONTEXT,
-    d_model=64,
-    num_layers=2,
-    num_encoder_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_size=16,
-    d_ff=128,
-    positions="sinusoidal",
-    norm="layer",
-    norm_placement="post",
-    activation="relu",
-    ff_bias=True,
-    scale_embeddings=True,
-)
-ENCODER = ModelConfig(
-    family="encoder",
-    vocab_size=512,
-    context=CONTEXT,
-    d_model=64,
-    num_layers=0,
-    num_encoder_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_size=16,
-    d_ff=128,
-    positions="learned",
-    norm="layer",
-    norm_placement="post",
-    activation="gelu",
-    qkv_bias=True,
-    attention_out_bias=True,
-    ff_bias=True,
-    output_bias=True,
-    norm_eps=1e-12,
-    num_segments=2,
-    embedding_norm=True,
-    masked_head=True,
-)
+# The exporter's networks with the server's vocabulary and context.
+_SIZES: dict[str, Any] = {"vocab_size": 512, "context": CONTEXT, "d_ff": 128}
+CAUSAL = replace(tiny.LLAMA, **_SIZES)
+SEQ2SEQ = replace(tiny.SEQ2SEQ, num_encoder_layers=2, **_SIZES)
+ENCODER = replace(tiny.ENCODER, norm_eps=1e-12, **_SIZES)
 RECURRENT = ModelConfig(
     family="seq2seq",
     vocab_size=512,
@@ -97,6 +47,10 @@ RECURRENT = ModelConfig(
     scale_embeddings=True,
     recurrence=Recurrence(cell="gru", context="bahdanau"),
 )
+TRANSLATOR: dict[str, Any] = {
+    "tokenizer": byte_tokenizer(),
+    "special_tokens": SpecialTokens(bos=0, eos=EOS),
+}
 # What the matrices are multiplied by, and the embedding.
 SCALES = {"causal": (10.0, 20.0), "seq2seq": (4.0, 4.0), "encoder": (4.0, 4.0)}
 # A state that grows from token to token would make much of every rounding.
@@ -118,11 +72,11 @@ class TinyBundle:
         settings = SessionSettings(num_threads=1, spinning=False)
         assert graphs.decoder is not None
         decoder = open_graph(self.directory / graphs.decoder, settings)
-        blocks = Blocks(num_blocks, BlockShape.of(sizes, graphs))
+        blocks = KVCache(num_blocks, BlockShape.of(sizes, graphs))
         encoder = None
         if graphs.encoder is not None:
             encoder = open_graph(self.directory / graphs.encoder, settings)
-        return OrtSession(decoder, blocks, sizes, encoder, hidden=graphs.hidden)
+        return OrtSession(decoder, blocks, sizes, encoder, gives_hidden=graphs.hidden)
 
 
 def rounding_error(model: Network, num_sources: int = 24) -> float:
@@ -152,51 +106,30 @@ def make_tiny_bundle(directory: Path, precisions: tuple[Precision, ...] = SERVED
 
 
 def make_tiny_translator(directory: Path) -> TinyBundle:
-    special = SpecialTokens(bos=0, eos=EOS)
-    return _make_bundle(
-        directory,
-        SEQ2SEQ,
-        SERVED,
-        tokenizer=byte_tokenizer(),
-        special_tokens=special,
-        stop_ids=(EOS,),
-    )
+    return _make_bundle(directory, SEQ2SEQ, SERVED, **TRANSLATOR, stop_ids=(EOS,))
 
 
 def make_tiny_encoder(directory: Path) -> TinyBundle:
     """BERT's shape, with [CLS] before a text and [SEP] after it."""
     tokenizer = byte_tokenizer(ENCODER_SPECIAL_TOKENS)
-    return _make_bundle(
-        directory,
-        ENCODER,
-        SERVED,
-        tokenizer=tokenizer,
-        special_tokens=tokenizer.special,
-        prepend_bos=True,
-        append_eos=True,
-    )
+    rest = {"tokenizer": tokenizer, "special_tokens": tokenizer.special}
+    return _make_bundle(directory, ENCODER, SERVED, **rest, prepend_bos=True, append_eos=True)
 
 
 def make_tiny_recurrent(
     directory: Path, cell: CellKind, context: ContextKind, precisions: tuple[Precision, ...]
 ) -> TinyBundle:
     config = replace(RECURRENT, recurrence=Recurrence(cell=cell, context=context))
-    special = SpecialTokens(bos=0, eos=EOS)
-    return _make_bundle(
-        directory, config, precisions, tokenizer=byte_tokenizer(), special_tokens=special
-    )
+    return _make_bundle(directory, config, precisions, **TRANSLATOR)
 
 
 def make_talker(directory: Path) -> TinyBundle:
-    """The small network with a tokenizer and a chat template: it takes every kind of prompt."""
+    """With a tokenizer and a chat template: it takes every kind of prompt."""
+    template = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    rest = {"special_tokens": SpecialTokens(bos=0, eos=0), "stop_ids": (0,)}
+    tokenizer = byte_tokenizer()
     return _make_bundle(
-        directory,
-        CAUSAL,
-        ("fp32",),
-        tokenizer=byte_tokenizer(),
-        special_tokens=SpecialTokens(bos=0, eos=0),
-        stop_ids=(0,),
-        chat_template="{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
+        directory, CAUSAL, ("fp32",), tokenizer=tokenizer, chat_template=template, **rest
     )
 
 

@@ -1,38 +1,41 @@
 """`/v1/completions`: texts that are continued, in OpenAI's older shape, several at once.
 
-Knows: its JSON, generation.proto. Does not know: how an answer is made.
+Knows: its JSON. Does not know: how an answer is generated.
 
 A list of prompts is one call and so many requests. All have the call's seed, and are answered as if
 each had been sent by itself; choices come in the order of the prompts.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from quill.protos import generation_pb2 as pb
-from quill.server.errors import InvalidFieldError, RequestError
-from quill.server.http.openai.generations import (
+from quill.server.errors import InvalidFieldError
+from quill.server.fields import GENERATE
+from quill.server.frontend.answer import Chunk, Result
+from quill.server.frontend.call import MAX_INLINE_TOKENS, Call, RequestContext
+from quill.server.frontend.json_options import UNSUPPORTED, generate_spec, option_fields
+from quill.server.frontend.json_values import INTEGER, Json, JsonField, Unsupported
+from quill.server.frontend.spec import GenerateSpec, ParsedRequest, Prompt
+from quill.server.http.openai.output import (
     COMMON,
-    Facts,
-    Tally,
-    beside,
+    MAX_PICKED_SEED,
+    AnswerInfo,
+    AnswerStream,
+    Logprobs,
+    Offsets,
+    TextEvents,
+    UsageCount,
+    extensions,
     finish_reason,
-    includes_usage,
-    option_message,
     timings_json,
 )
-from quill.server.http.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from quill.server.http.openai.models import check_model
-from quill.server.http.openai.prompts import PROMPTS, Prompt
+from quill.server.http.openai.texts import PROMPTS, TextOrIds, check_model
 from quill.server.http.wire.exchange import Events, Exchange
 from quill.server.http.wire.route import Route
-from quill.server.protocol.requests import ParsedRequest
-from quill.server.service.call import MAX_INLINE_TOKENS, Call
-from quill.server.service.generation_options import REFUSED
-from quill.server.service.json_fields import BOOLEAN, INTEGER, Field, Json, Refused
-from quill.server.service.origin import Origin
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Result = TypeVar("_Result")
@@ -44,78 +47,73 @@ QUEUE_SHARE = 4
 
 class Completions(Route):
     path = "/v1/completions"
-    says = "continuations of texts"
+    help = "continuations of texts"
     fields = (
-        Field("prompt", PROMPTS, "a text or token ids, or a list of such", is_required=True),
+        JsonField("prompt", PROMPTS, "a text or token ids, or a list of such", is_required=True),
         *COMMON,
-        Field("logprobs", INTEGER, "log-probabilities, and of so many others", "logprobs"),
-        Field("echo", BOOLEAN, "the prompt before the answer. With max_tokens 0: rates it", "echo"),
-        Field("best_of", INTEGER, "the same as n; more isn't supported"),
+        *option_fields(GENERATE["logprobs"]),
+        *option_fields(GENERATE["echo"]),
+        JsonField("best_of", INTEGER, "the same as n; more isn't supported"),
     )
-    refused = (*REFUSED, Refused("suffix", ("",), "This model only continues. Leave it out"))
+    unsupported = (*UNSUPPORTED, Unsupported("suffix", ("",), "The model has no infilling"))
 
-    def as_written(self, error: RequestError, values: Json) -> RequestError:
-        if isinstance(error, InvalidFieldError) and error.field == "prompt_ids":
-            return InvalidFieldError("prompt", error.reason)
-        return super().as_written(error, values)
-
-    async def answer(self, values: Json, origin: Origin, exchange: Exchange) -> None:
-        async with self._service.call(origin) as call:
+    async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
+        async with self._calls.open(context) as call:
             check_model(values, call.served)
-            options = _options(values)
-            parsed = await _read(call, values, options)
-            facts = Facts(
-                id=f"cmpl-{origin.request_id}",
+            parsed = await _read(call, values)
+            info = AnswerInfo(
+                id=f"cmpl-{context.request_id}",
                 kind="text_completion",
                 served=call.served,
-                seed=options.seed,
+                seed=parsed[0].request.seed,
             )
             if values.get("stream"):
                 async with exchange.events() as events:
-                    await _stream(call, parsed, _Stream(facts, values, events))
+                    stream = _Stream(info, values, events)
+                    works = [
+                        partial(call.stream, each, partial(stream.send, number, each))
+                        for number, each in enumerate(parsed)
+                    ]
+                    await _together(call, works)
+                    await stream.end()
+                return
+            results = await _together(call, [partial(call.generate, each) for each in parsed])
+            whole = partial(_whole, results, parsed, info, values)
+            if (
+                sum(each.usage.prompt + each.usage.generated for each in results)
+                > MAX_INLINE_TOKENS
+            ):
+                await exchange.answer_long(whole)
             else:
-                works = [partial(call.generate, each) for each in parsed]
-                responses = await _together(call, works)
-                whole = partial(_whole, responses, parsed, facts, values)
-                if sum(map(_num_tokens, responses)) > MAX_INLINE_TOKENS:
-                    await exchange.answer_long(whole)
-                else:
-                    await exchange.answer_json(whole())
+                await exchange.answer_json(whole())
 
 
-async def _read(call: Call, values: Json, options: pb.GenerateRequest) -> list[ParsedRequest]:
-    """All are checked before the first one begins: a call is refused as a whole."""
-    read = call.read_only if _only_rates(values) else call.read
-    parsed = []
+async def _read(call: Call, values: Json) -> list[ParsedRequest]:
+    """All prompts are checked before the first is submitted: a call is rejected as a whole."""
+    if values.get("best_of", values.get("n", 1)) > values.get("n", 1):
+        raise InvalidFieldError("best_of", "is above n, which isn't supported here. Give num_beams")
+    seed, parsed = secrets.randbelow(MAX_PICKED_SEED), []
     for prompt in values["prompt"]:
-        parsed.append(await read(_request(options, prompt)))
-        await asyncio.sleep(0)  # whoever else has something to do comes between
+        size = len(prompt) if isinstance(prompt, str) else 2 * len(prompt)
+        each = await call.read(partial(_spec, values, prompt, seed), size)
+        if _only_scores(values):
+            each = replace(each, request=replace(each.request, max_new_tokens=0))
+        parsed.append(each)
+        await asyncio.sleep(0)  # other tasks run between two prompts
     return parsed
 
 
-def _options(values: Json) -> pb.GenerateRequest:
-    if values.get("best_of", values.get("n", 1)) > values.get("n", 1):
-        raise InvalidFieldError("best_of", "is above n, which isn't supported here. Give num_beams")
-    options = option_message(values, DEFAULT_MAX_TOKENS, Completions.fields)
-    if _only_rates(values):
-        options.max_new_tokens = 1  # is checked, and isn't made
-        options.logprobs = values.get("logprobs", 0)
-    return options
+def _spec(values: Json, prompt: TextOrIds, seed: int) -> GenerateSpec:
+    defaults = {"max_new_tokens": DEFAULT_MAX_TOKENS, "seed": seed}
+    if _only_scores(values):  # one token is checked, and isn't generated
+        values = values | {"max_tokens": 1, "max_completion_tokens": 1}
+        defaults["logprobs"] = 0
+    return generate_spec(Prompt("prompt", prompt), values, Completions.fields, defaults)
 
 
-def _only_rates(values: Json) -> bool:
+def _only_scores(values: Json) -> bool:
     wanted = values.get("max_completion_tokens", values.get("max_tokens"))
     return wanted == 0 and values.get("echo", False)
-
-
-def _request(options: pb.GenerateRequest, prompt: Prompt) -> pb.GenerateRequest:
-    message = pb.GenerateRequest()
-    message.CopyFrom(options)
-    if isinstance(prompt, str):
-        message.prompt = prompt
-    else:
-        message.prompt_ids.ids.extend(prompt)
-    return message
 
 
 async def _together(
@@ -137,86 +135,72 @@ async def _together(
 
 
 def _whole(
-    responses: Sequence[pb.GenerateResponse],
-    parsed: Sequence[ParsedRequest],
-    facts: Facts,
-    values: Json,
+    results: Sequence[Result], parsed: Sequence[ParsedRequest], info: AnswerInfo, values: Json
 ) -> Json:
     choices: list[Json] = []
-    tally = Tally()
-    for prompt, response in enumerate(responses):
-        tally.note(response.usage, prompt)
-        for each in response.sequences:
-            logprobs = CompletionLogprobs().add(each.logprobs) if "logprobs" in values else None
-            choice = _choice(len(choices), each.text, logprobs, finish_reason(each))
-            choice |= beside(each, values)
+    usage, logprobs = UsageCount(), Logprobs(info.served.text)
+    for prompt, result in enumerate(results):
+        usage.add(result.usage, prompt)
+        for each in result.sequences:
+            choice = _choice(len(choices), each, finish_reason(each.finish))
+            if "logprobs" in values:
+                choice["logprobs"] = logprobs.completion(each.logprobs, Offsets())
+            choice |= extensions(each, values)
             if values.get("return_token_ids"):
                 choice["prompt_token_ids"] = list(parsed[prompt].given_ids)
             if "prompt_logprobs" in values:
-                choice["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
+                prompt_logprobs = result.sequences[0].prompt_logprobs
+                choice["prompt_logprobs"] = logprobs.prompt(prompt_logprobs)
             choices.append(choice)
-    slowest = max((each.timings for each in responses), key=lambda timings: timings.total_ms)
-    return facts.wrap(choices, usage=tally.json(), timings=timings_json(slowest))
+    slowest = max((each.timings for each in results), key=lambda timings: timings.total_ms)
+    return info.wrap(choices, usage=usage.json(), timings=timings_json(slowest))
 
 
-def _num_tokens(response: pb.GenerateResponse) -> int:
-    return response.usage.prompt_tokens + response.usage.generated_tokens
+def _choice(index: int, chunk: Chunk, reason: str | None) -> Json:
+    return {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": reason}
 
 
-def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+class _Stream(AnswerStream):
+    def __init__(self, info: AnswerInfo, values: Json, events: Events) -> None:
+        super().__init__(info, values, events)
+        self._offsets: dict[int, Offsets] = {}  # by choice
+        self._is_plain = not values.get("return_token_ids") and "logprobs" not in values
 
+    async def send(self, prompt: int, parsed: ParsedRequest, chunk: Chunk) -> None:
+        """A chunk of one of the prompts."""
+        index = prompt * parsed.request.num_sequences + chunk.sequence
+        if self._is_plain and chunk.finish is None and not chunk.prompt_logprobs:
+            if chunk.text:
+                await self._events.send(self._text_events(index).write(chunk.text))
+            return
+        if chunk.finish is not None:
+            self._usage.add(chunk.finish.usage, prompt)
+        if (
+            chunk.text
+            or chunk.logprobs
+            or chunk.finish
+            or chunk.prompt_logprobs
+            or self._values.get("return_token_ids")
+        ):
+            await self._events.send(self._chunk(index, chunk, parsed))
 
-async def _stream(call: Call, parsed: Sequence[ParsedRequest], stream: "_Stream") -> None:
-    works = [
-        partial(call.generate_stream, each, stream.sender(number, each))
-        for number, each in enumerate(parsed)
-    ]
-    await _together(call, works)
-    await stream.end()
+    def _text_events(self, index: int) -> TextEvents:
+        if index not in self._texts:
+            choice = _choice(index, Chunk(index, TextEvents.PLACE), None)
+            self._texts[index] = TextEvents(self._info, choice, **self._rest)
+        return self._texts[index]
 
-
-class _Stream:
-    def __init__(self, facts: Facts, values: Json, events: Events) -> None:
-        self._facts = facts
-        self._values = values
-        self._events = events
-        self._tally = Tally()
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
-
-    def sender(
-        self, prompt: int, parsed: ParsedRequest
-    ) -> Callable[[pb.GenerateChunk], Coroutine[Any, Any, None]]:
-        """What the chunks of one of the prompts are given to."""
-
-        async def send(chunk: pb.GenerateChunk) -> None:
-            index = prompt * parsed.request.num_sequences + chunk.sequence
-            if chunk.finish_reason:
-                self._tally.note(chunk.usage, prompt)
-            wants_ids = self._values.get("return_token_ids")
-            says = chunk.text or chunk.logprobs or chunk.finish_reason or chunk.prompt_logprobs
-            if says or wants_ids:
-                await self._tell(index, chunk, parsed)
-
-        return send
-
-    async def _tell(self, index: int, chunk: pb.GenerateChunk, parsed: ParsedRequest) -> None:
-        values, is_first = self._values, index not in self._logprobs
-        logprobs = self._logprobs.setdefault(index, CompletionLogprobs())
-        rated = logprobs.add(chunk.logprobs) if "logprobs" in values else None
-        choice = _choice(index, chunk.text, rated, finish_reason(chunk)) | beside(chunk, values)
+    def _chunk(self, index: int, chunk: Chunk, parsed: ParsedRequest) -> bytes:
+        values, is_first = self._values, index not in self._offsets
+        offsets = self._offsets.setdefault(index, Offsets())
+        choice = _choice(index, chunk, finish_reason(chunk.finish)) | extensions(chunk, values)
+        if "logprobs" in values:
+            choice["logprobs"] = self._logprobs.completion(chunk.logprobs, offsets)
         if is_first and values.get("return_token_ids"):
             choice["prompt_token_ids"] = list(parsed.given_ids)
         if chunk.prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs)
+            choice["prompt_logprobs"] = self._logprobs.prompt(chunk.prompt_logprobs)
         rest: Json = {}
-        if chunk.finish_reason:
-            rest["timings"] = timings_json(chunk.timings)
-        if includes_usage(values):
-            rest["usage"] = None
-        await self._events.send(self._facts.wrap([choice], **rest))
-
-    async def end(self) -> None:
-        if includes_usage(self._values):
-            await self._events.send(self._facts.wrap([], usage=self._tally.json()))
-        await self._events.end()
+        if chunk.finish is not None:
+            rest["timings"] = timings_json(chunk.finish.timings)
+        return self._event(choice, **rest)

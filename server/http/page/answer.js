@@ -5,9 +5,9 @@ import { byId, make } from "./elements.js";
 import { Alignment, percent, tokensOf, visible } from "./tokens.js";
 
 const REASONS = {
-  stop: "ended by itself",
-  length: "cut at the length",
-  deadline: "cut by a deadline",
+  stop: "stop or EOS",
+  length: "max tokens",
+  deadline: "deadline",
 };
 
 export class Answer {
@@ -100,8 +100,8 @@ export class Answer {
 
 function counts(usage) {
   const cached = usage.prompt_tokens_details?.cached_tokens;
-  const read = `${usage.prompt_tokens} read${cached ? ` (${cached} cached)` : ""}`;
-  return [`${usage.completion_tokens} tokens`, read];
+  const prompt = `${usage.prompt_tokens} prompt tokens${cached ? ` (${cached} cached)` : ""}`;
+  return [`${usage.completion_tokens} tokens`, prompt];
 }
 
 // The server's own times; where it told none, those of this page.
@@ -112,8 +112,8 @@ function times(timings, usage, { startedAt, firstAt, endedAt }) {
   const tokens = usage?.completion_tokens ?? 0;
   const spent = timings ? timings.total_ms - timings.first_token_ms : 0;
   if (tokens > 1 && spent > 0) said.push(`${((1000 * (tokens - 1)) / spent).toFixed(1)} tokens/s`);
-  if (timings?.queue_ms >= 1) said.push(`waited ${duration(timings.queue_ms)}`);
-  said.push(`${duration(timings?.total_ms ?? endedAt - startedAt)} in all`);
+  if (timings?.queue_ms >= 1) said.push(`queued ${duration(timings.queue_ms)}`);
+  said.push(`${duration(timings?.total_ms ?? endedAt - startedAt)} total`);
   return said;
 }
 

@@ -6,32 +6,32 @@ import { byId, make } from "./elements.js";
 const GROUPS = [
   ["Conversation", [{ name: "system", label: "System prompt", kind: "lines", modes: ["chat"] }]],
   [
-    "Drawing",
+    "Sampling",
     [
-      { name: "temperature", label: "Temperature", step: 0.1, min: 0, hint: "0 takes the likeliest", drawing: true },
-      { name: "top_p", label: "Top-p", step: 0.05, min: 0, max: 1, hint: "1 is off", drawing: true },
-      { name: "top_k", label: "Top-k", step: 1, min: 0, hint: "0 is off", drawing: true },
-      { name: "min_p", label: "Min-p", step: 0.01, min: 0, max: 1, hint: "0 is off", drawing: true },
+      { name: "temperature", label: "Temperature", step: 0.1, min: 0, hint: "0 is greedy", sampling: true },
+      { name: "top_p", label: "Top-p", step: 0.05, min: 0, max: 1, hint: "1 is off", sampling: true },
+      { name: "top_k", label: "Top-k", step: 1, min: 0, hint: "0 is off", sampling: true },
+      { name: "min_p", label: "Min-p", step: 0.01, min: 0, max: 1, hint: "0 is off", sampling: true },
       { name: "seed", label: "Seed", step: 1, min: 0, max: Number.MAX_SAFE_INTEGER, hint: "empty: a new one", wide: true },
     ],
   ],
   [
     "Length",
     [
-      { name: "max_tokens", label: "At most", step: 1, min: 1, hint: "tokens" },
-      { name: "min_tokens", label: "At least", step: 1, min: 0, hint: "tokens" },
-      { name: "stop", label: "Stop at", kind: "strings", hint: "a string a line", drawing: true },
-      { name: "stop_token_ids", label: "Stop at tokens", kind: "numbers", hint: "ids, with commas", wide: true },
-      { name: "ignore_eos", label: "Go on after the end", kind: "check" },
+      { name: "max_tokens", label: "Max tokens", step: 1, min: 1, hint: "tokens" },
+      { name: "min_tokens", label: "Min tokens", step: 1, min: 0, hint: "tokens" },
+      { name: "stop", label: "Stop strings", kind: "strings", hint: "a string a line", sampling: true },
+      { name: "stop_token_ids", label: "Stop tokens", kind: "numbers", hint: "ids, with commas", wide: true },
+      { name: "ignore_eos", label: "Ignore EOS", kind: "check" },
     ],
   ],
   [
     "Repetition",
     [
-      { name: "repetition_penalty", label: "Repetition", step: 0.05, min: 0.01, max: 100, hint: "1 is off", drawing: true },
-      { name: "frequency_penalty", label: "Frequency", step: 0.1, min: -2, max: 2, hint: "0 is off", drawing: true },
-      { name: "presence_penalty", label: "Presence", step: 0.1, min: -2, max: 2, hint: "0 is off", drawing: true },
-      { name: "logit_bias", label: "Bias", kind: "bias", hint: "id:bias", wide: true, drawing: true },
+      { name: "repetition_penalty", label: "Repetition", step: 0.05, min: 0.01, max: 100, hint: "1 is off", sampling: true },
+      { name: "frequency_penalty", label: "Frequency", step: 0.1, min: -2, max: 2, hint: "0 is off", sampling: true },
+      { name: "presence_penalty", label: "Presence", step: 0.1, min: -2, max: 2, hint: "0 is off", sampling: true },
+      { name: "logit_bias", label: "Bias", kind: "bias", hint: "id:bias", wide: true, sampling: true },
     ],
   ],
   [
@@ -39,7 +39,7 @@ const GROUPS = [
     [
       { name: "num_beams", label: "Beams", step: 1, min: 1, hint: "1 is off" },
       { name: "length_penalty", label: "Length penalty", step: 0.1, min: -10, max: 10, hint: "1", searching: true },
-      { name: "early_stopping", label: "Stops", kind: "choice", choices: { "": "by a guess", true: "at once", never: "when sure" }, searching: true, wide: true },
+      { name: "early_stopping", label: "Early stopping", kind: "choice", choices: { "": "heuristic", true: "at once", never: "exact" }, searching: true, wide: true },
     ],
   ],
   [
@@ -96,7 +96,7 @@ function control(option, attributes) {
 function refresh() {
   const searches = Number(input("num_beams").value) > 1;
   for (const option of ALL) {
-    if (option.drawing) input(option.name).disabled = searches;
+    if (option.sampling) input(option.name).disabled = searches;
     if (option.searching) input(option.name).disabled = !searches;
   }
   document.body.classList.toggle("tinted", input("tint").checked);

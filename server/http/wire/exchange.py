@@ -17,9 +17,8 @@ from urllib.parse import unquote
 import h11
 
 from quill.server.errors import CancelledError, SlowReaderError
+from quill.server.frontend.json_values import MAX_INLINE_BYTES, Json, JsonError, parse_json
 from quill.server.http.wire.refusals import Headers, RefusalError
-from quill.server.service.json_fields import Json
-from quill.server.service.json_text import MAX_INLINE_BYTES, JsonError, parse_json
 from quill.server.telemetry.call_record import new_request_id
 
 JSON_TYPE = "application/json"
@@ -60,7 +59,7 @@ class Exchange:
         self._is_stream = False
         self._unsent = b""  # the response's head, until there is something to go with it
         self._body: list[bytes] | None = []  # None: nobody wants it any more
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the body
         self._has_news = asyncio.Event()  # more of the body, or the client has left
         self._worker: asyncio.Task[Any] | None = None
 
@@ -69,8 +68,8 @@ class Exchange:
         if self._body is None or self.is_over:
             return
         self._body.append(data)
-        self._num_bytes += len(data)
-        if self._num_bytes > MAX_UNREAD_BYTES:
+        self.num_bytes += len(data)
+        if self.num_bytes > MAX_UNREAD_BYTES:
             self._wire.transport.pause_reading()  # until somebody wants to read it
         self._has_news.set()
 
@@ -114,7 +113,7 @@ class Exchange:
             raise RefusalError(413, "body", f"has {announced} bytes; {rule}")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                while not self.is_whole and not self.has_left and self._num_bytes <= max_bytes:
+                while not self.is_whole and not self.has_left and self.num_bytes <= max_bytes:
                     self._has_news.clear()
                     self._wire.request_body()
                     await self._has_news.wait()
@@ -122,7 +121,7 @@ class Exchange:
             reason = f"wasn't whole after {BODY_TIMEOUT_S:g} s"
             raise RefusalError(408, "body", reason, [("connection", "close")]) from None
         self._wire.transport.resume_reading()  # to notice that the client leaves
-        if self._num_bytes > max_bytes:
+        if self.num_bytes > max_bytes:
             self._body = None
             raise RefusalError(413, "body", f"has more than {max_bytes} bytes; {rule}")
         if self.has_left:
@@ -234,8 +233,9 @@ class Events:
         self._said_s = time.monotonic()
         self._writing = asyncio.Lock()
 
-    async def send(self, content: Json) -> None:
-        await self._say(event(content))
+    async def send(self, events: bytes) -> None:
+        """One event or several, as `event` writes them."""
+        await self._say(events)
 
     async def end(self) -> None:
         await self._say(b"data: [DONE]\n\n")

@@ -13,7 +13,7 @@ from quill.server.errors import (
     RequestError,
     status_name,
 )
-from quill.server.service.json_fields import Json
+from quill.server.frontend.json_values import Json
 
 STATUS = {
     "INVALID_ARGUMENT": 400,

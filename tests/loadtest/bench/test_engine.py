@@ -1,103 +1,133 @@
-"""The benchmarks, on a small bundle."""
+"""The benchmarks of engines, on a small bundle."""
 
 import json
 import math
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.bench.contenders.protocol import About
-from quill.loadtest.bench.contenders.quill import Quill
-from quill.loadtest.bench.contest import Result
-from quill.loadtest.bench.models import gguf
-from quill.loadtest.bench.report import markdown
+from quill.loadtest.bench import models
+from quill.loadtest.bench.backends.protocol import BackendInfo
+from quill.loadtest.bench.backends.quill_engine import QuillEngine
+from quill.loadtest.bench.engine import different_tokens
+from quill.loadtest.bench.experiment import Measured
+from quill.loadtest.environment.process import ROOT
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.closed_loop import closed_loop
 
 PROMPT = list(range(3, 43))
+REPEATING = [5, 6, 7, 8, 9, 10] * 4
 
 
 @pytest.fixture(scope="module")
-def contender(bundle: Path) -> Quill:
-    return Quill(bundle, "fp32", 1)
+def engine(bundle: Path) -> QuillEngine:
+    return QuillEngine(bundle, "fp32", 1)
 
 
-def test_quill_reads_decodes_and_draws_against_the_clock(contender: Quill) -> None:
+def test_engine_measures_prefill_decode_and_sampling(engine: QuillEngine) -> None:
     seconds = [
-        contender.prefill(PROMPT),
-        contender.decode(PROMPT, 4, 3),
-        contender.decode(PROMPT, 4, 3, sampling="drawn"),
-        contender.decode(PROMPT, 4, 3, sampling="cut"),
-        contender.ragged([PROMPT[:9], PROMPT, PROMPT[:20]], 3),
+        engine.prefill(PROMPT),
+        engine.decode(PROMPT, 4, 3),
+        engine.decode(PROMPT, 4, 3, sampling="sampled"),
+        engine.decode(PROMPT, 4, 3, sampling="top-k-p"),
+        engine.ragged([PROMPT[:9], PROMPT, PROMPT[:20]], 3),
     ]
     assert all(0 < each < 60 for each in seconds)
 
 
-def test_quill_scores_every_token_but_the_first(contender: Quill) -> None:
-    score = contender.score([PROMPT, PROMPT[:7]])
+def test_engine_scores_every_token_but_the_first(engine: QuillEngine) -> None:
+    score = engine.score([PROMPT, PROMPT[:7]])
     assert score.num_tokens == len(PROMPT) - 1 + 6
-    alone = contender.score([PROMPT])
-    again = contender.score([PROMPT[:7]])
-    assert score.nats == pytest.approx(alone.nats + again.nats)
-    assert math.exp(score.nats / score.num_tokens) > 1
+    parts = [engine.score([PROMPT]), engine.score([PROMPT[:7]])]
+    assert score.nll == pytest.approx(sum(part.nll for part in parts))
+    assert math.exp(score.nll / score.num_tokens) > 1
 
 
-def test_bench_engine_writes_a_table_a_plot_and_the_numbers(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_speculative_decoding_generates_the_same_tokens(
+    engine: QuillEngine, bundle: Path, temperature: float
 ) -> None:
-    monkeypatch.setattr("quill.loadtest.bench.contest.PAUSE_S", 0.0)
+    speculative = QuillEngine(bundle, "fp32", 1, speculative=True)
+    plain = engine.generate(REPEATING, 24, temperature, seeds=[1, 2])
+    found = speculative.generate(REPEATING, 24, temperature, seeds=[1, 2])
+    assert found["answers"] == plain["answers"]
+    assert plain["num_draft_tokens"] == 0 <= found["num_accepted"] <= found["num_draft_tokens"]
+
+
+def test_changed_token_is_a_problem() -> None:
+    info = BackendInfo("Quill", "fp32", "1", 1)
+    plain = Measured("plain", info, {"a": [{"answers": [[1, 2]]}], "b": [{"answers": [[1]]}]})
+    other = Measured("other", info, {"a": [{"answers": [[1, 2]]}], "b": [{"answers": [[2]]}]})
+    assert different_tokens([plain, other], "ab") == ["speculative decoding changed tokens: b"]
+
+
+def test_bench_engine_writes_all_workloads_of_this_and_another_checkout(
+    bundle: Path, tmp_path: Path
+) -> None:
     options = ["--precision", "fp32", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]
+    options += ["--against", str(ROOT)]
     assert main(["bench", "engine", str(bundle), *options]) == 0
-    record = json.loads((tmp_path / "results.json").read_text())
-    [result] = record["results"]
-    rows = (1, 2, 4, 8, 16, 32)
-    tasks = [*(f"decode {num}" for num in rows), "ragged 8", "drawn 32", "cut 32"]
-    assert list(result["speeds"]) == tasks  # its context is too short for the prefills
-    assert all(speed > 0 for speed in result["speeds"].values())
-    assert "commit" in record["facts"]
-    assert (tmp_path / "results.md").read_text().startswith("|  | decode 1 |")
-    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
+    here, there = json.loads((tmp_path / "engine.json").read_text())["results"]
+    decodes = [f"decode {num}" for num in (1, 2, 4, 8, 16, 32)]
+    expected = [*decodes, "ragged 8", "sampled 32", "top-k-p 32"]
+    assert list(here["turns"]) == expected  # its context is too short for the prefills
+    assert (here["label"], there["label"]) == ("Quill fp32", f"Quill fp32, {ROOT.name}")
 
 
-def test_everybody_in_the_crowd_asks_until_the_time_is_over() -> None:
-    together = threading.Barrier(3)
-    asked: set[int] = set()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine", "/nowhere"], "there is no bundle at"),
+        (["engine", "BUNDLE", "--against", "/nowhere"], "there is no /nowhere/.venv/bin/python"),
+        (["speculative", "BUNDLE"], "give the bundle of a causal model"),
+    ],
+)
+def test_bench_that_cannot_run_says_why(
+    words: list[str], message: str, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(bundle) if word == "BUNDLE" else word for word in words]
+    assert main(["bench", *given]) != 0
+    assert message in capsys.readouterr().err
 
-    def ask(ids: Sequence[int]) -> int:
-        if threading.get_ident() not in asked:
-            asked.add(threading.get_ident())
-            together.wait(10)  # passes only if all three ask at the same time
+
+def test_no_weights_are_an_error_that_says_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="quill import"):
+        models.gguf(tmp_path)
+
+
+def test_every_peer_names_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x-SmolLM2-135M-x.gguf").touch()
+    with pytest.raises(OptionError, match="make peers"):
+        models.peer_entry("genai")
+    monkeypatch.setattr(models, "PEERS_PYTHON", tmp_path)
+    entries = models.peer_entries(tmp_path, "2")
+    assert len(entries) == 9
+    for _, option, module, _, _, threads in (entry.command for entry in entries):
+        assert (option, threads) == ("-m", "2")
+        assert find_spec(module) is not None
+
+
+def test_closed_loop_users_send_at_the_same_time_until_the_end() -> None:
+    together, seen = threading.Barrier(3), set[int]()
+
+    def send(ids: Sequence[int]) -> int:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            together.wait(10)  # passes only if all three send at the same time
         return len(ids)
 
-    served = closed_loop(ask, [[1], [1, 2], [1, 2, 3]], 3, 0.05)
-    assert len(asked) == 3
-    assert served.num_requests >= 3
-    assert served.num_requests <= served.num_tokens <= 3 * served.num_requests
+    served = closed_loop(send, [[1], [1, 2], [1, 2, 3]], 3, 0.05)
+    assert len(seen) == 3
+    assert 3 <= served.num_requests <= served.num_tokens <= 3 * served.num_requests
 
 
-def test_an_error_in_the_crowd_ends_it() -> None:
-    def ask(ids: Sequence[int]) -> int:
+def test_an_error_of_one_user_ends_the_closed_loop() -> None:
+    def send(ids: Sequence[int]) -> int:
         raise OptionError("no")
 
     with pytest.raises(OptionError, match="no"):
-        closed_loop(ask, [[1]], 2, 60.0)
-
-
-def test_a_line_of_the_table_has_speed_quality_and_memory() -> None:
-    result = Result(About("Quill", "quill4", "9", 2_000_000), {"decode 1": 12.4}, 3_000_000, 33.0)
-    text = markdown([result], {"machine": "this"})
-    assert "| Quill quill4 | 12 | 33.000 | 2 | 3 | 9 |" in text
-    assert "- machine: this" in text
-
-
-def test_no_bundle_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "engine", str(tmp_path / "none")]) != 0
-    assert "there is no bundle at" in capsys.readouterr().err
-
-
-def test_no_weights_are_told_in_words(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="quill import"):
-        gguf(tmp_path)
+        closed_loop(send, [[1]], 2, 60.0)

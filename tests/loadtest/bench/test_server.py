@@ -1,21 +1,29 @@
-"""The benchmark of servers: what is asked, in which turns, and what is told of it."""
+"""The benchmarks of servers: workloads, sizes, entries and results."""
 
+import asyncio
 import json
-import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from quill.__main__ import build_parser, main
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import server as bench
-from quill.loadtest.bench.contenders import quill_server
-from quill.loadtest.bench.contenders.serving import Load, Serving, Streamed
-from quill.loadtest.errors import ContenderError, OptionError
-from tests.loadtest.reciting_llama_server import make_program
+from quill.loadtest.bench.backends.quill_streams import Streams
+from quill.loadtest.bench.backends.server_load import Streamed, run_load
+from quill.loadtest.bench.experiment import Entry
+from quill.loadtest.bench.server import ServerLoad
+from quill.loadtest.environment.process import ROOT
+from quill.loadtest.environment.server import StartedServer
+from quill.loadtest.errors import BackendError, OptionError
+from tests.loadtest.fake_llama_server import make_program
 
-LOAD = Load(num_users=4, num_shared=10, num_new=5, context=74, temperature=0.0, num_threads=1)
+LOAD = ServerLoad(num_users=4, num_shared=10, num_new=5, context=74, duration_s=0.1)
+ALONE = ServerLoad(num_users=4, num_new=5, context=74, duration_s=0.1)
 
 
 def small(*more: str) -> list[str]:
@@ -23,66 +31,50 @@ def small(*more: str) -> list[str]:
     return [*options, "--precision", "fp32", "--threads", "1", "--rounds", "2", *more]
 
 
-def test_bench_server_counts_every_token_and_prints_the_memory(
+def test_bench_server_measures_all_protocols_and_checkouts(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = small("--shared-prefix", "20", "--temperature", "1", "--out", str(tmp_path))
+    options += ["--protocols", "--against", str(ROOT)]
     assert main(["bench", "server", str(bundle), *options]) == 0
-    assert "of weights and caches" in capsys.readouterr().out
-    record = json.loads((tmp_path / "server.json").read_text())
-    assert record["load"]["num_shared"] == 20
-    assert record["load"]["context"] == 60
-    served = record["servers"]["Quill fp32"]
-    assert served["num_requests"] >= 3
-    assert served["num_tokens"] == 5 * served["num_requests"]
-    assert 0 < served["first_token_s"] < served["seconds"]
-    assert served["peak_bytes"] > record["weights_and_caches"]  # of so small a model
+    assert "of weights and KV caches" in capsys.readouterr().out
+    results = json.loads((tmp_path / "server.json").read_text())["results"]
+    names = ("", f", {ROOT.name}")
+    titles = ("gRPC", "HTTP", "KServe v2")
+    assert [each["label"] for each in results] == [
+        f"Quill over {title}{name}" for title in titles for name in names
+    ]
+    for each in results:
+        turns = each["turns"]["load"]
+        assert len(turns) == 2
+        assert all(turn["num_tokens"] == 5 * turn["num_requests"] >= 15 for turn in turns)
+        assert all(0 < turn["first_token_s"] < turn["seconds"] for turn in turns)
+        assert each["peak_bytes"] > 2**20
 
 
-def test_bench_server_asks_through_every_door(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = small("--protocols", "--out", str(tmp_path))
-    assert main(["bench", "server", str(bundle), *options]) == 0
-    said = capsys.readouterr().out
-    assert "HTTP / gRPC, tokens/s: " in said
-    assert "KServe v2 / gRPC, tokens/s: " in said
-    servers = json.loads((tmp_path / "server.json").read_text())["servers"]
-    assert list(servers) == ["Quill fp32", "Quill over HTTP fp32", "Quill over KServe v2 fp32"]
-    for served in servers.values():
-        assert served["num_tokens"] == 5 * served["num_requests"]
-        assert served["peak_bytes"] == servers["Quill fp32"]["peak_bytes"]
-
-
-def test_bench_server_sets_a_peer_beside_it(
-    bundle: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    program = make_program(tmp_path / "llama-server")
-    monkeypatch.setattr(bench, "LLAMA_SERVER", program)
-    monkeypatch.setattr(bench, "prepare_llama", lambda: tmp_path / "q8_0.gguf")
-    options = small("--peers", "--out", str(tmp_path))
-    assert main(["bench", "server", str(bundle), *options]) == 0
-    servers = json.loads((tmp_path / "server.json").read_text())["servers"]
-    assert list(servers) == ["Quill fp32", "llama-server Q8_0"]
-    for served in servers.values():
-        assert served["num_requests"] >= 3
-        assert served["num_tokens"] == 5 * served["num_requests"]
-        assert served["peak_bytes"] > 2**20
-    assert "llama-server Q8_0" in capsys.readouterr().out
-
-
-def test_peer_that_is_not_there_is_told_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bench_server_measures_a_peer_and_a_running_server(
+    bundle: Path, tmp_path: Path, server: StartedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "LLAMA_SERVER", tmp_path / "llama-server")
     with pytest.raises(OptionError, match="make peers"):
-        bench.prepare_llama()
+        bench.llama_entry(build_parser().parse_args(["bench", "server"]), LOAD)
+    program = make_program(tmp_path / "llama-server")
+    (tmp_path / "q8_0.gguf").touch()
+    arguments = [str(program), str(tmp_path / "q8_0.gguf"), "1", "3", "40"]
+    module = "quill.loadtest.bench.backends.llama_server"
+    entry = Entry([sys.executable, "-m", module, *arguments])
+    monkeypatch.setattr(bench, "llama_entry", lambda *_: entry)
+    options = small("--peers", "--beside", server.address, "--out", str(tmp_path))
+    assert main(["bench", "server", str(bundle), *options]) == 0
+    results = json.loads((tmp_path / "server.json").read_text())["results"]
+    labels = ["Quill over gRPC", f"Quill over gRPC at {server.address}", "llama-server Q8_0"]
+    assert [each["label"] for each in results] == labels
+    assert results[0]["peak_bytes"] > 2**20 < results[2]["peak_bytes"]
+    assert results[1]["peak_bytes"] is None, "the benchmark didn't start it"
+    assert all(turn["num_tokens"] >= 15 for each in results for turn in each["turns"]["load"])
 
 
-def test_what_is_expected_of_memory_is_weights_and_full_slots(bundle: Path) -> None:
+def test_expected_memory_is_weights_and_all_kv_caches(bundle: Path) -> None:
     manifest = read_manifest(bundle)
     weights = (bundle / manifest.graphs_in("fp32").weights).stat().st_size
     # Keys and values of 2 layers with 2 heads of 16 numbers of 4 bytes.
@@ -90,7 +82,7 @@ def test_what_is_expected_of_memory_is_weights_and_full_slots(bundle: Path) -> N
     assert bench.expected_bytes(manifest, "fp32", LOAD) == expected
 
 
-def test_prompts_share_their_beginning_and_nothing_else() -> None:
+def test_prompts_share_their_prefix_and_nothing_else() -> None:
     rounds = bench.make_rounds(1000, LOAD, 3)
     prompts = [tuple(prompt) for prompts in rounds for prompt in prompts]
     assert len({prompt[:10] for prompt in prompts}) == 1
@@ -99,60 +91,67 @@ def test_prompts_share_their_beginning_and_nothing_else() -> None:
 
 
 def test_prompts_have_many_lengths_in_any_order_and_fit() -> None:
-    tails = bench.make_tails(range(2000), 100)
-    lengths = [len(tail) for tail in tails]
+    lengths = [len(tail) for tail in bench.make_tails(range(2000), 100)]
     assert min(lengths) == 16
     assert 90 < max(lengths) <= 100
-    early = lengths[:32]  # what 32 users ask first
+    early = lengths[:32]  # what 32 users send first
     assert max(early) - min(early) > 60
     assert sum(early) / 32 == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
     assert max(map(len, bench.make_tails(range(2000), 10_000))) == 126
 
 
-def test_servers_take_turns_with_the_same_prompts_and_the_best_round_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bench, "PAUSE_S", 0.0)
-    monkeypatch.setattr(bench, "WARM_UP_S", 0.02)
-    asked: list[tuple[str, int]] = []
-
-    def serving(name: str) -> Serving:
-        def stream(ids: Sequence[int]) -> Streamed:
-            asked.append((name, ids[0]))
-            return Streamed(5, 0.5)
-
-        return Serving(name, "x", os.getpid(), stream)
-
-    rounds = [[[number]] for number in range(3)]
-    results = bench.take_turns([serving("a"), serving("b")], LOAD, rounds, 0.02)
-    turns = list(dict.fromkeys(asked))
-    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert [each.name for each in results] == ["a x", "b x"]
-    for each in results:
-        assert each.best.first_token_s == 0.5
-        assert each.best.served.num_tokens == 5 * each.best.served.num_requests
-        assert each.peak_bytes is not None
-        assert each.peak_bytes > 2**20
+def test_each_round_has_prompts_of_its_own_and_the_warm_up_is_short() -> None:
+    orders = LOAD.workload(1000, 2).orders
+    assert [order["duration_s"] for order in orders] == [bench.WARM_UP_S, 0.1, 0.1]
+    assert len({str(order["prompts"]) for order in orders}) == 3
 
 
 def test_answer_that_is_too_short_ends_the_benchmark() -> None:
-    server = Serving("a", "x", os.getpid(), lambda ids: Streamed(4, 0.1))
-    with pytest.raises(ContenderError, match="answered 3 tokens with 4 tokens instead of 5"):
-        bench.measure(server, LOAD, [[1, 2, 3]], 0.01)
+    def stream(ids: Sequence[int]) -> Streamed:
+        return Streamed(4, 0.1)
+
+    with pytest.raises(BackendError, match="3 tokens was answered with 4 tokens instead of 5"):
+        run_load(stream, [[1, 2, 3]], 2, 5, 0.01)
 
 
 def test_load_is_what_the_options_say() -> None:
-    words = ["bench", "server", "--shared-prefix", "1000", "--threads", "2", "--temperature", "1"]
-    load = bench.read_load(build_parser().parse_args(words))
-    assert load == Load(
-        num_users=32, num_shared=1000, num_new=64, context=1256, temperature=1.0, num_threads=2
+    words = ["bench", "server", "--shared-prefix", "1000", "--temperature", "1"]
+    assert bench.read_load(build_parser().parse_args(words)) == ServerLoad(
+        num_users=32, num_shared=1000, num_new=64, context=1256, temperature=1.0, duration_s=20.0
     )
 
 
-def test_quill_keeps_prompts_only_where_they_are_shared() -> None:
-    assert "--no-prefix-cache" not in quill_server.options(LOAD, None, 100)
-    alone = Load(**vars(LOAD) | {"num_shared": 0})
-    words = quill_server.options(alone, "fp32", 100)
-    assert "--no-prefix-cache" in words
-    for options in (words, quill_server.options(LOAD, None, 100)):
+def test_prefix_caching_is_on_only_where_a_prefix_is_shared() -> None:
+    shared, alone = (bench.serve_options(load, "fp32", 100) for load in (LOAD, ALONE))
+    assert "--no-prefix-cache" not in shared
+    assert "--no-prefix-cache" in alone
+    for options in (shared, alone):
         build_parser().parse_args(["serve", *options])
+
+
+def test_streams_measure_gaps_throughput_and_admission(server: StartedServer) -> None:
+    async def main() -> None:
+        begin_s, prompt = time.perf_counter(), [1, 2, 3, 4]
+        async with (
+            grpc.aio.insecure_channel(server.address) as channel,
+            Streams(channel, prompt, 4, num_new=100) as streams,
+        ):
+            num_tokens, seconds = await streams.throughput(10)
+            assert num_tokens >= 10
+            assert seconds > 0
+            gaps = streams.gaps(begin_s, time.perf_counter())
+            assert len(gaps) >= 4 * 9  # the first stream's ten tokens, about as many of others
+            assert streams.gaps(begin_s - 2, begin_s - 1) == []
+            sent_s = time.perf_counter()
+            waiting = asyncio.create_task(streams.admitted(prompt))
+            streams.cancel_one()
+            assert sent_s <= await waiting <= time.perf_counter()
+
+    asyncio.run(main())
+
+
+def test_bench_streams_needs_a_long_context(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "streams", str(bundle)]) == 2
+    assert "a context of 4064 is needed" in capsys.readouterr().err

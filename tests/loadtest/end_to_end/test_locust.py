@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from quill.loadtest.environment.own_server import OwnServer
-from quill.loadtest.environment.processes import free_port
+from quill.loadtest.environment.process import free_port
+from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.run.locust_process import LOCUSTFILE, Load, run_locust
 from quill.loadtest.workload.records import RequestRecord, read_records
@@ -27,21 +27,23 @@ TIMEOUT_S = 60.0
 # What somebody else's locustfile looks like.
 MINE = """
 from locust import task
-from quill.loadtest.workload.ask import Ask
+from quill.loadtest.workload.request import LoadRequest
 from quill.loadtest.locust_users.stream_user import {user}
 from quill.protos import generation_pb2 as pb
 
 class Mine({user}):
     @task
-    def ask(self):
+    def load(self):
         ids = pb.TokenIds(ids=[1, 2, 3])
-        self.generate(Ask(pb.GenerateRequest(prompt_ids=ids, max_new_tokens=5)), "good")
-        self.generate(Ask(pb.GenerateRequest()), "bad")
+        self.generate(LoadRequest(pb.GenerateRequest(prompt_ids=ids, max_new_tokens=5)), "good")
+        self.generate(LoadRequest(pb.GenerateRequest()), "bad")
         self.environment.runner.quit()
 """
 
 
-def run_load(server: OwnServer, directory: Path, plan: Plan, **more: Any) -> list[RequestRecord]:
+def run_load(
+    server: StartedServer, directory: Path, plan: Plan, **more: Any
+) -> list[RequestRecord]:
     records = directory / "requests.csv"
     told: list[dict[str, Any]] = []
     load = Load(plan, server.address, records, directory / "locust.log", **more)
@@ -66,14 +68,14 @@ def test_only_locusts_own_files_import_it() -> None:
     assert found == {Path("loadtest/locustfile.py"), *(path.relative_to(ROOT) for path in own)}
 
 
-def test_closed_loop_asks_every_request_once(server: OwnServer, tmp_path: Path) -> None:
+def test_closed_loop_asks_every_request_once(server: StartedServer, tmp_path: Path) -> None:
     records = run_load(server, tmp_path, Plan(max_requests=30, max_new_tokens=6), num_users=4)
     assert sorted(record.index for record in records) == list(range(30))
     assert {record.status for record in records} == {"OK"}
     assert all(0 < record.num_tokens <= 6 for record in records)
 
 
-def test_open_loop_starts_requests_when_they_are_due(server: OwnServer, tmp_path: Path) -> None:
+def test_open_loop_starts_requests_when_they_are_due(server: StartedServer, tmp_path: Path) -> None:
     plan = Plan(scenario="slow-readers", rate=20.0, duration_s=1.5, max_new_tokens=6)
     records = run_load(server, tmp_path, plan)
     assert len(records) > 10
@@ -86,7 +88,7 @@ def test_open_loop_starts_requests_when_they_are_due(server: OwnServer, tmp_path
     assert all(record.late_ms >= 0 for record in records)
 
 
-def test_one_master_and_two_workers_make_one_file(server: OwnServer, tmp_path: Path) -> None:
+def test_one_master_and_two_workers_make_one_file(server: StartedServer, tmp_path: Path) -> None:
     plan = Plan(scenario="unfriendly", max_requests=30, max_new_tokens=4)
     records = run_load(server, tmp_path, plan, num_users=4, num_workers=2)
     assert sorted(record.index for record in records) == list(range(30))
@@ -108,7 +110,7 @@ def test_locust_that_fails_is_an_error_that_names_its_log(tmp_path: Path) -> Non
     ("user", "method"), [("StreamUser", "stream"), ("HttpStreamUser", "http stream")]
 )
 def test_only_streams_are_requests_and_errors_have_their_status(
-    user: str, method: str, server: OwnServer, tmp_path: Path
+    user: str, method: str, server: StartedServer, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE.format(user=user))
@@ -130,7 +132,7 @@ def test_only_streams_are_requests_and_errors_have_their_status(
 
 
 @contextmanager
-def web_page(server: OwnServer, directory: Path, num_workers: int) -> Iterator[str]:
+def web_page(server: StartedServer, directory: Path, num_workers: int) -> Iterator[str]:
     """Locust's own, of one process or of a master and its workers."""
     port, led = free_port(), free_port()
     locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
@@ -169,7 +171,7 @@ def get(url: str, wanted: str = "", form: dict[str, str] | None = None) -> str:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_locusts_own_page_counts_streams_and_has_a_tab_for_tokens(
-    server: OwnServer, tmp_path: Path, num_workers: int
+    server: StartedServer, tmp_path: Path, num_workers: int
 ) -> None:
     with web_page(server, tmp_path, num_workers) as url:
         page = get(f"{url}/")

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quill.loadtest.environment.process_stats import ProcessSample
-from quill.loadtest.environment.server_metrics import MetricsSample
+from quill.loadtest.environment.metrics import MetricsSample
+from quill.loadtest.environment.process import ProcessSample
 from quill.loadtest.results import plots
 from quill.loadtest.results.report import PAGE, RECORDS, Run, write_report
 from quill.loadtest.results.slo import RateTrial, Slo
@@ -19,7 +19,7 @@ from quill.loadtest.workload.records import read_records
 from tests.loadtest.made import made
 
 RECORDED = [made(index, first_ms=50.0 + 7 * (index % 5)) for index in range(30)]
-FACTS = {"machine": "a <fast> one", "commit": "abc", "command": "quill loadtest"}
+INFO = {"machine": "a <fast> one", "commit": "abc", "command": "quill loadtest"}
 SAMPLES = [MetricsSample(1000.0 + tick / 4, tick % 3, tick % 5) for tick in range(12)]
 
 PROCESS = [ProcessSample(1000.0 + tick, 100.0 + tick, 20, 10, 1.5 * tick) for tick in range(12)]
@@ -34,7 +34,7 @@ def images(page: str) -> list[str]:
 def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
     run = Run(
         RECORDED,
-        FACTS,
+        INFO,
         SAMPLES,
         PROCESS,
         Slo.parse("ttft=60ms"),
@@ -49,7 +49,7 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
         "Gap between tokens",
         "Throughput against concurrency",
         "Offered and served",
-        "Queue depth and running rows",
+        "Queue depth and running sequences",
         "Processor and memory",
         "Search",
     ]
@@ -67,49 +67,49 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
 
 
 def test_raw_records_and_numbers_lie_beside_the_page(tmp_path: Path) -> None:
-    summary = write_report(tmp_path, Run(RECORDED, FACTS, SAMPLES))
+    summary = write_report(tmp_path, Run(RECORDED, INFO, SAMPLES))
     assert read_records(tmp_path / RECORDS) == RECORDED
     assert len((tmp_path / "server.csv").read_text().splitlines()) == 1 + len(SAMPLES)
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert numbers["num_tokens"] == summary.num_tokens == 150
-    assert numbers["facts"] == FACTS
+    assert numbers["info"] == INFO
     assert numbers["scenarios"]["short-chat"]["num_tokens"] == 150
 
 
 def test_what_the_server_did_not_tell_is_left_out_in_words(tmp_path: Path) -> None:
-    write_report(tmp_path, Run(RECORDED, FACTS))
+    write_report(tmp_path, Run(RECORDED, INFO))
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
-    assert "Queue depth and running rows are left out" in page
+    assert "Queue depth and running sequences are left out" in page
     assert not (tmp_path / "server.png").exists()
 
 
 def test_run_in_which_nothing_was_answered_has_a_page_too(tmp_path: Path) -> None:
     failed = made(status="UNAVAILABLE", ok=False, first_token_ms=None, token_ids=(), arrivals_ms=())
-    write_report(tmp_path, Run([failed], FACTS))
+    write_report(tmp_path, Run([failed], INFO))
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     assert images(page) == []
     assert "Errors: 1 UNAVAILABLE" in page
 
 
 def test_single_answer_can_be_drawn(tmp_path: Path) -> None:
-    write_report(tmp_path, Run([made()], FACTS, SAMPLES[:1]))
+    write_report(tmp_path, Run([made()], INFO, SAMPLES[:1]))
     assert len(images((tmp_path / PAGE).read_text(encoding="utf-8"))) == 6
 
 
 def test_page_has_numbers_of_each_scenario(tmp_path: Path) -> None:
     other = [made(40 + i, first_ms=900.0, scenario="long-prompt", ok=i > 0) for i in range(3)]
-    write_report(tmp_path, Run([*RECORDED, *other], FACTS))
+    write_report(tmp_path, Run([*RECORDED, *other], INFO))
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     row = ["long-prompt", "3", "1", "15", "900.0", "900.0", "10.0", "10.0", "941.0", "941.0"]
     assert "".join(f"<td>{cell}</td>" for cell in row) in page
-    write_report(tmp_path, Run(RECORDED, FACTS))
+    write_report(tmp_path, Run(RECORDED, INFO))
     assert "By scenario" not in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
 def test_open_loop_tells_what_was_offered_and_what_was_served(tmp_path: Path) -> None:
     # Due at 0.0, 0.1 … 2.9 s; all but the last ten end before the last is due.
     late = [made(i, first_ms=60.0 if i < 20 else 5000.0, offered_rate=10.0) for i in range(30)]
-    summary = write_report(tmp_path, Run(late, FACTS))
+    summary = write_report(tmp_path, Run(late, INFO))
     assert summary.offered_per_s == pytest.approx(10)
     assert summary.served_per_s == pytest.approx(20 / 2.9)
     page = (tmp_path / PAGE).read_text(encoding="utf-8")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from quill.loadtest.durations import parse_duration_ms
 from quill.loadtest.errors import OptionError
-from quill.loadtest.results.slo import RateTrial, Slo, best, next_rate
+from quill.loadtest.results.slo import RateTrial, Slo, best, next_rate, parse_duration_ms
 from tests.loadtest.made import made
 
 SLO = Slo.parse("ttft=500ms,gap=100ms")

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.environment.own_server import OwnServer
+from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import LoadtestError
-from quill.loadtest.protocols.grpc_door import GrpcDoor
+from quill.loadtest.protocols.grpc import GrpcClient
 from quill.loadtest.run.loadtest import check_all_recorded
-from quill.loadtest.workload.ask import Facts
 from quill.loadtest.workload.call import call, from_json
 from quill.loadtest.workload.records import RequestRecord, read_records, write_records
-from quill.loadtest.workload.scenarios import make_ask
+from quill.loadtest.workload.request import ModelInfo
+from quill.loadtest.workload.scenarios import make_request
 from quill.server.auth.key_file import add_key
 from tests.loadtest.made import made
 from tests.server.authority import Authority, write
@@ -88,21 +88,21 @@ def test_without_an_address_it_starts_a_server_and_verifies_what_it_said(
     assert json.loads((tmp_path / "summary.json").read_text())["num_requests"] == 40
 
 
-def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
+def test_beam_search_is_verified_over_tls_with_a_key_that_no_file_contains(
     loadtest: Loadtest, bundle: Path, tmp_path: Path
 ) -> None:
     ours = Authority("ours")
     files = write(tmp_path, ours.sign("server"))
     (tmp_path / "ca.pem").write_bytes(ours.cert)
-    secret = add_key(tmp_path / "keys.json", "crowd")
-    (tmp_path / "crowd.key").write_text(secret)
+    secret = add_key(tmp_path / "keys.json", "client")
+    (tmp_path / "client.key").write_text(secret)
     protection = f"--tls-cert {files.cert} --tls-key {files.key} --api-keys {tmp_path}/keys.json"
     out = tmp_path / "out"
     done = loadtest(
         out,
         *("--bundle", str(bundle), "--precision", "fp32"),
         *("--serve", f"--threads 1 --max-num-seqs 8 {protection}"),
-        *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "crowd.key")),
+        *("--ca", str(tmp_path / "ca.pem"), "--api-key-file", str(tmp_path / "client.key")),
         *("--users", "3", "--requests", "12", "--scenario", "beams", "--max-new-tokens", "6"),
         *("--workers", "1", "--verify"),
     )
@@ -116,8 +116,8 @@ def test_beams_are_asked_and_verified_through_tls_with_a_key_that_nobody_sees(
 
 
 @pytest.mark.parametrize("protocol", ["http", "kserve"])
-def test_load_through_another_door_is_verified_and_the_report_names_it(
-    protocol: str, loadtest: Loadtest, server: OwnServer, tmp_path: Path
+def test_load_over_another_protocol_is_verified_and_the_report_names_it(
+    protocol: str, loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     assert server.http_address is not None
     done = loadtest(
@@ -132,13 +132,15 @@ def test_load_through_another_door_is_verified_and_the_report_names_it(
     assert title in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_vectors_have_one_door(loadtest: Loadtest, tmp_path: Path) -> None:
+def test_embeddings_are_requested_over_grpc_only(loadtest: Loadtest, tmp_path: Path) -> None:
     done = loadtest(tmp_path, "--scenario", "embed", "--protocol", "http")
     assert done.code == 2
-    assert "--scenario embed is asked over gRPC only" in done.errors
+    assert "--scenario embed works over gRPC only" in done.errors
 
 
-def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_path: Path) -> None:
+def test_open_loop_tells_its_goodput(
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
+) -> None:
     done = loadtest(
         tmp_path,
         *("--address", server.address, "--rate", "30", "--shape", "ramp", "--duration", "1500ms"),
@@ -149,21 +151,24 @@ def test_open_loop_tells_its_goodput(loadtest: Loadtest, server: OwnServer, tmp_
 
 
 @pytest.fixture(scope="module")
-def recorded(server: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(server: StartedServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a load leaves it."""
-    facts = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
+    info = ModelInfo(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
     path = tmp_path_factory.mktemp("recorded") / "requests.csv"
-    with closing(GrpcDoor(server.address)) as door:
-        asked = [make_ask("short-chat", 0, index, facts) for index in range(8)]
+    with closing(GrpcClient(server.address)) as client:
+        loads = [make_request("short-chat", 0, index, info) for index in range(8)]
         write_records(
             path,
-            [call(door, ask, 0.0).record(ask, i, ask.kind, 0.0) for i, ask in enumerate(asked)],
+            [
+                call(client, load, 0.0).record(load, i, load.kind, 0.0)
+                for i, load in enumerate(loads)
+            ],
         )
     return path
 
 
 def test_recorded_file_is_verified_and_a_changed_answer_is_found(
-    loadtest: Loadtest, recorded: Path, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, recorded: Path, server: StartedServer, tmp_path: Path
 ) -> None:
     arguments = ("--address", server.address, "--verify", "--recorded")
     same = loadtest(tmp_path, *arguments, str(recorded))
@@ -187,7 +192,7 @@ def test_recorded_file_is_reported_on_without_a_server(
 
 
 def test_search_ends_with_a_rate_and_its_goodput(
-    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     # Nothing meets a limit of a millisecond: the search goes down and says so.
     done = loadtest(
@@ -232,7 +237,7 @@ def by_index(record: RequestRecord) -> int:
 
 
 def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_first(
-    loadtest: Loadtest, server: OwnServer, tmp_path: Path
+    loadtest: Loadtest, server: StartedServer, tmp_path: Path
 ) -> None:
     load = ("--address", server.address, "--scenario", "long-prompt", "--requests", "6")
     first, second, again = (tmp_path / name for name in ("first", "second", "again"))
@@ -240,7 +245,7 @@ def test_second_run_is_not_flattered_by_the_prefix_cache_and_a_seed_repeats_the_
     for out in (first, second):
         done = loadtest(out, *load)
         assert done.code == 0, done.errors
-        seeds += re.findall(r"--seed (\d+) asks the same requests again", done.out)
+        seeds += re.findall(r"--seed (\d+) sends the same requests again", done.out)
         numbers = json.loads((out / "summary.json").read_text())
         assert numbers["cached_share"] < 0.1
     assert len(set(seeds)) == 2
@@ -274,16 +279,18 @@ def in_the_middle(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_a_report_of_what_has_ended(
-    server: OwnServer, tmp_path: Path, workers: str
+    server: StartedServer, tmp_path: Path, workers: str
 ) -> None:
     arguments = ("--address", server.address, "--users", "2", "--workers", workers)
     with in_the_middle(tmp_path, *arguments) as process:
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert errors == "quill: stopped by Ctrl-C; the report tells of what had ended by then\n"
+    assert (
+        errors == "quill: stopped by Ctrl-C; the report has the requests that had ended by then\n"
+    )
     assert "report: " in out
-    assert "Ctrl-C cut the run short" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Ctrl-C ended the run early" in (tmp_path / "report.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert 0 < numbers["num_requests"] == numbers["statuses"]["OK"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quill.loadtest.environment.process_stats import (
+from quill.loadtest.environment.process import (
     ProcessSample,
     busy_cores,
-    look_at,
+    sample_process,
     slope_mb_per_minute,
 )
 from quill.loadtest.results.verify import Verdict
@@ -55,11 +55,11 @@ def test_soak_in_which_all_is_well_passes() -> None:
 def test_each_thing_that_is_wrong_fails_alone() -> None:
     wrong: dict[str, dict[str, object]] = {
         "calls ended": {"num_sent": 3},
-        "must not": {"records": [record("OK"), record("INTERNAL", ok=False)]},
+        "unexpected": {"records": [record("OK"), record("INTERNAL", ok=False)]},
         "each once": {"num_ended": 3},
-        "slot": {"is_idle": False},
+        "no sequence runs": {"is_idle": False},
         "accepted": {"bound_ms": 9.0},
-        "refused": {"log": [ANSWER, REFUSAL | {"total_ms": 100.1}]},
+        "rejected": {"log": [ANSWER, REFUSAL | {"total_ms": 100.1}]},
         "no overload": {"log": [ANSWER]},
         "MB/min": {"samples": samples(1.1)},
         "descriptors": {"end": ProcessSample(300.0, 100.0, 21, 10)},
@@ -79,11 +79,11 @@ def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() ->
 
 
 def test_busy_process_is_seen_to_be_busy() -> None:
-    before = look_at(os.getpid())
+    before = sample_process(os.getpid())
     end_s = time.process_time() + 0.2
     while time.process_time() < end_s:
         pass
-    after = look_at(os.getpid())
+    after = sample_process(os.getpid())
     assert after.cpu_s - before.cpu_s >= 0.15  # the clock ticks 100 times a second
     (cores,) = busy_cores([before, after])
     assert cores == pytest.approx((after.cpu_s - before.cpu_s) / (after.at_s - before.at_s))

@@ -4,7 +4,7 @@ from itertools import islice, pairwise, takewhile
 
 import pytest
 
-from quill.loadtest.workload.arrivals import arrivals
+from quill.loadtest.workload.schedule import arrivals
 
 
 def count(seconds: float, rate: float, ramp_s: float = 0.0, seed: int = 0) -> int:

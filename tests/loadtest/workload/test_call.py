@@ -8,10 +8,10 @@ from contextlib import closing, contextmanager
 import grpc
 import pytest
 
-from quill.loadtest.environment.own_server import OwnServer
-from quill.loadtest.protocols.grpc_door import GrpcDoor
-from quill.loadtest.workload.ask import Ask
+from quill.loadtest.environment.server import StartedServer
+from quill.loadtest.protocols.grpc import GrpcClient
 from quill.loadtest.workload.call import StreamResult, call, from_json, to_json
+from quill.loadtest.workload.request import LoadRequest
 from quill.protos import generation_pb2 as pb
 
 REQUEST = pb.GenerateRequest(
@@ -24,14 +24,14 @@ LONG = pb.GenerateRequest(
 
 
 @pytest.fixture
-def door(server: OwnServer) -> Iterator[GrpcDoor]:
-    with closing(GrpcDoor(server.address)) as opened:
+def client(server: StartedServer) -> Iterator[GrpcClient]:
+    with closing(GrpcClient(server.address)) as opened:
         yield opened
 
 
-def test_answer_is_recorded_whole(door: GrpcDoor) -> None:
-    ask = Ask(REQUEST)
-    record = call(door, ask, 0.0).record(ask, 4, "name", 1000.0, 2.5)
+def test_answer_is_recorded_whole(client: GrpcClient) -> None:
+    load = LoadRequest(REQUEST)
+    record = call(client, load, 0.0).record(load, 4, "name", 1000.0, 2.5)
     assert (record.status, record.ok, record.finish_reason) == ("OK", True, "LENGTH")
     assert (record.index, record.scenario, record.offered_rate) == (4, "name", 2.5)
     assert (record.num_tokens, record.prompt_tokens) == (20, 3)
@@ -45,47 +45,47 @@ def test_answer_is_recorded_whole(door: GrpcDoor) -> None:
     assert from_json(record.request) == REQUEST
 
 
-def test_latency_counts_from_the_intended_start(door: GrpcDoor) -> None:
-    ask, ticks = Ask(LONG), itertools.count(100)
-    measured = call(door, ask, 97.0, clock=lambda: float(next(ticks)))
-    record = measured.record(ask, 0, "name", 0.0)
+def test_latency_counts_from_the_intended_start(client: GrpcClient) -> None:
+    load, ticks = LoadRequest(LONG), itertools.count(100)
+    measured = call(client, load, 97.0, clock=lambda: float(next(ticks)))
+    record = measured.record(load, 0, "name", 0.0)
     assert record.late_ms == 3000.0
     assert record.first_token_ms == 4000.0
     assert record.total_ms > record.arrivals_ms[-1] > 4000.0
 
 
-def test_client_that_cancels_keeps_what_it_got(door: GrpcDoor) -> None:
-    ask = Ask(LONG, cancel_after=3, expected=("CANCELLED",))
-    record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
+def test_client_that_cancels_keeps_what_it_got(client: GrpcClient) -> None:
+    load = LoadRequest(LONG, cancel_after=3, expected=("CANCELLED",))
+    record = call(client, load, 0.0).record(load, 0, "name", 0.0)
     assert (record.status, record.ok, record.finish_reason) == ("CANCELLED", True, "")
     assert record.num_tokens >= 3
 
 
-def test_slow_reader_rests_after_each_chunk(door: GrpcDoor) -> None:
+def test_slow_reader_rests_after_each_chunk(client: GrpcClient) -> None:
     rests: list[float] = []
-    heard = call(door, Ask(REQUEST, pause_s=0.25), 0.0, sleep=rests.append).heard
-    assert heard.status == "OK"
+    result = call(client, LoadRequest(REQUEST, pause_s=0.25), 0.0, sleep=rests.append).result
+    assert result.status == "OK"
     assert rests
     assert set(rests) == {0.25}
 
 
-def test_error_is_its_grpc_status(door: GrpcDoor) -> None:
-    ask = Ask(pb.GenerateRequest())
-    record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
+def test_error_is_its_grpc_status(client: GrpcClient) -> None:
+    load = LoadRequest(pb.GenerateRequest())
+    record = call(client, load, 0.0).record(load, 0, "name", 0.0)
     assert (record.status, record.ok, record.first_token_ms) == ("INVALID_ARGUMENT", False, None)
     assert record.message
 
 
-def test_deadline_is_the_calls_own(door: GrpcDoor) -> None:
+def test_deadline_is_the_calls_own(client: GrpcClient) -> None:
     long = pb.GenerateRequest()  # gRPC notices a little late: a short answer may come before
     long.CopyFrom(REQUEST)
     long.max_new_tokens = 100
-    heard = call(door, Ask(long, timeout_s=1e-6), 0.0).heard
-    assert heard.status == "DEADLINE_EXCEEDED"
+    result = call(client, LoadRequest(long, timeout_s=1e-6), 0.0).result
+    assert result.status == "DEADLINE_EXCEEDED"
 
 
 @contextmanager
-def saying(*chunks: pb.GenerateChunk) -> Iterator[GrpcDoor]:
+def saying(*chunks: pb.GenerateChunk) -> Iterator[GrpcClient]:
     """A server that says just this, and ends with OK."""
     handler = grpc.unary_stream_rpc_method_handler(
         lambda request, context: iter(chunks),
@@ -100,7 +100,7 @@ def saying(*chunks: pb.GenerateChunk) -> Iterator[GrpcDoor]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with closing(GrpcDoor(f"127.0.0.1:{port}")) as opened:
+        with closing(GrpcClient(f"127.0.0.1:{port}")) as opened:
             yield opened
     finally:
         server.stop(None).wait()
@@ -116,9 +116,9 @@ def saying(*chunks: pb.GenerateChunk) -> Iterator[GrpcDoor]:
     ids=["nothing", "no end", "no tokens"],
 )
 def test_empty_success_is_an_error(chunks: tuple[pb.GenerateChunk, ...]) -> None:
-    ask = Ask(REQUEST)
-    with saying(*chunks) as door:
-        record = call(door, ask, 0.0).record(ask, 0, "name", 0.0)
+    load = LoadRequest(REQUEST)
+    with saying(*chunks) as client:
+        record = call(client, load, 0.0).record(load, 0, "name", 0.0)
     assert (record.status, record.ok) == ("EMPTY", False)
 
 
@@ -138,10 +138,10 @@ def test_several_sequences_are_kept_apart_however_they_come() -> None:
         pb.GenerateChunk(sequence=0, token_ids=[2, 3], finish_reason=ended, seed=5),
         pb.GenerateChunk(sequence=1, token_ids=[8], finish_reason=ended, seed=6),
     ]
-    heard = StreamResult()
+    result = StreamResult()
     for second, chunk in enumerate(chunks):
-        heard.take(chunk, float(second))
-    assert heard.token_ids == [1, 2, 3, 7, 8]
-    assert heard.arrivals_s == [0.0, 1.0, 2.0, 2.0, 3.0]
-    assert heard.last is not None
-    assert heard.last.seed == 5
+        result.take(chunk, float(second))
+    assert result.token_ids == [1, 2, 3, 7, 8]
+    assert result.arrivals_s == [0.0, 1.0, 2.0, 2.0, 3.0]
+    assert result.last is not None
+    assert result.last.seed == 5

@@ -4,10 +4,10 @@ import argparse
 from dataclasses import fields
 from itertools import islice
 
-from quill.loadtest.workload.ask import Facts
+from quill.loadtest.workload.request import ModelInfo
 from quill.loadtest.workload.schedule import Plan, Schedule
 
-FACTS = Facts(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
+INFO = ModelInfo(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 
 
 class Clock:
@@ -43,19 +43,19 @@ def test_seed_that_nobody_chose_is_a_new_one_each_time() -> None:
 
 def test_several_processes_together_ask_what_one_would_ask() -> None:
     plan = Plan(max_requests=11)
-    parts = [drain(Schedule(plan, FACTS, part, 3)) for part in range(3)]
+    parts = [drain(Schedule(plan, INFO, part, 3)) for part in range(3)]
     assert (
         sorted(index for part in parts for index in part)
-        == drain(Schedule(plan, FACTS))
+        == drain(Schedule(plan, INFO))
         == list(range(11))
     )
-    asked = [Schedule(plan, FACTS, part, 3).ask(5).request for part in range(3)]
-    assert asked[0] == asked[1] == asked[2]
+    loads = [Schedule(plan, INFO, part, 3).request(5).request for part in range(3)]
+    assert loads[0] == loads[1] == loads[2]
 
 
-def test_crowd_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:
+def test_load_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:
     clock = Clock()
-    schedule = Schedule(Plan(duration_s=10), FACTS, clock=clock)
+    schedule = Schedule(Plan(duration_s=10), INFO, clock=clock)
     assert schedule.next_index() == 0
     schedule.num_running = 1
     clock.now_s += 10
@@ -68,14 +68,14 @@ def test_crowd_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:
 
 def test_request_that_was_due_in_time_is_made_even_if_it_is_late() -> None:
     clock = Clock()
-    schedule = Schedule(Plan(duration_s=10, rate=1), FACTS, clock=clock)
+    schedule = Schedule(Plan(duration_s=10, rate=1), INFO, clock=clock)
     clock.now_s += 11
     assert schedule.next_index(intended_s=109.9) == 0
     assert schedule.next_index(intended_s=110.1) is None
 
 
 def test_only_the_first_user_gets_the_arrivals() -> None:
-    schedule = Schedule(Plan(rate=4), FACTS, 0, 2, clock=Clock())
+    schedule = Schedule(Plan(rate=4), INFO, 0, 2, clock=Clock())
     starts = schedule.take_arrivals()
     assert starts is not None
     assert schedule.take_arrivals() is None
@@ -86,6 +86,6 @@ def test_only_the_first_user_gets_the_arrivals() -> None:
 
 
 def test_answers_are_shortened_when_asked_for() -> None:
-    short = Schedule(Plan(max_new_tokens=3), FACTS)
-    assert all(short.ask(index).request.max_new_tokens <= 3 for index in range(20))
-    assert Schedule(Plan(), FACTS).ask(0).request.max_new_tokens >= 8
+    short = Schedule(Plan(max_new_tokens=3), INFO)
+    assert all(short.request(index).request.max_new_tokens <= 3 for index in range(20))
+    assert Schedule(Plan(), INFO).request(0).request.max_new_tokens >= 8

@@ -69,7 +69,7 @@ def test_json_has_everything(run: Run) -> None:
 
 def test_what_is_wrong_is_said_in_a_line(run: Run, tmp_path: Path) -> None:
     assert "no text to embed" in run("embed")[2]
-    assert "dimensions is 5; this model's vectors have 4" in run("embed", "a", "--dimensions=5")[2]
+    assert "dimensions is 5; it must be from 1 to 4" in run("embed", "a", "--dimensions=5")[2]
     assert "only encoders fill masks" in run("fill-mask", "a [MASK]")[2]
     nowhere = str(tmp_path / "none" / "vectors.npy")
     assert run("embed", "a", "--out", nowhere)[:2] == (1, "")

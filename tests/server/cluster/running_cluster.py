@@ -1,84 +1,110 @@
 """A cluster for tests: real Ray, real HAProxy, on this machine.
 
-Knows: how it is started, its replicas' processes and metrics. Does not know: what is done to it.
+Knows: how a cluster starts, its replicas' processes and metrics. Does not know: what tests do.
 """
 
 import contextlib
 import json
-import queue
+import os
+import pickle
 import re
+import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quill.server.cluster.environment import free_port
-from quill.server.cluster.local_ray import LocalCluster
-from quill.server.cluster.plan import Plan
-from quill.server.cluster.replica.options import ReplicaOptions
-from tests.server.process import wait_until
+from quill.server.cluster.config import write_serve_config
+from quill.server.cluster.local_ray import is_serving
+from quill.server.cluster.plan import Plan, ReplicaArgs
+from quill.server.settings import Settings
+from tests.server.process import ROOT, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
-START_S = 240.0  # half a minute, unless others keep the machine busy
+START_S = 240.0  # half a minute on a quiet machine
 STOP_S = 120.0
 LONGEST_ANSWER_S = 100.0
 _LINE = re.compile(r"^(quill_\w+)\{(.*?)\} (\S+)$", re.MULTILINE)
 
 
 class RunningCluster:
-    def __init__(self, process: "subprocess.Popen[str]", plan: Plan) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", plan: Plan, directory: Path) -> None:
         self._process = process
-        self._plan = plan
-        self._told: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.progress: dict[str, Any] = {}
-        self.environment: dict[str, str] = {}  # of those who want to reach its Ray
+        self._plan = self._original = plan
+        self._file = directory / "serve.yaml"
+        self.environment: dict[str, str] = {}  # for programs that connect to its Ray
+        self._progress: dict[str, Any] = {}
         self._listening = threading.Thread(target=self._listen)
         self._listening.start()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._plan.port}"
+        return f"127.0.0.1:{self._plan.args.port}"
 
-    @property
-    def metrics_url(self) -> str:
-        return f"http://127.0.0.1:{self._plan.options.metrics_port}/metrics"
+    def deploy(self, **changes: Any) -> None:
+        """`serve deploy` of a changed file."""
+        self._plan = replace(self._plan, **changes)
+        self._file.write_text(write_serve_config(self._plan))
+        command = [str(Path(sys.executable).with_name("serve")), "deploy", str(self._file)]
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=START_S
+        )
+        assert done.returncode == 0, done.stderr
 
-    def change(self, **changes: Any) -> None:
-        """Of the plan, as `serve deploy` of a changed file does it."""
-        self._tell(changes)
+    def change_settings(self, **changes: Any) -> None:
+        settings = replace(self._plan.args.settings, **changes)
+        self.deploy(args=replace(self._plan.args, settings=settings))
+
+    def restore(self) -> None:
+        """The replicas of the beginning."""
+        if self._plan != self._original:
+            self.deploy(**vars(self._original))
+        self.wait_for_replicas(self._original.min_replicas)
 
     def wait_for_replicas(self, number: int, timeout_s: float = START_S) -> None:
         """So many run, and none starts or stops."""
-        self.wait_for(lambda told: told["replicas"] == {"RUNNING": number}, timeout_s)
+        self._wait_until(
+            lambda: (
+                self._progress.get("state") == "RUNNING"
+                and self._progress["replicas"] == {"RUNNING": number}
+            ),
+            timeout_s,
+        )
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> None:
-        end_s = time.monotonic() + timeout_s
-        while not (self.progress and condition(self.progress)):
-            assert time.monotonic() < end_s, f"never happened; now it is {self.progress}"
-            assert self._process.poll() is None, "it has ended"
-            try:
-                self.progress = self._told.get(timeout=1.0)
-            except queue.Empty:
-                continue
+    def start(self, dashboard_port: int) -> None:
+        self._wait_until(lambda: bool(self.environment))
+        self.environment["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
+        self.deploy()
+        self.wait_for_replicas(self._plan.min_replicas)
+        self._wait_until(lambda: is_serving(self._plan))
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+        def is_so() -> bool:
+            assert self._process.poll() is None, "Ray has ended"
+            return condition()
+
+        wait_until(is_so, f"it is so; the progress is {self._progress}", timeout_s)
 
     def replica_pids(self) -> list[int]:
+        return self.pids("ServeReplica:quill:replica")
+
+    def pids(self, title: str) -> list[int]:
+        """Processes of this cluster with `title` in their command lines."""
         own = {self._process.pid}
         parents = _parents()
         while more := {pid for pid, parent in parents.items() if parent in own} - own:
             own |= more
-        return sorted(pid for pid in own if "ServeReplica:quill:replica" in _title(pid))
+        return sorted(pid for pid in own if title in _title(pid))
 
     def metric(self, name: str, **labels: str) -> dict[str, float]:
-        """The sum of all that have these labels, by replica."""
-        first = self._plan.options.metrics_port
-        assert first is not None
+        """The sum of all samples with these labels, by replica."""
+        first = self._plan.args.settings.metrics_ports[0]
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         sums: dict[str, float] = {}
         for page in filter(None, (_page(port) for port in range(first, first + 6))):
@@ -90,25 +116,24 @@ class RunningCluster:
                     sums[replica] += float(value)
         return sums
 
-    def join(self) -> None:
-        """After the process has ended."""
-        self._listening.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        finally:
+            self._process.kill()
+            self._listening.join()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith('{"environment"'):
-                self.environment = json.loads(line)["environment"]
+            if line.startswith('{"state"'):
+                self._progress = json.loads(line)
             elif line.startswith("{"):
-                self._told.put(json.loads(line))
-
-    def _tell(self, wish: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wish) + "\n")
-        self._process.stdin.flush()
-        self.progress = {}
+                self.environment = json.loads(line)
 
 
 def _parents() -> dict[int, int]:
@@ -134,25 +159,31 @@ def _page(port: int) -> str:
         return ""
 
 
-def make_plan(options: ReplicaOptions, **changes: Any) -> Plan:
-    plan = Plan(
-        options=replace(options, metrics_port=20000 + free_port() % 10000, one_machine=True),
-        least=2,
-        most=2,
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return int(taken.getsockname()[1])
+
+
+def make_plan(bundle: Path, settings: Settings, **changes: Any) -> Plan:
+    args = ReplicaArgs(
+        bundle=str(bundle),
         host="127.0.0.1",
         port=free_port(),
-        http_port=free_port(),
-        cpus=1,
-        target_requests=4,
+        one_machine=True,
         longest_answer_s=LONGEST_ANSWER_S,
-        drain_s=2.0,
+        settings=replace(settings, metrics_port=20000 + free_port() % 10000),
     )
+    plan = Plan(args=args, min_replicas=2, max_replicas=2, target_requests=4)
     return replace(plan, **changes)
 
 
 @contextmanager
-def running_cluster(plan: Plan, log: Path) -> Iterator[RunningCluster]:
-    command = [sys.executable, "-m", "tests.server.cluster.driver", json.dumps(asdict(plan))]
+def running_cluster(plan: Plan, directory: Path) -> Iterator[RunningCluster]:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.server.cluster.driver"]
+    command += [pickle.dumps(plan).hex(), str(port)]
+    log = directory / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command,
@@ -162,19 +193,12 @@ def running_cluster(plan: Plan, log: Path) -> Iterator[RunningCluster]:
             text=True,
             cwd=ROOT,
         )
-    cluster = RunningCluster(process, plan)
+    cluster = RunningCluster(process, plan, directory)
     try:
-        cluster.wait_for_replicas(plan.least)
-        wait_until(lambda: LocalCluster(None).answers(plan), "it answers", START_S)
+        cluster.start(port)
         yield cluster
     except BaseException:
         print(log.read_text("utf-8", "replace")[-5000:])
         raise
     finally:
-        assert process.stdin is not None
-        process.stdin.close()  # then it ends
-        try:
-            process.wait(STOP_S)
-        finally:
-            process.kill()
-            cluster.join()
+        cluster.end()

@@ -1,4 +1,4 @@
-"""Bundles that come from elsewhere: whole or not at all, and what was asked for."""
+"""Downloaded bundles are complete or absent, and have the expected hash."""
 
 import functools
 import hashlib
@@ -21,7 +21,7 @@ import pytest
 
 from quill.export.bundle.manifest import check_files, read_manifest
 from quill.export.errors import BundleError
-from quill.server.cluster.replica.bundle_source import local_bundle
+from quill.server.cluster.bundle_source import local_bundle
 from quill.server.errors import StartError
 from tests.server.tiny_bundle import TinyBundle
 
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def in_memory(tiny_bundle: TinyBundle) -> Iterator[str]:
-    """A URL that no disk has anything to do with."""
+    """A URL of fsspec's file system in memory."""
     files = fsspec.filesystem("memory")
     files.put(str(tiny_bundle.directory), "/models/tiny", recursive=True)
     yield "memory://models/tiny"
@@ -45,14 +45,14 @@ def sha256_of(directory: Path) -> str:
     return hashlib.sha256((directory / "manifest.json").read_bytes()).hexdigest()
 
 
-def test_path_is_taken_as_it_is(tiny_bundle: TinyBundle, cache: Path) -> None:
+def test_path_is_used_in_place(tiny_bundle: TinyBundle, cache: Path) -> None:
     directory = tiny_bundle.directory
     assert local_bundle(str(directory)) == directory
     assert local_bundle(str(directory), sha256_of(directory)) == directory
     assert not cache.exists()
 
 
-def test_bundle_is_fetched_whole_and_under_its_hash(
+def test_bundle_is_downloaded_complete_and_named_by_its_hash(
     tiny_bundle: TinyBundle, in_memory: str, cache: Path
 ) -> None:
     wanted = sha256_of(tiny_bundle.directory)
@@ -62,12 +62,12 @@ def test_bundle_is_fetched_whole_and_under_its_hash(
     assert {each.name for each in cache.iterdir()} == {wanted, f"{wanted}.lock"}
 
 
-def test_files_of_a_url_are_the_same(tiny_bundle: TinyBundle) -> None:
+def test_file_url(tiny_bundle: TinyBundle) -> None:
     found = local_bundle(f"file://{tiny_bundle.directory}")
     assert sha256_of(found) == sha256_of(tiny_bundle.directory)
 
 
-def test_second_time_only_the_manifest_is_read(in_memory: str) -> None:
+def test_second_download_reads_only_the_manifest(in_memory: str) -> None:
     found = local_bundle(in_memory)
     files = fsspec.filesystem("memory")
     for path in files.find("/models/tiny"):
@@ -76,16 +76,14 @@ def test_second_time_only_the_manifest_is_read(in_memory: str) -> None:
     assert local_bundle(in_memory) == found
 
 
-def test_several_that_begin_at_once_get_the_same(in_memory: str, cache: Path) -> None:
+def test_concurrent_downloads_give_one_directory(in_memory: str, cache: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         found = set(threads.map(local_bundle, [in_memory] * 4))
     assert len(found) == 1
     assert not list(cache.glob(".fetching-*"))
 
 
-def test_another_bundle_than_was_asked_for_is_refused(
-    tiny_bundle: TinyBundle, in_memory: str, cache: Path
-) -> None:
+def test_another_hash_is_an_error(tiny_bundle: TinyBundle, in_memory: str, cache: Path) -> None:
     for source in (in_memory, str(tiny_bundle.directory)):
         with pytest.raises(BundleError, match="another bundle"):
             local_bundle(source, "0" * 64)
@@ -93,7 +91,7 @@ def test_another_bundle_than_was_asked_for_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["changed", "longer", "shorter", "gone"])
-def test_damaged_file_leaves_nothing_behind(in_memory: str, cache: Path, damage: str) -> None:
+def test_damaged_file_leaves_nothing(in_memory: str, cache: Path, damage: str) -> None:
     files = fsspec.filesystem("memory")
     name = json.loads(files.cat("/models/tiny/manifest.json"))["files"][-1]["name"]
     path = f"/models/tiny/{name}"
@@ -110,7 +108,7 @@ def test_damaged_file_leaves_nothing_behind(in_memory: str, cache: Path, damage:
     assert local_bundle(in_memory).is_dir(), "and it can be tried again"
 
 
-def test_names_that_leave_the_directory_are_refused(in_memory: str, cache: Path) -> None:
+def test_names_outside_the_directory_are_errors(in_memory: str, cache: Path) -> None:
     files = fsspec.filesystem("memory")
     manifest = json.loads(files.cat("/models/tiny/manifest.json"))
     manifest["files"][0]["name"] = "../../outside"
@@ -120,7 +118,7 @@ def test_names_that_leave_the_directory_are_refused(in_memory: str, cache: Path)
     assert [each.suffix for each in cache.iterdir()] == [".lock"]
 
 
-def test_what_is_missing_is_told_without_passwords() -> None:
+def test_errors_have_no_passwords() -> None:
     with pytest.raises(StartError, match="can't read") as caught:
         local_bundle("memory://user:secret@models/none")
     assert "secret" not in str(caught.value)
@@ -128,12 +126,12 @@ def test_what_is_missing_is_told_without_passwords() -> None:
         local_bundle("nowhere://models/none")
 
 
-def test_what_a_killed_process_left_is_gone_when_the_bundle_is_fetched(
+def test_download_removes_the_files_of_a_killed_process(
     tiny_bundle: TinyBundle, in_memory: str, cache: Path
 ) -> None:
     killed = """if True:
         import fsspec, os, signal, sys
-        from quill.server.cluster.replica import bundle_source
+        from quill.server.cluster import bundle_source
         files = fsspec.filesystem("memory")
         files.put(sys.argv[1], "/models/tiny", recursive=True)
         bundle_source._fetch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +150,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 class _Breaking(_Quiet):
-    """Hangs up in the middle of everything but manifests."""
+    """Sends half of every file but manifests."""
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
         content = source.read()
@@ -175,17 +173,15 @@ needs_aiohttp = pytest.mark.skipif(
 
 
 @needs_aiohttp
-def test_bundle_comes_over_http(tiny_bundle: TinyBundle) -> None:
+def test_http_url(tiny_bundle: TinyBundle) -> None:
     with serving(tiny_bundle.directory, _Quiet) as url:
         found = local_bundle(url)
     check_files(found, read_manifest(found))
 
 
 @needs_aiohttp
-def test_servers_without_ranges_are_read_from_beginning_to_end(
-    tiny_bundle: TinyBundle, tmp_path: Path
-) -> None:
-    """As Python's own. fsspec reads larger files by ranges, unless it is told not to."""
+def test_http_server_without_ranges(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
+    """Such as Python's. By default fsspec reads larger files by ranges."""
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle.directory, bundle)
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -200,9 +196,7 @@ def test_servers_without_ranges_are_read_from_beginning_to_end(
 
 
 @needs_aiohttp
-def test_server_that_hangs_up_halfway_leaves_nothing_behind(
-    tiny_bundle: TinyBundle, cache: Path
-) -> None:
+def test_http_server_that_disconnects_leaves_nothing(tiny_bundle: TinyBundle, cache: Path) -> None:
     with (
         serving(tiny_bundle.directory, _Breaking) as url,
         pytest.raises((BundleError, StartError), match=r"decoder|tokenizer|weights"),
@@ -212,7 +206,7 @@ def test_server_that_hangs_up_halfway_leaves_nothing_behind(
 
 
 @pytest.mark.filterwarnings("default")  # of packages that aren't ours
-def test_bundle_comes_from_s3(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_url(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "it needs what tests don't install: pip install 'moto[server]' s3fs"
     pytest.importorskip("s3fs", reason=reason)
     server = pytest.importorskip("moto.server", reason=reason).ThreadedMotoServer("127.0.0.1", 0)

@@ -1,16 +1,17 @@
-"""Replicas come and go with the load, and nobody notices; their spans are in callers' traces."""
+"""Replicas scale with the load, no call fails; replicas' spans are in callers' traces."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.cluster.replica.options import ReplicaOptions
+from quill.server.settings import Settings
+from tests.server.cluster.clients import PROMPT, TIMEOUT_S, calling_clients
 from tests.server.cluster.conftest import Keys
-from tests.server.cluster.crowd import PROMPT, TIMEOUT_S, crowd
 from tests.server.cluster.running_cluster import RunningCluster, make_plan, running_cluster
 from tests.server.telemetry.test_tracing import PARENT_ID, TRACE_ID, Collector, collecting
 
@@ -25,11 +26,15 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def scaling_cluster(
-    options: ReplicaOptions, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+    bundle: Path,
+    settings: Settings,
+    collector: Collector,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[RunningCluster]:
-    traced = replace(options, tracing=True)
-    plan = make_plan(traced, least=1, most=3, upscale_delay_s=1.0, downscale_delay_s=2.0)
-    with running_cluster(plan, tmp_path_factory.mktemp("ray") / "log") as running:
+    delays = {"upscale_delay_s": 1.0, "downscale_delay_s": 2.0}
+    traced = replace(settings, tracing=True)
+    plan = make_plan(bundle, traced, min_replicas=1, max_replicas=3, **delays)
+    with running_cluster(plan, tmp_path_factory.mktemp("ray")) as running:
         yield running
 
 
@@ -51,9 +56,7 @@ def test_call_is_in_its_callers_trace(
 def test_replicas_follow_the_load(
     scaling_cluster: RunningCluster, keys: Keys, texts: dict[int, str]
 ) -> None:
-    """Even if HAProxy takes the only replica for dead, on a machine where everything starts at
-    once: calls come by Ray's own proxy then."""
-    with crowd(scaling_cluster, keys.access("alice"), texts, 12):
+    with calling_clients(scaling_cluster, keys.access("alice"), texts, 12):
         scaling_cluster.wait_for_replicas(3)
-    with crowd(scaling_cluster, keys.access("alice"), texts, 1):
+    with calling_clients(scaling_cluster, keys.access("alice"), texts, 1):
         scaling_cluster.wait_for_replicas(1)

@@ -8,9 +8,11 @@ import pytest
 
 from quill.__main__ import main
 from quill.protos import generation_pb2 as pb
+from quill.server.api import messages
 from quill.server.client.sync_client import Client
 from quill.server.errors import InvalidFieldError
-from quill.server.protocol.requests import Arrival, ParsedRequest, RequestReader
+from quill.server.frontend.reader import Arrival, RequestReader
+from quill.server.frontend.spec import ParsedRequest
 from quill.server.request import BeamParams
 from tests.server.running import Running, make_served, running_server
 
@@ -19,7 +21,8 @@ ARRIVAL = Arrival(request_id="r", deadline_s=None)
 
 def read(**fields: Any) -> ParsedRequest:
     message = pb.GenerateRequest(**{"prompt": "abc", **fields})
-    return RequestReader(make_served(max_num_seqs=8)).read_generate(message, ARRIVAL)
+    spec = messages.read_generate(message)
+    return RequestReader(make_served(max_num_seqs=8)).read_generate(spec, ARRIVAL)
 
 
 @pytest.fixture(scope="module")

@@ -159,8 +159,8 @@ def test_masks_are_filled_as_pytorch_would(encoder: Client, tiny_encoder: TinyBu
         chances_TV = tiny_encoder.model.project(of_torch(tiny_encoder, ids)).softmax(dim=-1)
     for mask in response.masks:
         top = chances_TV[mask.position].topk(4)
-        assert [each.token_id for each in mask.fillings] == top.indices.tolist()
-        chances = [each.probability for each in mask.fillings]
+        assert [each.token_id for each in mask.candidates] == top.indices.tolist()
+        chances = [each.probability for each in mask.candidates]
         np.testing.assert_allclose(chances, top.values.tolist(), rtol=1e-2)
 
 

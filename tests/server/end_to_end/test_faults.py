@@ -58,15 +58,6 @@ def health(server: ServerProcess) -> int:
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status)
 
 
-def test_step_that_raises_once_fails_its_own_request(server: ServerProcess, faults: Faults) -> None:
-    expected = ask(server)
-    faults.start("raise-once")
-    assert code_of(lambda: ask(server)) is grpc.StatusCode.INTERNAL
-    assert ask(server) == expected
-    wait_until(server.is_idle, "the slot is free")
-    assert "injected, once" in server.log
-
-
 def test_steps_that_raise_for_ever_make_the_server_unhealthy_until_they_stop(
     server: ServerProcess, faults: Faults
 ) -> None:

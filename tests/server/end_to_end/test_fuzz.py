@@ -5,9 +5,9 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import BUG
+from tests.server.adversarial_load import Adversary
 from tests.server.bad_bytes import (
     END_HEADERS,
     END_STREAM,
@@ -26,8 +27,6 @@ from tests.server.bad_bytes import (
     make_bytes,
 )
 from tests.server.bad_calls import SERVICE, Call, make_call
-from tests.server.hostile_clients import Besieger
-from tests.server.hostile_http import HttpBesieger
 from tests.server.process import ServerProcess, server_process, wait_until
 
 CHANCE = st.randoms(use_true_random=False)
@@ -37,15 +36,25 @@ BRIEFLY = settings(
 )  # fmt: skip
 
 
-class Siege(NamedTuple):
+class Attacked(NamedTuple):
     server: ServerProcess
-    besieger: Besieger
+    adversary: Adversary
     runner: asyncio.Runner
     known: list[int]
 
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+    def check(self, num_fds: int) -> None:
+        """The server still answers the same, and nothing is left of what was sent."""
+        assert self.run(self.adversary.known_answer()) == self.known
+        wait_until(self.server.is_idle, "no sequence runs or waits")
+        wait_until(lambda: self.server.num_fds <= num_fds + 5, "connections are closed")
+        assert not BUG.search(self.server.log)
+
 
 @pytest.fixture(scope="module")
-def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     from tests.server.tiny_bundle import make_talker
 
     directory: Path = tmp_path_factory.mktemp("fuzz")
@@ -55,53 +64,49 @@ def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
         asyncio.Runner() as runner,
     ):
 
-        async def begin() -> Besieger:
-            return Besieger(server.address)
+        async def begin() -> Adversary:
+            return Adversary(server.address, server.http_port)
 
-        besieger = runner.run(begin())
-        yield Siege(server, besieger, runner, runner.run(besieger.known_answer()))
-        runner.run(besieger.close())
+        adversary = runner.run(begin())
+        yield Attacked(server, adversary, runner, runner.run(adversary.known_answer()))
+        runner.run(adversary.close())
 
 
-def test_path_that_is_no_text_ends_nobody_elses_call(siege: Siege) -> None:
+def test_path_that_is_no_text_ends_nobody_elses_call(attacked: Attacked) -> None:
     path = f"/{SERVICE}/\xff\xff"
-    hostile = begin() + frame(HEADERS, END_HEADERS | END_STREAM, 1, headers(path))
-    siege.runner.run(siege.besieger.send_bytes(Sent(hostile, rudely=False)))
-    assert siege.runner.run(siege.besieger.known_answer()) == siege.known
+    bad = begin() + frame(HEADERS, END_HEADERS | END_STREAM, 1, headers(path))
+    attacked.run(attacked.adversary.send_bytes(Sent(bad, rudely=False)))
+    assert attacked.run(attacked.adversary.known_answer()) == attacked.known
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        siege.runner.run(siege.besieger.ask(Call("Nothing", b"")))
+        attacked.run(attacked.adversary.call_once(Call("Nothing", b"")))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @BRIEFLY
 @given(CHANCE)
-def test_bad_calls_are_refused_or_answered(siege: Siege, chance: random.Random) -> None:
-    siege.runner.run(siege.besieger.call(make_call(chance)))
+def test_bad_calls_are_answered_or_errors_of_the_caller(
+    attacked: Attacked, chance: random.Random
+) -> None:
+    attacked.run(attacked.adversary.call(make_call(chance)))
 
 
 @BRIEFLY
 @given(CHANCE)
-def test_bad_bytes_do_not_disturb_others(siege: Siege, chance: random.Random) -> None:
-    siege.runner.run(siege.besieger.send_bytes(make_bytes(chance)))
-    assert siege.runner.run(siege.besieger.known_answer()) == siege.known
+def test_bad_bytes_do_not_disturb_others(attacked: Attacked, chance: random.Random) -> None:
+    attacked.run(attacked.adversary.send_bytes(make_bytes(chance)))
+    assert attacked.run(attacked.adversary.known_answer()) == attacked.known
 
 
-def test_five_hundred_bad_requests_over_http_leave_no_trace(siege: Siege) -> None:
-    num_fds, besieger = siege.server.num_fds, HttpBesieger(siege.server.http_port)
+def test_five_hundred_bad_requests_over_http_leave_no_trace(attacked: Attacked) -> None:
+    num_fds = attacked.server.num_fds
     for first in range(0, 500, 50):
-        siege.runner.run(besieger.attack(7, range(first, first + 50)))
-    assert siege.runner.run(siege.besieger.known_answer()) == siege.known
-    wait_until(siege.server.is_idle, "every slot is free")
-    wait_until(lambda: siege.server.num_fds <= num_fds + 5, "connections are given back")
-    assert {outcome for _, outcome in besieger.outcomes} >= {"200", "400", "404", "415"}
-    assert not BUG.search(siege.server.log)
+        attacked.run(attacked.adversary.attack_http(7, range(first, first + 50)))
+    attacked.check(num_fds)
+    assert {outcome for _, outcome in attacked.adversary.outcomes} >= {"200", "400", "404", "415"}
 
 
-def test_a_thousand_bad_inputs_leave_no_trace(siege: Siege) -> None:
-    num_fds = siege.server.num_fds
+def test_a_thousand_bad_inputs_leave_no_trace(attacked: Attacked) -> None:
+    num_fds = attacked.server.num_fds
     for first in range(0, 1000, 50):
-        siege.runner.run(siege.besieger.attack(7, range(first, first + 50), 0.3))
-    assert siege.runner.run(siege.besieger.known_answer()) == siege.known
-    wait_until(siege.server.is_idle, "every slot is free")
-    wait_until(lambda: siege.server.num_fds <= num_fds + 5, "connections are given back")
-    assert not BUG.search(siege.server.log)
+        attacked.run(attacked.adversary.attack(7, range(first, first + 50), 0.3))
+    attacked.check(num_fds)

@@ -16,10 +16,9 @@ from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from quill.server.engine.engine import MAX_FAILURES
 from quill.server.errors import StartError
+from quill.server.frontend import call
 from quill.server.serve.server import Server
-from quill.server.service import call
 from quill.server.settings import Settings
 from quill.server.telemetry.metrics import Metrics
 from tests.server.running import (
@@ -278,20 +277,6 @@ def test_failing_step_fails_its_call_and_names_it() -> None:
         assert running.next_record("INTERNAL").request_id in str(caught.value)
         assert "injected" not in str(caught.value)
         assert ask(running) == "de"
-
-
-def test_health_follows_repeated_failures() -> None:
-    with running_server() as running:
-        states = watch_health(running)
-        assert next(states) == SERVING
-        running.session.failures += [RuntimeError("injected")] * MAX_FAILURES
-        for _ in range(MAX_FAILURES):
-            with pytest.raises(CallError):
-                ask(running)
-        assert next(states) == NOT_SERVING
-        assert ask(running) == "de"
-        assert next(states) == SERVING
-        states.close()  # type: ignore[attr-defined]
 
 
 def test_reader_that_never_reads_is_ended_and_others_are_served() -> None:

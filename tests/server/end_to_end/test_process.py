@@ -4,10 +4,8 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from quill.server.limits import Limits
 from quill.server.loading.loader import prepare, warm_up
 from quill.server.loading.sizing import MIN_CONTEXT
 from quill.server.settings import Settings
+from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
 
-ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
@@ -35,43 +33,17 @@ WITHOUT_TORCH = (
 SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 
 
-def command(bundle: Path) -> list[str]:
-    options = ["--port", "0", "--metrics-port", "off", "--threads", "1", "--max-num-seqs", "2"]
-    return [sys.executable, "-c", WITHOUT_TORCH, "serve", str(bundle), *options]
-
-
-@contextmanager
-def serving(bundle: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    process = subprocess.Popen(
-        command(bundle), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("Serving at "), process.communicate()[1]
-        yield process, line.removeprefix("Serving at ").partition(". ")[0]
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
-    tiny_bundle: TinyBundle,
+    tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
-    with serving(tiny_bundle.directory) as (process, address):
-        with Client(address) as client:
-            model = client.model(timeout_s=60)
-            assert not model.has_tokenizer
-            answers = [
-                client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60) for _ in range(2)
-            ]
-        assert answers[0].sequences[0].token_ids == answers[1].sequences[0].token_ids
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        assert process.stderr is not None
-        log = process.stderr.read()
-    assert "stopped" in log
-    assert "Traceback" not in log
+    with server_process(tiny_bundle.directory, tmp_path / "log", code=WITHOUT_TORCH) as server:
+        with Client(server.address) as client:
+            assert not client.model(timeout_s=60).has_tokenizer
+        assert ask(server) == ask(server)
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    assert "stopped" in server.log
+    assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("metrics", ["off", "0"])
@@ -79,7 +51,9 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
     tiny_bundle: TinyBundle, metrics: str
 ) -> None:
     process = subprocess.Popen(
-        [*command(tiny_bundle.directory), "--log-format", "json", "--metrics-port", metrics],
+        serve_command(
+            tiny_bundle.directory, ["--log-format", "json", "--metrics-port", metrics, *OPTIONS]
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # as containers have it
         text=True,
@@ -107,10 +81,9 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
     assert messages[-1] == "stopped"
 
 
-def test_bundle_that_is_missing_is_one_line_and_an_exit_code() -> None:
-    done = subprocess.run(
-        command(Path("/nowhere")), capture_output=True, text=True, check=False, cwd=ROOT
-    )
+def test_missing_bundle_is_one_line_and_an_exit_code() -> None:
+    command = serve_command(Path("/nowhere"), OPTIONS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.startswith("quill: there is no bundle at /nowhere")
     assert done.stderr.count("\n") == 1
@@ -118,7 +91,7 @@ def test_bundle_that_is_missing_is_one_line_and_an_exit_code() -> None:
 
 @pytest.fixture
 def bundle(tiny_bundle: TinyBundle, tmp_path: Path) -> Path:
-    """A copy to do harm to."""
+    """A copy to damage."""
     return Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
 
 
@@ -132,7 +105,7 @@ def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
     assert (served.max_num_seqs, served.text) == (2, None)
 
 
-def test_model_that_cannot_run_is_not_served() -> None:
+def test_model_that_cannot_run_does_not_start() -> None:
     session = Reciter()
     engine = Engine(session, Limits(max_num_seqs=1, context=8, num_blocks=4))
     warm_up(engine, "causal")
@@ -169,28 +142,38 @@ def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None
     assert served.text.encode_rendered(rendered) == [0, ord("a") + 1]
 
 
-def test_bundle_with_a_flipped_byte_is_refused(bundle: Path) -> None:
+def flip_a_byte(bundle: Path) -> None:
     weights = bundle / "weights.fp32.bin"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(BundleError, match=r"weights\.fp32\.bin has the SHA-256"):
-        prepare(bundle, SMALL)()
 
 
-def test_bundle_with_a_missing_file_is_refused(bundle: Path) -> None:
-    (bundle / "decoder.fp32.onnx").unlink()
-    with pytest.raises(BundleError, match=r"can't read .*decoder\.fp32\.onnx"):
-        prepare(bundle, SMALL)()
-
-
-def test_bundle_of_a_newer_format_is_refused(bundle: Path) -> None:
-    change_manifest(bundle, format_version=99)
-    with pytest.raises(BundleError, match="format version 3"):
-        prepare(bundle, SMALL)
-
-
-def test_bundle_of_another_runtime_is_refused(bundle: Path) -> None:
-    change_manifest(bundle, onnxruntime="1.0.0")
-    with pytest.raises(StartError, match=r"ONNX Runtime 1\.0\.0"):
+@pytest.mark.parametrize(
+    ("damage", "error", "reason"),
+    [
+        (flip_a_byte, BundleError, r"weights\.fp32\.bin has the SHA-256"),
+        (
+            lambda bundle: (bundle / "decoder.fp32.onnx").unlink(),
+            BundleError,
+            r"can't read .*decoder\.fp32\.onnx",
+        ),
+        (
+            lambda bundle: change_manifest(bundle, format_version=99),
+            BundleError,
+            "format version 99",
+        ),
+        (
+            lambda bundle: change_manifest(bundle, onnxruntime="1.0.0"),
+            StartError,
+            r"ONNX Runtime 1\.0\.0",
+        ),
+    ],
+    ids=["flipped byte", "missing file", "newer format", "another runtime"],
+)
+def test_damaged_bundle_is_an_error(
+    bundle: Path, damage: Callable[[Path], None], error: type[Exception], reason: str
+) -> None:
+    damage(bundle)
+    with pytest.raises(error, match=reason):
         prepare(bundle, SMALL)()

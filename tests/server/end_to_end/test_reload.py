@@ -1,7 +1,6 @@
 """Another bundle takes over: nobody notices, and nothing of the old one stays."""
 
 import gc
-import json
 import shutil
 import signal
 import threading
@@ -14,7 +13,6 @@ import grpc
 import pytest
 
 from quill.__main__ import main
-from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.auth.key_file import add_key
@@ -25,7 +23,9 @@ from quill.server.errors import ReloadError, StartError
 from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
-from tests.server.end_to_end.test_process import serving
+from tests.server.end_to_end.test_process import WITHOUT_TORCH, change_manifest
+from tests.server.process import ask as ask_process
+from tests.server.process import server_process, wait_until
 from tests.server.running import (
     NOT_SERVING,
     SERVING,
@@ -246,49 +246,42 @@ def test_front_door_reloads_and_asks_for_health(
     assert "quill: " in capsys.readouterr().err
 
 
-def rename(bundle: Path, name: str) -> None:
-    path = bundle / MANIFEST_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": name}))
-
-
 def test_process_reloads_at_a_signal_while_clients_go_on_calling(
     tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
     bundle = Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
     names, over = list[str](), threading.Event()
 
-    def call_all_the_time() -> None:
+    def call_all_the_time(address: str) -> None:
         with Client(address, NEVER) as client:
             while not over.is_set():
                 client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
                 names.append(client.model(timeout_s=60).name)
 
-    with serving(bundle) as (process, address), Client(address, NEVER) as client:
-        before = client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
-        thread = threading.Thread(target=call_all_the_time)
+    with (
+        server_process(bundle, tmp_path / "log", code=WITHOUT_TORCH) as server,
+        Client(server.address, NEVER) as client,
+    ):
+
+        def reload(name: str, message: str) -> None:
+            change_manifest(bundle, name=name)
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: message in server.log, message)
+            assert client.model(timeout_s=60).name == "second"
+
+        before = ask_process(server)
+        thread = threading.Thread(target=call_all_the_time, args=(server.address,))
         thread.start()
-        log = iter(process.stderr or ())
-        rename(bundle, "second")
-        process.send_signal(signal.SIGHUP)
-        assert any("second is on duty" in line for line in log)
-        assert any("has gone" in line for line in log)
-        assert client.model(timeout_s=60).name == "second"
-        weights = bundle / "weights.fp32.bin"
-        shutil.move(weights, tmp_path / "aside")
-        weights.write_bytes(b"damaged")
-        rename(bundle, "third")
-        process.send_signal(signal.SIGHUP)
-        assert any("refused, and the old one goes on" in line for line in log)
-        assert client.model(timeout_s=60).name == "second"
+        reload("second", "second is on duty")
+        wait_until(lambda: "has gone" in server.log, "the old bundle is freed")
+        shutil.move(bundle / "weights.fp32.bin", tmp_path / "aside")
+        (bundle / "weights.fp32.bin").write_bytes(b"damaged")
+        reload("third", "refused, and the old one goes on")
         over.set()
         thread.join(60)
-        after = client.generate([5, 6, 7], seed=3, max_new_tokens=8, timeout_s=60)
-        assert after.sequences[0].token_ids == before.sequences[0].token_ids
-        assert set(names) <= {
-            json.loads((tiny_bundle.directory / MANIFEST_FILE).read_text())["name"],
-            "second",
-        }
+        assert ask_process(server) == before
+        assert set(names) <= {tiny_bundle.manifest.name, "second"}
         assert "second" in names
-        process.send_signal(signal.SIGTERM)
-        assert not [line for line in log if "Traceback" in line]
-        assert process.wait(60) == 0
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert "Traceback" not in server.log

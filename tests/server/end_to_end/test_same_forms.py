@@ -16,8 +16,7 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.constraint import Constraint
 from quill.server.engine.engine import Engine
-from quill.server.engine.model_runner import OrtSession
-from quill.server.engine.step import Piece
+from quill.server.engine.model_runner import Chunk, OrtSession
 from quill.server.grammar import constraint_source as source
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits
@@ -79,16 +78,16 @@ def _mask(constraint: Constraint | None, answer: list[int]) -> npt.NDArray[np.bo
 
 def _alone(session: OrtSession, request: Request, sequence: int) -> list[int]:
     seed, blocks = sequence_seed(request.seed, sequence), range(NUM_BLOCKS)
-    parameters = SamplingParameters(**vars(request.sampling), stop_ids=request.ends)
+    parameters = SamplingParameters(**vars(request.sampling), stop_ids=request.all_stop_ids)
     prompt, answer = list(request.prompt_ids), list[int]()
     last = len(prompt) - 1
-    logits_1V, _ = session.step([Piece(prompt, 0, blocks, [last])])
+    logits_1V, _ = session.step([Chunk(prompt, 0, blocks, [last])])
     for position in range(request.max_new_tokens):
         u, mask_V = uniform(seed, position), _mask(request.constraint, answer)
         answer.append(choose(logits_1V[0], parameters, prompt, answer, u, mask_V))
-        if answer[-1] in request.ends:
+        if answer[-1] in request.all_stop_ids:
             break
-        logits_1V, _ = session.step([Piece(answer[-1:], last + len(answer), blocks, [0])])
+        logits_1V, _ = session.step([Chunk(answer[-1:], last + len(answer), blocks, [0])])
     return answer
 
 

@@ -12,8 +12,7 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
-from quill.server.engine.model_runner import OrtSession
-from quill.server.engine.step import Piece
+from quill.server.engine.model_runner import Chunk, OrtSession
 from quill.server.limits import Limits
 from quill.server.outputs import PositionLogprobs, StartEvent, TokenEvent
 from quill.server.request import Request, SamplingParams
@@ -33,18 +32,20 @@ def _alone(session: OrtSession, request: Request) -> Answers:
     for sequence in range(request.num_sequences):
         seed = sequence_seed(request.seed, sequence)
         parameters = SamplingParameters(
-            **vars(request.sampling), stop_ids=request.ends, min_new_tokens=request.min_new_tokens
+            **vars(request.sampling),
+            stop_ids=request.all_stop_ids,
+            min_new_tokens=request.min_new_tokens,
         )
         prompt, answer, reports = list(request.prompt_ids), list[int](), list[PositionLogprobs]()
         last = len(prompt) - 1
-        logits_1V, _ = session.step([Piece(prompt, 0, blocks, [last])])
+        logits_1V, _ = session.step([Chunk(prompt, 0, blocks, [last])])
         for position in range(request.max_new_tokens):
             u = uniform(seed, position)
             answer.append(choose(logits_1V[0], parameters, prompt, answer, u))
             reports += position_logprobs(logits_1V, answer[-1:], [request.logprobs or 0])
             if answer[-1] in request.eos_ids:
                 break
-            logits_1V, _ = session.step([Piece(answer[-1:], last + len(answer), blocks, [0])])
+            logits_1V, _ = session.step([Chunk(answer[-1:], last + len(answer), blocks, [0])])
         answers[request.request_id, sequence] = reports
     return answers
 

@@ -12,8 +12,7 @@ from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
 from quill.server.engine.engine import Engine
-from quill.server.engine.model_runner import OrtSession
-from quill.server.engine.step import Piece, Source
+from quill.server.engine.model_runner import Chunk, OrtSession, Source
 from quill.server.limits import Limits
 from quill.server.outputs import PositionLogprobs
 from quill.server.request import Request, SamplingParams
@@ -39,8 +38,8 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         session.encode([Source(request.source_ids, foreign)])
         length = len(request.source_ids)
         for position in range(request.max_new_tokens):
-            piece = Piece(text[-1:], position, own, [0], foreign, length)
-            logits_1V, _ = session.step([piece])
+            chunk = Chunk(text[-1:], position, own, [0], foreign, length)
+            logits_1V, _ = session.step([chunk])
             token = choose(logits_1V[0], parameters, [BOS], text[1:], uniform(seed, position))
             reports += position_logprobs(logits_1V, [token], [request.logprobs or 0])
             text.append(token)

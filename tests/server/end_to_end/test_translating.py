@@ -10,14 +10,15 @@ import pytest
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.protos import generation_pb2 as pb
+from quill.server.api import messages
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
+from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import prepare
-from quill.server.protocol.prompt_fields import PromptReader
 from quill.server.settings import Settings
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.scripted_session import Reciter
@@ -95,7 +96,7 @@ def test_tokens_of_a_text_are_those_that_the_encoder_reads(client: Client) -> No
 def test_a_source_fills_the_context_and_no_more(client: Client) -> None:
     most = client.model().context
     assert client.generate([5] * most, max_new_tokens=1).usage.prompt_tokens == most
-    with pytest.raises(CallError, match=f"has {most + 1} tokens; at most {most} fit") as caught:
+    with pytest.raises(CallError, match=f"has {most + 1} tokens") as caught:
         client.generate([5] * (most + 1))
     assert caught.value.field == "prompt_ids"
 
@@ -114,7 +115,7 @@ def test_what_only_a_continued_text_has_is_refused(
 
 
 def test_nothing_to_translate_is_refused(client: Client) -> None:
-    with pytest.raises(CallError, match="prompt is empty"):
+    with pytest.raises(CallError, match="prompt has 0 tokens"):
         client.generate("")
 
 
@@ -130,8 +131,9 @@ def test_scoring_is_not_offered_and_messages_are_refused(client: Client) -> None
 def test_messages_are_refused_even_with_a_template() -> None:
     served = make_served(manifest=make_manifest(family="seq2seq"))
     conversation = pb.Conversation(messages=[pb.Message(role="user", content="hello")])
+    spec = messages.read_generate(pb.GenerateRequest(messages=conversation))
     with pytest.raises(UnsupportedError, match="translates"):
-        PromptReader(served).read(pb.GenerateRequest(messages=conversation))
+        RequestReader(served).read_generate(spec, Arrival(request_id="r", deadline_s=None))
     assert served.context == CONTEXT
 
 

@@ -120,9 +120,8 @@ class Crowd(House):
             if name not in self.ended:
                 self._check_answer(request)
         scheduler = self.engine._scheduler
-        assert scheduler.num_rows == scheduler.num_waiting == scheduler.num_blocks_held == 0
-        assert not scheduler._entrance._preempted
-        assert not scheduler._entrance._overtaken
+        assert scheduler.num_seqs == scheduler.num_waiting == scheduler.num_blocks_used == 0
+        assert scheduler.is_empty
 
     def _check_answer(self, request: Request) -> None:
         name = request.request_id
@@ -161,7 +160,7 @@ def searched(request: Request) -> list[tuple[int, ...]]:
     st.fixed_dictionaries(
         {
             "speculative": st.booleans(),
-            "share": st.sampled_from([True, True, False]),
+            "prefix_caching": st.sampled_from([True, True, False]),
             "block_size": st.sampled_from([16, 16, 4]),
         }
     ),

@@ -25,7 +25,9 @@ class Texts:
         blocks: list[int] = []
         num_found = 0
         for stop in range(SIZE, len(text) + 1, SIZE):
-            key = self.pool.key(scope, blocks[-1] if blocks else None, text[stop - SIZE : stop])
+            key = self.pool.prefix_hash(
+                scope, blocks[-1] if blocks else None, text[stop - SIZE : stop]
+            )
             found = self.pool.find(key)
             if found is not None:
                 assert self.written[found] == (scope, text[:stop]), "it holds another text"
@@ -34,7 +36,7 @@ class Texts:
             elif self.pool.num_free:
                 found = self.pool.take()
                 self.written[found] = scope, text[:stop]
-                found = self.pool.keep(key, found)
+                found = self.pool.cache(key, found)
             else:
                 break
             blocks.append(found)
@@ -53,7 +55,7 @@ class Texts:
 
     def check(self) -> None:
         counts = Counter(block for blocks in self.held for block in blocks)
-        assert self.pool.num_held == len(counts)
+        assert self.pool.num_used == len(counts)
         assert self.pool.num_free == self.num_blocks - len(counts)
         for block, count in counts.items():
             assert self.pool.is_shared(block) == (count > 1)
@@ -101,9 +103,9 @@ def test_what_was_released_is_found_until_its_place_is_needed_oldest_first() -> 
 def test_block_whose_like_is_known_is_exchanged_for_it() -> None:
     pool = BlockPool(2)
     one, two = pool.take(), pool.take()
-    key = pool.key("", None, (1, 2))
-    assert pool.keep(key, one) == one
-    assert pool.keep(key, two) == one
+    key = pool.prefix_hash("", None, (1, 2))
+    assert pool.cache(key, one) == one
+    assert pool.cache(key, two) == one
     assert pool.is_shared(one)
     assert pool.num_free == 1
 
@@ -118,10 +120,10 @@ def test_block_that_is_released_twice_is_our_bug() -> None:
 
 def test_block_that_is_forgotten_after_its_release_can_be_taken_and_not_found() -> None:
     pool = BlockPool(2)
-    key = pool.key("", None, (1, 2))
-    block = pool.keep(key, pool.take())
+    key = pool.prefix_hash("", None, (1, 2))
+    block = pool.cache(key, pool.take())
     pool.release([block])
     pool.forget([block])
-    assert not pool.is_idle(block)
+    assert not pool.is_evictable(block)
     assert pool.find(key) is None
     assert sorted(pool.take() for _ in range(2)) == [0, 1]

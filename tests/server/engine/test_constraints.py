@@ -79,16 +79,16 @@ def test_a_form_that_cannot_be_followed_any_more_ends_its_request_alone() -> Non
     house.submit(request)
     house.submit(bystander)
     house.step()
-    (row, _) = next(
-        group.rows for group in house.engine._scheduler._groups if group.request is request
-    )
-    assert row.matcher is not None
-    row.matcher.accept(0)  # which nothing allows
+    group = house.engine._scheduler.find("r")
+    assert group is not None
+    matcher = group.sequences[0].matcher
+    assert matcher is not None
+    matcher.accept(0)  # which nothing allows
     house.run()
     assert isinstance(house.failed["r"], InvalidFieldError)
     assert house.failed["r"].field == "constraint"
     assert house.answer(bystander) == oracle(bystander, CONTEXT)
-    assert not house.engine._scheduler.num_blocks_held
+    assert not house.engine._scheduler.num_blocks_used
 
 
 def test_a_step_that_fails_leaves_no_mask_behind() -> None:

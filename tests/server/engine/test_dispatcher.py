@@ -7,6 +7,8 @@ import pytest
 
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import SlowReaderError, UnavailableError
+from quill.server.frontend.answer import Answer
+from quill.server.frontend.spec import ParsedRequest
 from quill.server.outputs import (
     EngineOutputs,
     Event,
@@ -16,8 +18,6 @@ from quill.server.outputs import (
     TokenEvent,
     Usage,
 )
-from quill.server.protocol.answer import Answer
-from quill.server.protocol.requests import ParsedRequest
 from quill.server.request import Request
 from tests.server.running import make_text
 from tests.server.scripted_session import token_of

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from quill.model.reference.sampling import log_probabilities
-from quill.server.engine.model_runner import Computed
-from quill.server.engine.step import Piece
+from quill.server.engine.model_runner import Chunk, ModelOutput
 from quill.server.request import Request, SamplingParams
 from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle
@@ -181,9 +180,9 @@ def test_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
     told, step = list[str](), house.session.step
 
-    def listen(pieces: Sequence[Piece]) -> Computed:
+    def listen(chunks: Sequence[Chunk]) -> ModelOutput:
         told.append(house.engine.describe())
-        return step(pieces)
+        return step(chunks)
 
     monkeypatch.setattr(house.session, "step", listen)
     house.submit(make_request("r", num_prompt=7, max_new_tokens=1))

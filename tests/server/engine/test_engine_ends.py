@@ -219,4 +219,4 @@ def test_search_with_more_beams_than_possible_tokens_fails_alone(
     assert isinstance(house.failed["bb"], StepError)
     assert set(house.failed) == {"bb"}
     assert house.answer(beside) == oracle(beside, CONTEXT)
-    assert house.engine._scheduler.num_blocks_held == 0
+    assert house.engine._scheduler.num_blocks_used == 0

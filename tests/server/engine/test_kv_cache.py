@@ -14,9 +14,8 @@ import onnx
 import pytest
 
 from quill.server.engine.engine import Engine
-from quill.server.engine.kv_cache import Blocks, BlockShape, DeviceBlocks
-from quill.server.engine.model_runner import OrtSession
-from quill.server.engine.step import BlockCopy
+from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
+from quill.server.engine.model_runner import BlockCopy, OrtSession
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.machine.onnx_session import (
@@ -68,10 +67,10 @@ def _session(bundle: TinyBundle, on_device: bool) -> OrtSession:
     shape = BlockShape.of(bundle.manifest.sizes, graphs)
     assert graphs.decoder is not None
     decoder: Any = open_graph(bundle.directory / graphs.decoder, ONE_THREAD)
-    blocks: Any = Blocks(NUM_BLOCKS, shape)
+    blocks: Any = KVCache(NUM_BLOCKS, shape)
     if on_device:
-        decoder, blocks = CopyingDecoder(decoder), DeviceBlocks(NUM_BLOCKS, shape, "cpu")
-    return OrtSession(decoder, blocks, bundle.manifest.sizes, hidden=graphs.hidden)
+        decoder, blocks = CopyingDecoder(decoder), DeviceKVCache(NUM_BLOCKS, shape, "cpu")
+    return OrtSession(decoder, blocks, bundle.manifest.sizes, gives_hidden=graphs.hidden)
 
 
 def _requests(rng: random.Random) -> list[Request]:
@@ -107,7 +106,7 @@ SHAPE = BlockShape(num_layers=1, cache_type="float16", key=(2, 4, 16), value=(2,
 
 
 def test_whole_block_is_copied_and_no_other_touched() -> None:
-    here, there = Blocks(3, SHAPE), DeviceBlocks(3, SHAPE, "cpu")
+    here, there = KVCache(3, SHAPE), DeviceKVCache(3, SHAPE, "cpu")
     for blocks in (here, there):
         sides = [_array(view) for view in blocks.views()]
         for number, side in enumerate(sides):
@@ -135,6 +134,6 @@ def test_graph_of_copies_is_sound_and_copies() -> None:
 
 
 def test_memory_that_is_not_there_says_what_to_lower() -> None:
-    for make in (Blocks, lambda num, shape: DeviceBlocks(num, shape, "cpu")):
+    for make in (KVCache, lambda num, shape: DeviceKVCache(num, shape, "cpu")):
         with pytest.raises(StartError, match=r"GB of memory .* can't be had\. Lower --kv-cache-mb"):
             make(10**12, SHAPE)

@@ -14,7 +14,7 @@ from tests.server.engine_harness import CONTEXT, House, make_reading, make_reque
 from tests.server.fake_session import hidden_after, logits_after, oracle
 
 # How engines for encoders are limited: a place for each text of a step.
-ENCODER: dict[str, Any] = {"reads_whole": True, "block_size": CONTEXT, "share": False}
+ENCODER: dict[str, Any] = {"whole_prompts": True, "block_size": CONTEXT, "prefix_caching": False}
 
 
 def expected(request: Request, is_whole: bool) -> dict[int, list[float]]:
@@ -56,7 +56,7 @@ def test_each_text_has_its_vector_whatever_its_company(pooling: Pooling, is_whol
 @pytest.mark.parametrize("is_whole", [False, True], ids=["causal", "encoder"])
 def test_crowd_gives_the_same_vectors_as_each_alone(is_whole: bool) -> None:
     rng = random.Random(1)
-    house = houses(num_blocks=24, max_read=128, step_s=0.003)[is_whole]
+    house = houses(num_blocks=24, max_prefill_tokens=128, step_s=0.003)[is_whole]
     requests = [
         make_reading(
             "x" * (n + 1), [rng.randint(1, CONTEXT) for _ in range(rng.randint(1, 12))], owner=owner
@@ -80,7 +80,7 @@ def test_crowd_gives_the_same_vectors_as_each_alone(is_whole: bool) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
 def test_range_is_the_vector_of_its_tokens_within_the_text(pooling: Pooling) -> None:
-    house = House(max_read=10, **{**ENCODER, "reads_whole": False})
+    house = House(max_prefill_tokens=10, **{**ENCODER, "whole_prompts": False})
     text = tuple(range(30))
     ranges = (range(3, 25), range(29, 30), range(0, 1))
     reading = PoolingParams(texts=(text,) * 3, method=pooling, ranges=ranges)
@@ -94,7 +94,7 @@ def test_range_is_the_vector_of_its_tokens_within_the_text(pooling: Pooling) -> 
 
 
 def test_texts_are_packed_up_to_the_steps_limit_and_never_cut_for_an_encoder() -> None:
-    house = House(num_blocks=64, max_read=100, **ENCODER)
+    house = House(num_blocks=64, max_prefill_tokens=100, **ENCODER)
     request = make_reading("r", [30] * 7 + [96])
     house.submit(request)
     house.run()
@@ -119,7 +119,7 @@ def test_running_rows_go_on_beside_many_texts() -> None:
 
 
 def test_newcomer_with_one_text_doesnt_wait_for_another_owners_thousand() -> None:
-    house = House(num_blocks=512, max_read=200, step_s=0.001, **ENCODER)
+    house = House(num_blocks=512, max_prefill_tokens=200, step_s=0.001, **ENCODER)
     house.submit(make_reading("crowd", [20] * 300, owner="a"))
     house.step()
     house.submit(make_reading("one", [20], owner="b"))
@@ -129,7 +129,7 @@ def test_newcomer_with_one_text_doesnt_wait_for_another_owners_thousand() -> Non
 
 
 def test_texts_that_are_set_back_end_with_the_same_vectors() -> None:
-    house = House(num_blocks=9, max_read=10, step_s=0.001)
+    house = House(num_blocks=9, max_prefill_tokens=10, step_s=0.001)
     old = make_request("old", num_prompt=20, max_new_tokens=76)
     reading = make_reading("young", [70 + n for n in range(20)])
     house.submit(old)
@@ -146,7 +146,7 @@ def test_texts_that_are_set_back_end_with_the_same_vectors() -> None:
 @pytest.mark.parametrize("is_whole", [False, True], ids=["causal", "encoder"])
 @pytest.mark.parametrize("reason", ["cancelled", "deadline"])
 def test_request_that_ends_early_ends_once_and_leaves_nothing(reason: Any, is_whole: bool) -> None:
-    house = houses(max_read=40)[is_whole]
+    house = houses(max_prefill_tokens=40)[is_whole]
     house.submit(make_reading("r", [20] * 9, deadline_s=100.0))
     house.step()
     house.step()

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quill.server.engine.entrance import LOOK_AHEAD
 from quill.server.engine.fair_queue import cost
-from quill.server.engine.scheduler import Scheduler
-from quill.server.engine.step import Choice, Outcome, Plan, StepResult
+from quill.server.engine.scheduler import PREEMPTED, RUNNING, WAITING, Scheduler
+from quill.server.engine.sequence import SequenceStatus
+from quill.server.engine.step import Choice, SchedulerOutput, StepOutput
 from quill.server.limits import Limits
+from quill.server.outputs import FinishEvent, TokenEvent
 from quill.server.request import BeamParams, Request
 
 CONTEXT = 128
@@ -26,31 +27,33 @@ class World:
             **limits,
         }
         self.scheduler = Scheduler(Limits(**fields))
-        self.plans: list[Plan] = []
+        self.plans: list[SchedulerOutput] = []
         self.finished: dict[tuple[str, int], str] = {}
 
-    def step(self) -> Outcome | None:
-        plan = self.scheduler.plan()
+    def step(self) -> StepOutput | None:
+        plan = self.scheduler.schedule()
         if plan is None:
             return None
         self.plans.append(plan)
         choices = []
-        for part in plan.parts:
-            tokens = [row.sequence + len(row.token_ids) for row in part.takers]
-            tokens += [tokens[-1] + i + 1 for i in range(len(part.guesses))]
+        for each in plan.chunks:
+            tokens = [one.index + len(one.token_ids) for one in each.to_sample]
+            tokens += [tokens[-1] + i + 1 for i in range(len(each.draft))]
             choices.append([Choice(token, None, is_finite=True) for token in tokens])
-        hidden = [np.ones((len(part.piece.hidden), 1), np.float32) for part in plan.parts]
-        outcome = self.scheduler.commit(plan, StepResult(choices, hidden, {}, {}, set()))
-        for row, reason in outcome.finished:
-            self.finished[row.request.request_id, row.sequence] = reason
-        return outcome
+        hidden = [np.ones((len(each.chunk.hidden_at), 1), np.float32) for each in plan.chunks]
+        output = StepOutput(choices, hidden, {}, {})
+        self.scheduler.update(plan, output)
+        for event in output.events:
+            if isinstance(event, FinishEvent):
+                self.finished[event.request_id, event.sequence] = event.reason
+        return output
 
     def run(self) -> None:
         while self.step() is not None:
             assert len(self.plans) < 10_000
 
     def starts(self) -> list[str]:
-        return [start.request.request_id for plan in self.plans for start in plan.starts]
+        return [group.request_id for plan in self.plans for group in plan.started]
 
 
 def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
@@ -64,9 +67,9 @@ def test_prompt_is_read_and_then_each_step_reads_a_token() -> None:
     world = World()
     world.scheduler.add(_request(num_prompt=20))
     world.run()
-    pieces = [[tuple(part.piece[:2]) for part in plan.parts] for plan in world.plans]
+    chunks = [[tuple(part.chunk[:2]) for part in plan.chunks] for plan in world.plans]
     prompt = _request(num_prompt=20).prompt_ids
-    assert pieces == [[(prompt, 0)], [((0,), 20)], [((1,), 21)], [((2,), 22)]]
+    assert chunks == [[(prompt, 0)], [((0,), 20)], [((1,), 21)], [((2,), 22)]]
     assert [plan.kind for plan in world.plans] == ["prefill", "decode", "decode", "decode"]
     assert world.finished == {("r", 0): "length"}
 
@@ -77,12 +80,12 @@ def test_prompts_are_read_beside_running_rows_which_come_first() -> None:
     world.step()
     for name in ("a", "b"):
         world.scheduler.add(_request(name, num_prompt=8))
-    world.scheduler.note(world.plans[-1], 0.001)
+    world.scheduler.observe(world.plans[-1], 0.001)
     world.step()
     plan = world.plans[-1]
     assert plan.kind == "mixed"
-    assert plan.parts[0].row.request.request_id == "running"
-    assert {part.row.request.request_id for part in plan.reading} == {"a", "b"}
+    assert plan.chunks[0].group.request_id == "running"
+    assert {part.group.request_id for part in plan.prefill} == {"a", "b"}
 
 
 def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() -> None:
@@ -90,29 +93,29 @@ def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() ->
     world.scheduler.add(_request(num_prompt=40, num_sequences=3))
     world.step()
     world.step()
-    blocks = [list(part.piece.blocks) for part in world.plans[-1].running]
+    blocks = [list(part.chunk.blocks) for part in world.plans[-1].decode]
     assert len({tuple(each[:2]) for each in blocks}) == 1
     assert len({each[2] for each in blocks}) == 3
     assert len(world.plans[-1].copies) == 2
     world.run()
     assert not any(plan.copies for plan in world.plans[2:])
-    assert world.scheduler.num_blocks_held == 0
+    assert world.scheduler.num_blocks_used == 0
 
 
 def test_logits_are_wanted_at_a_prompts_end_only_or_everywhere_if_it_is_scored() -> None:
     world = World()
     world.scheduler.add(_request("plain", num_prompt=100, max_new_tokens=1))
     world.run()
-    wanted = [list(part.piece.wanted) for plan in world.plans for part in plan.reading]
+    wanted = [list(part.chunk.logits_at) for plan in world.plans for part in plan.prefill]
     assert wanted[:-1] == [[]] * (len(wanted) - 1)
     assert len(wanted[-1]) == 1
     world.plans.clear()
     world.scheduler.add(_request("plain", num_prompt=100, prompt_logprobs=0, max_new_tokens=0))
     world.run()
-    parts = [part for plan in world.plans for part in plan.reading]
-    assert parts[0].piece.start == 0, "nothing comes from the cache"
-    assert [len(part.piece.wanted) for part in parts] == [len(part.piece.ids) for part in parts]
-    assert max(len(part.piece.ids) for part in parts) <= 64
+    parts = [part for plan in world.plans for part in plan.prefill]
+    assert parts[0].chunk.start == 0, "nothing comes from the cache"
+    assert [len(part.chunk.logits_at) for part in parts] == [len(part.chunk.ids) for part in parts]
+    assert max(len(part.chunk.ids) for part in parts) <= 64
     assert world.finished["plain", 0] == "length"
 
 
@@ -148,8 +151,25 @@ def test_youngest_is_set_back_and_the_oldest_never() -> None:
     assert world.scheduler.num_preempted >= 1
     assert list(world.finished) == [("old", 0), ("young", 0)]
     assert world.starts() == ["old", "young"], "each is told once"
-    old = [plan for plan in world.plans for p in plan.parts if p.row.request.request_id == "old"]
+    old = [plan for plan in world.plans for p in plan.chunks if p.group.request_id == "old"]
     assert len(old) == 90, "not one step without it"
+
+
+def test_preempted_requests_wait_before_all_others_the_oldest_first() -> None:
+    world = World(max_num_seqs=8, num_blocks=12, block_size=4, speculative=False)
+    for name in "abcdef":
+        world.scheduler.add(_request(name, num_prompt=8, max_new_tokens=30))
+    most = 0
+    while not world.scheduler.is_empty:
+        running = world.scheduler.groups(RUNNING)
+        world.step()
+        preempted = [group for group in running if group in world.scheduler.groups(PREEMPTED)]
+        waiting = world.scheduler.waiting()
+        assert waiting[: len(preempted)] == preempted
+        statuses = [group.status for group in waiting]
+        assert statuses == sorted(statuses, key=[PREEMPTED, WAITING].index)
+        most = max(most, statuses.count(PREEMPTED))
+    assert most > 1
 
 
 def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
@@ -184,15 +204,13 @@ def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> 
         world.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
         said[speculative] = []
         while (outcome := world.step()) is not None:
-            said[speculative] += [each.token for each in outcome.said]
-            held = [
-                row.num_held - row.num_text
-                for group in world.scheduler._groups
-                for row in group.rows
+            said[speculative] += [
+                each.token_id for each in outcome.events if isinstance(each, TokenEvent)
             ]
-            assert set(held) <= {-1}
+            (*sequences,) = (one for each in world.scheduler.groups() for one in each.sequences)
+            assert all(each.num_computed == each.num_tokens - 1 for each in sequences)
         assert world.finished["r", 0] == reason
-        num_asked = [len(part.piece.ids) for plan in world.plans for part in plan.running]
+        num_asked = [len(part.chunk.ids) for plan in world.plans for part in plan.decode]
         assert (max(num_asked) > 1) == speculative
         assert (len(world.plans) < len(said[speculative])) == speculative
     assert said[True] == said[False] == list(range(min(12, stop + 1)))
@@ -204,9 +222,9 @@ def test_wrong_guesses_are_forgotten() -> None:
     world.scheduler.add(Request(request_id="r", prompt_ids=prompt, max_new_tokens=30))
     said = []
     while (outcome := world.step()) is not None:
-        said += [each.token for each in outcome.said]
+        said += [each.token_id for each in outcome.events if isinstance(each, TokenEvent)]
     assert said == list(range(30))
-    guessed = [tuple(part.guesses) for plan in world.plans for part in plan.running]
+    guessed = [tuple(part.draft) for plan in world.plans for part in plan.decode]
     assert any(guessed)
     assert sum(map(bool, guessed)) < 3
 
@@ -215,9 +233,10 @@ def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> Non
     world = World(max_num_seqs=1)
     world.scheduler.add(_request("gone", num_prompt=100))
     world.step()
-    assert world.scheduler.num_blocks_held
-    world.scheduler.remove("gone")
-    assert world.scheduler.num_blocks_held == world.scheduler.num_rows == 0
+    assert world.scheduler.num_blocks_used
+    (group,) = world.scheduler.groups(RUNNING)
+    world.scheduler.remove(group, SequenceStatus.FINISHED_CANCELLED)
+    assert world.scheduler.num_blocks_used == world.scheduler.num_seqs == 0
     assert world.step() is None
 
 
@@ -239,18 +258,18 @@ def test_set_back_text_that_is_wholly_known_runs_on_though_nobody_else_runs() ->
 @pytest.mark.parametrize("num_prompt", range(1, 9))
 def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
     # The long prompt may set the row back that takes its blocks, but not while it has to pause.
-    world = World(num_blocks=32, block_size=4, speculative=False, max_read=4)
+    world = World(num_blocks=32, block_size=4, speculative=False, max_prefill_tokens=4)
     world.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
     world.step()
     world.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
     for _ in range(200):
         if world.step() is not None:
-            world.scheduler.note(world.plans[-1], 0.02)
+            world.scheduler.observe(world.plans[-1], 0.02)
     assert set(world.finished) == {("long", 0), ("row", 0)}
 
 
 def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
-    world = World(num_blocks=36, block_size=4, speculative=False, share=False)
+    world = World(num_blocks=36, block_size=4, speculative=False, prefix_caching=False)
     scheduler, overtaken = world.scheduler, 0
     big = _request("big", num_prompt=60, max_new_tokens=28, owner="big")
     for number in range(600):
@@ -259,11 +278,11 @@ def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_a
             scheduler.add(_request(name, num_prompt=4, max_new_tokens=100))
         if number == 10:
             scheduler.add(big)
-        waiting = scheduler._entrance._queue.in_order(LOOK_AHEAD)
+        waiting = scheduler.waiting()
         world.step()
-        started = {group.request.request_id for group in scheduler._groups}
-        if waiting[0] is big and "big" not in started:
-            overtaken += sum(cost(each) for each in waiting if each.request_id in started)
+        running = scheduler.groups(RUNNING)
+        if waiting[0].request is big and waiting[0] not in running:
+            overtaken += sum(cost(each.request) for each in waiting if each in running)
         assert overtaken <= cost(big)
     assert scheduler.num_preempted >= 1
     assert ("big", 0) in world.finished

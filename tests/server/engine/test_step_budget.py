@@ -7,12 +7,12 @@ import pytest
 from quill.server.engine.step_budget import (
     GAIN,
     IDLE_S,
-    MAX_FORCED,
+    MAX_JUMP_FORWARD,
     MIN_STALL_S,
     PROBE,
     QUEUE_STALL_S,
     STALL,
-    Chunk,
+    ChunkSize,
     StepBudget,
 )
 
@@ -22,12 +22,12 @@ def _taught(rows_s: float, token_s: float, past_s: float, noise: float = 0.0) ->
     for step in range(300):
         blur = 1 + noise * (rng.random() - 0.5)
         if step % 10 == 0:
-            budget.note(rows_s * blur, 8, 0, [])
+            budget.observe(rows_s * blur, 8, 0, [])
             continue
-        chunk = Chunk(rng.randint(8, 64), rng.randint(0, 8000))
+        chunk = ChunkSize(rng.randint(8, 64), rng.randint(0, 8000))
         mean_past = chunk.past + chunk.num_tokens / 2
         chunk_s = chunk.num_tokens * (token_s + past_s * mean_past)
-        budget.note((rows_s + chunk_s) * blur, 8, 0, [chunk])
+        budget.observe((rows_s + chunk_s) * blur, 8, 0, [chunk])
     return budget
 
 
@@ -41,29 +41,29 @@ def test_cost_of_tokens_and_of_what_comes_before_them_is_learnt(noise: float) ->
 
 
 def test_prompts_may_take_as_long_as_rows_and_a_little_where_these_are_quick() -> None:
-    assert _taught(0.05, 0.001, 0).prompts_s(8, 1) == pytest.approx(STALL * 0.05, rel=0.1)
-    assert _taught(0.002, 0.001, 0).prompts_s(8, 1) == MIN_STALL_S
-    assert _taught(0.002, 0.001, 0).prompts_s(8, 2) == QUEUE_STALL_S, "a crowd isn't kept out"
-    assert _taught(0.05, 0.001, 0).prompts_s(0, 1) == IDLE_S
+    assert _taught(0.05, 0.001, 0).prefill_s(8, 1) == pytest.approx(STALL * 0.05, rel=0.1)
+    assert _taught(0.002, 0.001, 0).prefill_s(8, 1) == MIN_STALL_S
+    assert _taught(0.002, 0.001, 0).prefill_s(8, 2) == QUEUE_STALL_S, "a crowd isn't kept out"
+    assert _taught(0.05, 0.001, 0).prefill_s(0, 1) == IDLE_S
 
 
 def test_one_slow_step_is_noise_and_a_slow_machine_is_not() -> None:
     budget = _taught(0.03, 0.001, 0)
-    budget.note(5.0, 8, 0, [Chunk(30, 0)])
+    budget.observe(5.0, 8, 0, [ChunkSize(30, 0)])
     assert budget.cost_s(30, 0) < 3 * 0.03
     for _ in range(100):
-        budget.note(0.5, 0, 0, [Chunk(30, 0)])
+        budget.observe(0.5, 0, 0, [ChunkSize(30, 0)])
     assert budget.cost_s(30, 0) == pytest.approx(0.5, rel=0.2)
 
 
 def test_rows_are_alone_now_and_then_so_that_their_time_is_known() -> None:
     budget = StepBudget()
     for _ in range(PROBE):
-        assert budget.prompts_s(8, 1) > 0
-        budget.note(0.03, 8, 0, [Chunk(8, 0)])
-    assert budget.prompts_s(8, 1) == 0
-    budget.note(0.02, 8, 0, [])
-    assert budget.prompts_s(8, 1) > 0
+        assert budget.prefill_s(8, 1) > 0
+        budget.observe(0.03, 8, 0, [ChunkSize(8, 0)])
+    assert budget.prefill_s(8, 1) == 0
+    budget.observe(0.02, 8, 0, [])
+    assert budget.prefill_s(8, 1) > 0
 
 
 def _step_s(num_tokens: int) -> float:
@@ -79,11 +79,11 @@ def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
         (32, GAIN),
     ):  # as if it cost what a prompt's token does
         expected = gain * num_rows * 0.0007 / _step_s(num_rows)
-        assert budget.least_rate(num_rows) == pytest.approx(expected, rel=0.3)
+        assert budget.min_acceptance(num_rows) == pytest.approx(expected, rel=0.3)
     for step in range(500):
-        budget.note(0.02 + step % 3 * 0.0015, 8, step % 3, [])
+        budget.observe(0.02 + step % 3 * 0.0015, 8, step % 3, [])
     expected = GAIN * 8 * 0.0015 / 0.02
-    assert budget.least_rate(8) == pytest.approx(expected, rel=0.1), "what it really costs"
+    assert budget.min_acceptance(8) == pytest.approx(expected, rel=0.1), "what it really costs"
 
 
 def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() -> None:
@@ -93,30 +93,32 @@ def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() 
         for _ in range(3):
             num_draft_tokens = rng.randint(1, 6)
             blur = rng.uniform(0.95, 1.05)
-            budget.note(blur * _step_s(num_rows + num_draft_tokens), num_rows, num_draft_tokens, [])
+            budget.observe(
+                blur * _step_s(num_rows + num_draft_tokens), num_rows, num_draft_tokens, []
+            )
         if num_rows < 30:
             expected = num_rows * 0.0007 / _step_s(num_rows)
-            rate = budget.least_rate(num_rows) / (GAIN if num_rows > 1 else 1)
+            rate = budget.min_acceptance(num_rows) / (GAIN if num_rows > 1 else 1)
             assert rate == pytest.approx(expected, rel=0.4)
 
 
 def test_forms_make_others_wait_for_a_tenth_of_a_step_and_no_longer() -> None:
     budget = StepBudget()
     for num_rows in [1, 8, 32] * 20:
-        budget.note(_step_s(num_rows), num_rows, 0, [])
-    assert budget.num_jump_forward(1) == MAX_FORCED, "there are no others"
+        budget.observe(_step_s(num_rows), num_rows, 0, [])
+    assert budget.num_jump_forward(1) == MAX_JUMP_FORWARD, "there are no others"
     assert budget.num_jump_forward(2) == budget.num_jump_forward(16) == 3, "nobody notices 2.5 ms"
     assert budget.num_jump_forward(32) == 0, "one by one they take hardly longer"
     for num_rows in [1, 8, 32] * 200:
-        budget.note(0.1 + 0.001 * num_rows, num_rows, 0, [])
+        budget.observe(0.1 + 0.001 * num_rows, num_rows, 0, [])
     assert budget.num_jump_forward(32) == pytest.approx(0.1 * 0.132 / 0.001, abs=1)
 
 
 def test_clock_that_stands_still_breaks_nothing() -> None:
     budget = StepBudget()
     for _ in range(50):
-        budget.note(0.0, 1, 1, [Chunk(8, 5)])
-        budget.note(0.0, 1, 0, [])
-        budget.note(0.0, 0, 0, [Chunk(8, 5)])
+        budget.observe(0.0, 1, 1, [ChunkSize(8, 5)])
+        budget.observe(0.0, 1, 0, [])
+        budget.observe(0.0, 0, 0, [ChunkSize(8, 5)])
     assert budget.num_affordable(0.1, 100) > 0
     assert budget.cost_s(10, 10) >= 0

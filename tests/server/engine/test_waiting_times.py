@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from quill.server.engine.engine import Engine
-from quill.server.engine.model_runner import Computed
-from quill.server.engine.step import BlockCopy, Piece, Source
+from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput, Source
 from quill.server.limits import Limits
 from quill.server.outputs import FailEvent, StartEvent, TokenEvent
 from quill.server.request import Request, SamplingParams
@@ -27,24 +26,24 @@ class SlowMachine:
         self.num_tokens = 0
         self.script: list[int] = []  # what the only row says after a prompt of the same length
 
-    def step(self, pieces: Sequence[Piece]) -> Computed:
+    def step(self, chunks: Sequence[Chunk]) -> ModelOutput:
         self.now_s += STEP_S
-        for piece in pieces:
-            num_tokens = len(piece.ids)
+        for chunk in chunks:
+            num_tokens = len(chunk.ids)
             if num_tokens == 1:
                 self.now_s += ROW_S
             else:
-                self.now_s += num_tokens * (TOKEN_S + PAST_S * (piece.start + num_tokens / 2))
-        num_logits = sum(len(piece.wanted) for piece in pieces)
+                self.now_s += num_tokens * (TOKEN_S + PAST_S * (chunk.start + num_tokens / 2))
+        num_logits = sum(len(chunk.logits_at) for chunk in chunks)
         logits_LV = np.zeros((num_logits, 997), np.float32)
         for row_V in logits_LV:
             self.num_tokens += 1
             row_V[self.num_tokens**2 * 7919 % 997] = 9
         if self.script and num_logits:
-            (piece,) = pieces
-            places = [piece.start + i + 1 - len(self.script) for i in piece.wanted]
+            (chunk,) = chunks
+            places = [chunk.start + i + 1 - len(self.script) for i in chunk.logits_at]
             logits_LV[range(num_logits), [self.script[place] for place in places]] = 20
-        return Computed(logits_LV, np.empty((0, 1), np.float32))
+        return ModelOutput(logits_LV, np.empty((0, 1), np.float32))
 
     def encode(self, sources: Sequence[Source]) -> None:
         self.now_s += sum(TOKEN_S * len(source.ids) for source in sources)
@@ -199,7 +198,7 @@ def test_two_hundred_streams_run_where_a_few_long_ones_fit() -> None:
     most = 0
     while not place.engine.is_idle:
         place.step()
-        most = max(most, place.engine._scheduler.num_rows)
+        most = max(most, place.engine._scheduler.num_seqs)
     assert most == 200
     assert all(len(place.tokens_s[str(number)]) == 60 for number in range(200))
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from quill.loadtest.workload.hostile_forms import hostile_forms
+from quill.loadtest.workload.constraints import adversarial_constraints
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar import compiler
 from quill.server.grammar.compiler import Compiler
@@ -56,9 +56,9 @@ def test_error_says_what_is_wrong_and_where(kind: Kind, text: str, place: str) -
     assert place in error_of(kind, text)
 
 
-@pytest.mark.parametrize("name", hostile_forms())
+@pytest.mark.parametrize("name", adversarial_constraints())
 def test_adversarial_constraints_are_errors_or_followed_in_time(name: str) -> None:
-    asked = hostile_forms()[name]
+    asked = adversarial_constraints()[name]
     kind = cast(Kind, asked.WhichOneof("kind"))
     started_s = time.process_time()
     with contextlib.suppress(InvalidFieldError):
@@ -68,7 +68,7 @@ def test_adversarial_constraints_are_errors_or_followed_in_time(name: str) -> No
             if matcher.has_failed:
                 break
             matcher.accept(int(mask[0]).bit_length() - 1)
-            matcher.forced()
+            matcher.jump_forward()
     assert time.process_time() - started_s < 1
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.loadtest.bench.forms.validity import Validity
-from quill.loadtest.workload.forms import CHOICES, GRAMMARS, REFUSED, REGEXES
-from quill.loadtest.workload.forms import SCHEMAS as FIFTY
+from quill.loadtest.bench.backends.quill_structured import Validity
+from quill.loadtest.workload.constraints import CHOICES, GRAMMARS, REFUSED, REGEXES
+from quill.loadtest.workload.constraints import SCHEMAS as FIFTY
 from quill.server.errors import InvalidFieldError
 from tests.server.scripted_session import END, VOCAB_SIZE
 from tests.server.small_grammars import byte_grammar

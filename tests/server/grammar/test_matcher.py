@@ -83,7 +83,7 @@ def test_draft_tokens_leave_no_trace_and_have_the_masks_of_accepted_ones(name: s
                 if draft is not None:
                     other.accept(draft)
             if rng.random() < 0.5:
-                forced = matcher.forced()
+                forced = matcher.jump_forward()
                 assert matcher.num_allowed(forced) == len(forced)
                 for mask, token in zip(matcher.masks(forced, (), 0), forced, strict=False):
                     assert tokens_in(mask) == [token]
@@ -106,7 +106,7 @@ def test_forbidden_token_fails_its_own_sequence_only() -> None:
     matcher, other = grammar.matcher(), grammar.matcher()
     matcher.accept(EOS - 1)
     assert matcher.has_failed
-    assert not matcher.forced()
+    assert not matcher.jump_forward()
     assert not matcher.masks((), (), 0).any()
     assert not other.has_failed
     assert len(allowed(other)) > 1
@@ -159,19 +159,19 @@ def test_grammar_that_is_slow_to_make_is_not_made_again_between_steps(
     assert grammar.is_worn_out
     assert not matcher.masks((), (), 0).any()
     matcher.accept(0)
-    assert not matcher.forced()
+    assert not matcher.jump_forward()
     assert matcher.num_allowed([0]) == 0
 
 
 def test_long_jump_forward_is_computed_once() -> None:
     matcher = small_grammar("regex", "a{300}(b|c)").matcher()
-    first = matcher.forced()
+    first = matcher.jump_forward()
     assert len(first) == MAX_JUMP_FORWARD
     for _ in range(200):
-        (token, *_) = matcher.forced()
+        (token, *_) = matcher.jump_forward()
         assert allowed(matcher) == [token]
         matcher.accept(token)
     other = small_grammar("regex", "a{300}(b|c)").matcher()
     for _ in range(200):
         other.accept(first[0])
-    assert matcher.forced() == other.forced()
+    assert matcher.jump_forward() == other.jump_forward()

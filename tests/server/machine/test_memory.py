@@ -72,13 +72,13 @@ def test_many_small_allocations_end_up_in_large_pages() -> None:
 
 # 512 blocks of 4 KiB for each of 60 sides of layers, of which the first is written.
 FIRST_TOKEN = """
-from quill.server.engine.kv_cache import Blocks, BlockShape
+from quill.server.engine.kv_cache import KVCache, BlockShape
 
 def resident_kb():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
-blocks = Blocks(512, BlockShape(30, "float32", (1, 64, 16), (1, 16, 64)))
+blocks = KVCache(512, BlockShape(30, "float32", (1, 64, 16), (1, 16, 64)))
 before = resident_kb()
 for side in blocks._caches:
     for cache in side:

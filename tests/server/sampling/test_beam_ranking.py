@@ -21,7 +21,7 @@ def test_the_best_of_all_beams_are_found_in_any_rows() -> None:
     logits_RV = np.random.default_rng(0).normal(size=(7, 5000)).round(1).astype(np.float32)
     rows, searches = [6, 2, 0, 4, 4], [search(2), search(3, logprobs=1)]
     rankings = rank(logits_RV, searches, rows)
-    assert not rankings.broken
+    assert not rankings.not_finite
     for each, ranked, own in zip(searches, rankings.ranked, ([6, 2], [0, 4, 4]), strict=True):
         totals = [
             beam.logprob + log_probabilities(logits_RV[row])
@@ -39,7 +39,7 @@ def test_beams_that_are_not_finite_are_named_and_leave_something_to_go_on_with(b
     logits_RV[2, 7] = bad
     searches = [search(2), search(2, logprobs=2)]
     rankings = rank(logits_RV, searches)
-    assert rankings.broken == {2}
+    assert rankings.not_finite == {2}
     assert [len(ranked) for ranked in rankings.ranked] == [each.num_ranked for each in searches]
     alone = rank(logits_RV[:2], searches[:1])
     assert rankings.ranked[0] == alone.ranked[0]

@@ -64,7 +64,7 @@ def parameters_of(request: Request) -> BeamParameters:
         early_stopping=names[request.beams.early_stopping],
         num_return_sequences=request.num_sequences,
         max_new_tokens=request.max_new_tokens,
-        stop_ids=request.ends,
+        stop_ids=request.all_stop_ids,
         min_new_tokens=request.min_new_tokens,
     )
 
@@ -263,7 +263,7 @@ def test_beams_share_all_but_the_block_that_they_write_into() -> None:
     most = 0
     while not engine.is_idle:
         results.step(engine)
-        most = max(most, engine._scheduler.num_blocks_held)
+        most = max(most, engine._scheduler.num_blocks_used)
     check_found(results.found["r"], fake_search(_searching(prompt_ids=prompt, max_new_tokens=40)))
     assert most <= 2 + 3 * 3, "two full blocks of the prompt, and each beam's own"
 

@@ -34,7 +34,7 @@ def test_rows_may_be_chosen_and_those_that_are_not_finite_are_named() -> None:
     logits_RV[3, :] = -np.inf
     logits_RV[2, 5:] = -np.inf
     tops = native.tops(logits_RV, [2, 1, 3, 2], [9, 9, 9, 2])
-    assert tops.broken == [1, 2]
+    assert tops.not_finite == [1, 2]
     assert tops.num_R.tolist() == [5, 0, 0, 2], "-inf is never among them"
     one, other = position_logprobs(logits_RV, [4, 7], [1, 0], [2, 0])
     assert one.top[0].token_id == logits_RV[2].argmax()

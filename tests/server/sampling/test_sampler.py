@@ -19,7 +19,7 @@ from quill.model.reference import sampling as reference
 from quill.server.request import SamplingParams
 from quill.server.sampling import native, sampler
 from quill.server.sampling.penalties import Adjustments
-from quill.server.sampling.sampler import Draw, choose
+from quill.server.sampling.sampler import SamplerInput, sample
 
 pytestmark = pytest.mark.portable
 
@@ -46,19 +46,21 @@ class Row:
 
 
 def fast(logits_RV: Logits, rows: list[Row]) -> list[int]:
-    choices = choose(logits_RV, [_draw(row, logits_RV.shape[1]) for row in rows])
-    assert not choices.broken
+    choices = sample(logits_RV, [_draw(row, logits_RV.shape[1]) for row in rows])
+    assert not choices.not_finite
     return choices.tokens
 
 
-def _draw(row: Row, vocab_size: int) -> Draw:
+def _draw(row: Row, vocab_size: int) -> SamplerInput:
     sampling = SamplingParams(**row.sampling)
     adjustments = None
     if sampling.adjusts or row.banned:
         adjustments = Adjustments(sampling, row.prompt, len(row.generated) + 1, row.banned)
         for token in row.generated:
             adjustments.add(token)
-    return Draw(sampling, row.seed, len(row.generated), adjustments, _bits(row.mask(vocab_size)))
+    return SamplerInput(
+        sampling, row.seed, len(row.generated), adjustments, _bits(row.mask(vocab_size))
+    )
 
 
 def _bits(mask_V: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint32] | None:
@@ -254,8 +256,8 @@ def test_rows_that_are_not_finite_are_named_and_spoil_no_others(
     logits_RV[4] = -np.inf
     logits_RV[5, 0] = -np.inf  # allowed
     row = Row({"temperature": temperature, "repetition_penalty": penalty}, 1, (1,), (0, 2))
-    choices = choose(logits_RV, [_draw(row, vocab_size)] * 6)
-    assert choices.broken == {1, 2, 4}
+    choices = sample(logits_RV, [_draw(row, vocab_size)] * 6)
+    assert choices.not_finite == {1, 2, 4}
     good = [0, 3, 5]
     assert [choices.tokens[i] for i in good] == slow(logits_RV[good], [row] * 3)
 
@@ -271,7 +273,7 @@ def test_the_only_token_that_may_be_chosen_is(
     assert fast(logits_RV, [only] * 3) == [4990] * 3
     nothing = Row({**sampling, **bias}, 3, allowed=frozenset({12}))
     logits_RV[1, 12] = -np.inf
-    assert choose(logits_RV, [_draw(nothing, 5000)] * 3).broken == {1}
+    assert sample(logits_RV, [_draw(nothing, 5000)] * 3).not_finite == {1}
 
 
 def test_draws_may_share_a_row_and_leave_it_as_it_was() -> None:
@@ -279,7 +281,7 @@ def test_draws_may_share_a_row_and_leave_it_as_it_was() -> None:
     before = logits_RV.copy()
     some = [Row({"repetition_penalty": 2.0}, seed, (seed, 7)) for seed in range(5)]
     rows = [2, 0, 2, 2, 0]
-    tokens = choose(logits_RV, [_draw(row, 4000) for row in some], rows).tokens
+    tokens = sample(logits_RV, [_draw(row, 4000) for row in some], rows).tokens
     assert tokens == slow(logits_RV[rows], some)
     assert (logits_RV == before).all()
 
@@ -330,8 +332,8 @@ def test_typical_rows_are_rarely_drawn_exactly(monkeypatch: pytest.MonkeyPatch) 
         exact.append(arguments)
         return real(*arguments)
 
-    real = sampler.draw_exactly
-    monkeypatch.setattr(sampler, "draw_exactly", counted)
+    real = sampler.sample_exactly
+    monkeypatch.setattr(sampler, "sample_exactly", counted)
     rng = np.random.default_rng(2)
     # About as peaked as a language model's: a Zipf-like head, and noise.
     logits_RV = (-1.5 * np.log(np.arange(1, 20001)) + rng.normal(size=(64, 20000)) / 4).astype("f4")

@@ -36,7 +36,7 @@ def make_metrics() -> Metrics:
     )
     metrics.observe(
         EngineOutputs(
-            events=(), step=step, queue=QueueStats(num_rows=3, num_blocks=20, num_waiting=7)
+            events=(), step=step, queue=QueueStats(num_sequences=3, num_blocks=20, num_waiting=7)
         )
     )
     return metrics

@@ -251,63 +251,57 @@ def function(**changes: Any) -> Any:
 
 
 SECRET = "hush"  # what clients wrote is never in the log
-BAD: list[tuple[str, Any, str]] = [
-    ("tools", {"tools": {}}, "a list"),
-    ("tools[0]", {"tools": ["x"]}, "an object"),
-    ("tools[0].type", {"tools": [{"type": "custom", "custom": {}}]}, "'custom'"),
-    ("tools[0].function", {"tools": [{"type": "function"}]}, "null"),
-    ("tools[0].function.name", {"tools": function(name=None)}, "a string"),
-    ("tools[0].function.name", {"tools": function(name=f"{SECRET} f")}, "64 letters"),
-    ("tools[0].function.name", {"tools": function(name="f" * 65)}, "64 letters"),
-    ("tools[1].function.name", {"tools": function() * 2}, "another tool's"),
-    ("tools[0].function.description", {"tools": function(description=[1])}, "a string"),
-    ("tools[0].function.strict", {"tools": function(strict=1)}, "true or false"),
-    ("tools[0].function.parameters", {"tools": function(parameters=SECRET)}, "an object"),
-    ("tools[0].function.parameters", {"tools": function(parameters={"type": "array"})}, '"object"'),
+BAD: list[tuple[str, Any]] = [
+    ("tools", {"tools": {}}),
+    ("tools[0]", {"tools": ["x"]}),
+    ("tools[0].type", {"tools": [{"type": "custom", "custom": {}}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
+    ("tools[0].function.name", {"tools": function(name=None)}),
+    ("tools[0].function.name", {"tools": function(name=f"{SECRET} f")}),
+    ("tools[0].function.name", {"tools": function(name="f" * 65)}),
+    ("tools[1].function.name", {"tools": function() * 2}),
+    ("tools[0].function.description", {"tools": function(description=[1])}),
+    ("tools[0].function.strict", {"tools": function(strict=1)}),
+    ("tools[0].function.parameters", {"tools": function(parameters=SECRET)}),
+    ("tools[0].function.parameters", {"tools": function(parameters={"type": "array"})}),
     (
         "tools[0].function.parameters",
         {"tools": function(parameters={"properties": {SECRET: {"not": {}}}})},
-        "not",
     ),
     (
         "tools[0].function.parameters",
         {"tools": function(parameters={"properties": {"a": False}, "required": ["a"]})},
-        "can't be kept to",
     ),
-    ("tools", {"tools": function(parameters={"x": SECRET * 20_000})}, "65536 at most"),
-    ("tools", {"tools": function() * 129}, "at most 128"),
-    ("tool_choice", {"tool_choice": SECRET}, '"required"'),
-    ("tool_choice", {"tool_choice": 1}, "a number"),
-    ("tool_choice", {"tool_choice": named(SECRET)}, "none of the tools"),
-    ("tool_choice.type", {"tool_choice": {"type": "custom"}}, "'custom'"),
+    ("tools", {"tools": function(parameters={"x": SECRET * 20_000})}),
+    ("tools", {"tools": function() * 129}),
+    ("tool_choice", {"tool_choice": SECRET}),
+    ("tool_choice", {"tool_choice": 1}),
+    ("tool_choice", {"tool_choice": named(SECRET)}),
+    ("tool_choice.type", {"tool_choice": {"type": "custom"}}),
     (
         "tool_choice.allowed_tools.mode",
         {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "auto",
     ),
-    ("tool_choice", {"tools": [], "tool_choice": "required"}, "there are no tools"),
-    ("tools", {"tool_choice": "required", "num_beams": 2}, "num_beams"),
-    ("ignore_eos", {"ignore_eos": True}, "has to end"),
-    ("response_format", {"response_format": {"type": "json_object"}}, "Leave out one"),
-    ("parallel_tool_calls", {"parallel_tool_calls": "no"}, "true or false"),
-    ("functions", {"functions": [{"name": "f"}]}, "Give tools"),
-    ("function_call", {"function_call": "auto"}, "Give tools"),
+    ("tool_choice", {"tools": [], "tool_choice": "required"}),
+    ("tools", {"tool_choice": "required", "num_beams": 2}),
+    ("ignore_eos", {"ignore_eos": True}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("function_call", {"function_call": "auto"}),
 ]
 
 
-@pytest.mark.parametrize(("param", "options", "said"), BAD)
-def test_bad_tools_are_refused_by_the_names_that_were_written(
+@pytest.mark.parametrize(("param", "options"), BAD)
+def test_bad_tools_are_rejected_by_the_names_that_were_written(
     client: HttpClient,
     hermes: Running,
     param: str,
     options: Any,
-    said: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reply = ask(client, "x", **options)
-    assert reply.status == 400, reply.body
-    assert reply.error["param"] == param
-    assert said in reply.error["message"]
+    assert (reply.status, reply.error["param"]) == (400, param)
     hermes.next_record("INVALID_ARGUMENT")
     assert SECRET not in caplog.text
 
@@ -325,7 +319,9 @@ def test_bad_tools_are_refused_by_the_names_that_were_written(
         ("tool_calls[0].id", {"id": 5, "function": {"name": "f", "arguments": "{}"}}),
     ],
 )
-def test_bad_calls_in_a_conversation_are_refused(client: HttpClient, field: str, call: Any) -> None:
+def test_bad_calls_in_a_conversation_are_rejected(
+    client: HttpClient, field: str, call: Any
+) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     reply = client.post(PATH, {"messages": messages})
     assert (reply.status, reply.error["param"]) == (400, f"messages[0].{field}")

@@ -51,9 +51,9 @@ def test_an_answer_comes_as_it_is_made_and_says_what_it_took(
     reciter.session.let_go()
     assert finished(answer) == "lmnopq"
     facts = answer.locator(".facts").text_content() or ""
-    assert "cut at the length  ·  6 tokens  ·  9 read  ·  first token " in facts
+    assert "max tokens  ·  6 tokens  ·  9 prompt tokens  ·  first token " in facts
     assert " tokens/s" in facts
-    assert " in all" in facts
+    assert " total" in facts
     ask(page, "and on")
     expect(page.locator(".user")).to_have_count(2)
     finished(page.locator(".answer").last)

@@ -1,0 +1,1 @@
+"""Other programs and Quill itself as backends under test, each in a process of its own."""

@@ -1,1 +1,0 @@
-"""The programs that are compared: one process each, some in the peers' environment."""

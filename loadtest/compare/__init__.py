@@ -1,1 +1,0 @@
-"""Translators of several generations, side by side on one page."""

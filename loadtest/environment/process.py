@@ -1,0 +1,133 @@
+"""Processes that the load test starts or samples: ports, their end, memory, processor time.
+
+Knows: subprocess, sockets, threads, Linux's /proc. Does not know: what a process does.
+"""
+
+import itertools
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE_S = 1.0
+
+_Sample = TypeVar("_Sample")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def stop_process(process: "subprocess.Popen[Any]", timeout_s: float) -> None:
+    """Waits for a process that was signalled to end; kills it after the timeout."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def last_line(log: Path) -> str:
+    """The likely reason why a process has ended."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
+
+
+class Sampler(Generic[_Sample]):
+    """Takes samples in a thread, inside `with`. None is not kept: there was nothing to sample."""
+
+    def __init__(self, sample: Callable[[], _Sample | None], every_s: float) -> None:
+        self.samples: list[_Sample] = []
+        self._sample = sample
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Sampler[_Sample]":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            sample = self._sample()
+            if sample is not None:
+                self.samples.append(sample)
+            self._stop.wait(self._every_s)
+
+
+class ProcessSample(NamedTuple):
+    at_s: float  # since 1970
+    memory_mb: float  # resident
+    num_fds: int
+    num_threads: int
+    cpu_s: float = 0.0  # of all threads, since the process started
+
+
+def sample_process(pid: int) -> ProcessSample:
+    entries = _status(pid)
+    num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    memory_mb = _kilobytes(entries["VmRSS"]) / 1024
+    return ProcessSample(time.time(), memory_mb, num_fds, int(entries["Threads"]), _cpu_s(pid))
+
+
+def peak_bytes_of(pid: int) -> int:
+    """The peak of a process's resident memory."""
+    return _kilobytes(_status(pid)["VmHWM"]) * 1024
+
+
+def _status(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return dict(line.split(":", 1) for line in text.splitlines())
+
+
+def _cpu_s(pid: int) -> float:
+    # The name, in brackets, may have spaces; user and system time are the 12th and 13th after it.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _kilobytes(entry: str) -> int:
+    return int(entry.split()[0])
+
+
+def slope_mb_per_minute(samples: Sequence[ProcessSample]) -> float:
+    """Of the least-squares line through resident memory."""
+    mean_s = sum(sample.at_s for sample in samples) / len(samples)
+    mean_mb = sum(sample.memory_mb for sample in samples) / len(samples)
+    spread = sum((sample.at_s - mean_s) ** 2 for sample in samples)
+    together = sum((each.at_s - mean_s) * (each.memory_mb - mean_mb) for each in samples)
+    return 60 * together / spread if spread else 0.0
+
+
+def busy_cores(samples: Sequence[ProcessSample]) -> list[float]:
+    """Between each sample and the next."""
+    pairs = itertools.pairwise(samples)
+    return [(b.cpu_s - a.cpu_s) / max(b.at_s - a.at_s, 1e-9) for a, b in pairs]
+
+
+def watch_process(pid: int | None) -> Sampler[ProcessSample]:
+    return Sampler(lambda: _sample_if_running(pid), SAMPLE_S)
+
+
+def _sample_if_running(pid: int | None) -> ProcessSample | None:
+    try:
+        return None if pid is None else sample_process(pid)
+    except (OSError, KeyError):  # it has ended, or is about to
+        return None

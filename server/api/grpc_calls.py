@@ -1,0 +1,141 @@
+"""A call as gRPC knows it: its context, and the status that an error becomes.
+
+Knows: grpc.aio's contexts, google.rpc's error details. Does not know: what calls do.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from quill.protos import kserve_pb2 as kserve
+from quill.server.auth.caller import ANYBODY, Caller, certified_caller
+from quill.server.errors import (
+    InvalidFieldError,
+    OverloadedError,
+    RequestError,
+    SlowReaderError,
+    status_name,
+)
+from quill.server.frontend.call import Frontend, RequestContext, raising_context
+from quill.server.load_header import wants_load, write_load
+from quill.server.telemetry.tracing import HEADERS
+
+KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+
+Context = grpc.aio.ServicerContext[Any, Any]  # a CallerContext, where our interceptor made it
+
+
+class CallerContext:
+    """grpc.aio's context of one call, with the caller whom the interceptor identified."""
+
+    def __init__(self, context: Any, caller: Caller | None) -> None:
+        self._context = context
+        self.caller = _certified(context) if caller is None else caller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _certified(context: Any) -> Caller:
+    """Without API keys: by the client's certificate, if the server asked for one."""
+    names = context.peer_identities()
+    if not names:
+        return ANYBODY
+    return certified_caller(each.decode("utf-8", "replace") for each in names)
+
+
+def frontend_of(method: str) -> Frontend:
+    """By a method's whole name: two frontends share a port."""
+    return "kserve" if method.startswith(f"/{KSERVE}/") else "grpc"
+
+
+def request_context(method: str, context: Context, frontend: Frontend = "grpc") -> RequestContext:
+    left_s = cast("float | None", context.time_remaining())  # the stub forgets None
+    metadata = context.invocation_metadata() or ()
+    return RequestContext(
+        method=method,
+        frontend=frontend,
+        caller=cast("CallerContext", context).caller,
+        deadline_s=None if left_s is None else time.monotonic() + left_s,
+        trace_headers={name: str(value) for name, value in metadata if name in HEADERS},
+    )
+
+
+@raising_context
+async def answering(
+    method: str, context: Context, frontend: Frontend = "grpc"
+) -> AsyncIterator[RequestContext]:
+    """Whatever RequestError its body raises ends the call with a status."""
+    call = request_context(method, context, frontend)
+    try:
+        yield call
+    except RequestError as error:
+        await context.abort_with_status(grpc_status(error, call.request_id))
+
+
+@raising_context
+async def reporting_load(
+    method: str, context: Context, num_requests: Callable[[], int], timeout_s: float
+) -> AsyncIterator[RequestContext]:
+    """The same; a client that asks for the server's load receives it with the initial metadata,
+    once the engine has accepted its request, and with the trailing metadata.
+
+    A rejected call gets no initial metadata: gRPC's own retries would stop at it.
+    """
+
+    async def send_load() -> None:
+        await _sent(context.send_initial_metadata(write_load(num_requests())), timeout_s)
+
+    async with answering(method, context) as call:
+        if not wants_load(context.invocation_metadata()):
+            yield call
+            return
+        yield replace(call, on_accepted=send_load)
+        context.set_trailing_metadata(write_load(num_requests()))
+
+
+async def write(message: Message, context: Context, timeout_s: float) -> None:
+    """Ends the call of a client that doesn't read."""
+    await _sent(context.write(message), timeout_s)
+
+
+async def _sent(sending: Awaitable[None], timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await sending
+    except TimeoutError:
+        raise SlowReaderError(f"nothing was read for {timeout_s:g} s") from None
+    except grpc.aio.InternalError as error:
+        # The connection broke under the write: no client is left that could read a status.
+        raise asyncio.CancelledError from error
+
+
+def grpc_status(error: RequestError, request_id: str) -> grpc.Status:
+    """The status that ends a call. Its details have the request's id, as the log has."""
+    code = grpc.StatusCode[status_name(error)]
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    for detail in _details(error, request_id):
+        status.details.add().Pack(detail)
+    converted: grpc.Status = rpc_status.to_status(status)
+    return converted
+
+
+def _details(error: RequestError, request_id: str) -> list[Message]:
+    details: list[Message] = [error_details_pb2.RequestInfo(request_id=request_id)]
+    if isinstance(error, InvalidFieldError):
+        bad_request = error_details_pb2.BadRequest()
+        bad_request.field_violations.add(field=error.field, description=str(error))
+        details.append(bad_request)
+    if isinstance(error, OverloadedError):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(retry)
+    return details

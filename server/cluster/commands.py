@@ -1,0 +1,177 @@
+"""`quill cluster up`, `config` and `reload`.
+
+Knows: the commands' arguments, signals, what is printed. Does not know: how Ray works.
+"""
+
+import argparse
+import itertools
+import logging
+import os
+import signal
+import socket
+import threading
+
+from quill.export.bundle.manifest import read_manifest
+from quill.server.auth.key_file import read_keys
+from quill.server.cluster import local_ray
+from quill.server.cluster.bundle_source import local_bundle
+from quill.server.cluster.config import (
+    COORDINATOR,
+    NAMESPACE,
+    write_ray_service,
+    write_serve_config,
+)
+from quill.server.cluster.plan import Plan, check_exposure, read_plan
+from quill.server.errors import ReloadError, StartError
+from quill.server.serve.ready_message import line_to_type, proof, quill_command
+from quill.server.settings import Settings
+
+POLL_S = 0.5
+KV_CACHE_MB, MIN_KV_CACHE_MB = 2048, 256
+THREADS = 4
+DASHBOARD_PORT = 8265
+RELOADED = "every replica has the bundle as it is now"
+_HINT = (
+    "run it on one of its machines, with the environment and the token of `ray start`. "
+    "`quill cluster up` reloads on SIGHUP"
+)
+
+
+def up(args: argparse.Namespace) -> None:
+    """Replicas on this machine, until a signal."""
+    most = args.replicas[1]
+    threads = max(1, (os.cpu_count() or 1) // most)
+    kv_cache_mb = max(MIN_KV_CACHE_MB, KV_CACHE_MB // most)
+    plan = read_plan(args, threads=threads, kv_cache_mb=kv_cache_mb, one_machine=True)
+    check_exposure(plan, args.insecure)
+    lines = lines_to_type(plan)
+    stopping, at_once, reloading = threading.Event(), threading.Event(), threading.Event()
+    _stop_on_signals(stopping, at_once)
+    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
+    print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
+    with local_ray.local_ray(plan, DASHBOARD_PORT if args.dashboard else None):
+        _stop_on_signals(stopping, at_once)  # again: Ray has replaced the handlers
+        local_ray.deploy(plan)
+        shown = _wait(plan, stopping)
+        if stopping.is_set():
+            return
+        print(f"Serving at {plan.args.frontend}. Now type:")
+        print(*(f"  {line}" for line in lines), sep="\n", flush=True)
+        while not stopping.wait(POLL_S):
+            shown = _show(local_ray.progress(), shown)
+            if reloading.is_set():
+                reloading.clear()
+                _reload_and_print()
+        print("Stopping: running calls finish first; a second signal ends them.", flush=True)
+        local_ray.stop(at_once)
+
+
+def config(args: argparse.Namespace) -> None:
+    """Writes serve.yaml, or a RayService. It needs no Ray."""
+    plan = read_plan(args, threads=THREADS, one_machine=False)
+    ray_service = args.ray_service
+    print(write_ray_service(plan, args.image) if ray_service else write_serve_config(plan), end="")
+
+
+def reload(args: argparse.Namespace) -> None:
+    """All replicas, from a machine of the Ray cluster."""
+    import ray
+
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        ray.init(address="auto", configure_logging=False, log_to_driver=False)
+    except Exception as error:  # Ray has many kinds
+        raise ReloadError(f"no Ray cluster can be reached from here: {_HINT} ({error})") from error
+    try:
+        _reload_all()
+    finally:
+        ray.shutdown()
+    print(RELOADED)
+
+
+def _reload_all() -> None:
+    import ray
+
+    try:
+        coordinator = ray.get_actor(COORDINATOR, NAMESPACE)
+    except ValueError as error:
+        raise ReloadError("this Ray cluster has no replicas of Quill") from error
+    refused = ray.get(coordinator.reload.remote())
+    if refused:
+        raise ReloadError(refused)
+
+
+def _reload_and_print() -> None:
+    """As a server on SIGHUP: an error is printed, and the cluster goes on."""
+    try:
+        _reload_all()
+        print(RELOADED, flush=True)
+    except ReloadError as error:
+        print(error, flush=True)
+
+
+def lines_to_type(plan: Plan) -> list[str]:
+    """Checks the arguments here, so that not every replica has to report the same error."""
+    args = plan.args
+    family = read_manifest(local_bundle(args.bundle, args.manifest_sha256)).family
+    settings = Settings(host=args.host, api_keys=args.settings.api_keys)
+    if settings.api_keys is not None:
+        read_keys(settings.api_keys)
+    if not is_free(args.host, args.port):
+        raise StartError(
+            f"can't listen at {args.frontend}: is another server there, or is the host not this "
+            "machine's? Give another --port or --host"
+        )
+    lines = [line_to_type(settings, args.port, family)]
+    for first in args.settings.metrics_ports[:1]:
+        free = (port for port in itertools.count(first) if is_free("127.0.0.1", port))
+        pages = [f"127.0.0.1:{port}" for port in itertools.islice(free, plan.max_replicas)]
+        needed = proof(settings) if "metrics" not in args.settings.allow_unauthenticated else []
+        lines.append(" ".join([quill_command(), "top", *pages, *needed]))
+    return lines
+
+
+def is_free(host: str, port: int) -> bool:
+    """At this moment."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _stop_on_signals(stopping: threading.Event, at_once: threading.Event) -> None:
+    """The first signal stops gracefully, the second at once."""
+
+    def handle(*_: object) -> None:
+        if stopping.is_set():
+            at_once.set()
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
+def _wait(plan: Plan, stopping: threading.Event) -> str:
+    """Until the first replicas serve. Returns the last line shown."""
+    shown = ""
+    while not stopping.wait(POLL_S):
+        found = local_ray.progress()
+        shown = _show(found, shown)
+        if found.state == "RUNNING" and local_ray.is_serving(plan):
+            break
+        if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise StartError(f"the replicas don't start: {found.message}")
+    return shown
+
+
+def _show(found: local_ray.Progress, shown: str) -> str:
+    states = ", ".join(f"{num} {state.lower()}" for state, num in found.replicas.items())
+    line = f"replicas: {states or 'none yet'}"
+    if line != shown:
+        print(line, flush=True)
+    return line

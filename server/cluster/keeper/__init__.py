@@ -1,1 +1,0 @@
-"""What the replicas of a cluster must agree on: keys' limits, and whose turn it is to reload."""

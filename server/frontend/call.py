@@ -1,0 +1,380 @@
+"""One call from its arrival to its one end: record, quota, model, engine requests, outputs.
+
+Knows: callers, deadlines, records, the order of things in a call, which error ends it how.
+Does not know: wires, how text is made. server/docs/errors.md says which layer owns which error.
+
+A frontend makes a RequestContext of what it knows of a call, opens the call, and prints what the
+call returns. A call may have several requests: a batch of prompts is one call.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
+
+from quill.server.auth.caller import ANYBODY, Caller
+from quill.server.auth.quota import QuotaUsage, RateLimits
+from quill.server.engine.dispatcher import Dispatcher, Engine
+from quill.server.errors import (
+    InvalidFieldError,
+    RequestError,
+    StepError,
+    UnavailableError,
+    UnsupportedError,
+    status_name,
+)
+from quill.server.frontend.answer import Answer, Chunk, Result, merge
+from quill.server.frontend.prompts import PromptReader
+from quill.server.frontend.reader import Arrival, RequestReader
+from quill.server.frontend.served_model import ServedModel
+from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, ReadSpec, renamed
+from quill.server.telemetry.call_record import Record, new_request_id
+from quill.server.text.tokenizer import Text
+
+logger = logging.getLogger(__name__)
+
+Frontend = Literal["grpc", "http", "kserve"]
+SendChunk = Callable[[Chunk], Awaitable[None]]
+_Parameters = ParamSpec("_Parameters")
+_Value = TypeVar("_Value")
+_Spec = TypeVar("_Spec", GenerateSpec, EmbedSpec, ReadSpec)
+
+# A long message is read by another thread: nothing slower than a millisecond on the event loop.
+MAX_INLINE_BYTES = 2048
+MAX_INLINE_EMBEDDINGS = 8  # nor are more written there,
+MAX_INLINE_TOKENS = 256  # nor answers about more
+MAX_DETOKENIZED = 2**17  # tokens
+# How long before a client's deadline a request is stopped: a share of its time, and at most.
+MARGIN = 0.1
+MAX_MARGIN_S = 0.1
+ROUNDING = 0.01
+SLACK_S = 0.01  # clocks are read at different moments
+
+
+async def _ignore() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """All that a frontend knows of a call beside its message."""
+
+    method: str  # as the log and the metrics name it
+    frontend: Frontend
+    caller: Caller = ANYBODY
+    deadline_s: float | None = None  # the client's own, on the engine's clock, time.monotonic
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    request_id: str = field(default_factory=new_request_id)
+    # Awaited for each request that the engine has accepted: it runs, or waits in the queue.
+    on_accepted: Callable[[], Awaitable[None]] = _ignore
+
+    def record(self) -> Record:
+        return Record(
+            self.method,
+            self.caller.name,
+            self.request_id,
+            frontend=self.frontend,
+            trace_headers=self.trace_headers,
+        )
+
+
+def raising_context(
+    make: Callable[_Parameters, AsyncIterator[_Value]],
+) -> Callable[_Parameters, AbstractAsyncContextManager[_Value, None]]:
+    """An asynccontextmanager that promises to raise where its body raised.
+
+    So mypy knows that a method whose body returns a response always returns one.
+    """
+    return cast(
+        "Callable[_Parameters, AbstractAsyncContextManager[_Value, None]]",
+        asynccontextmanager(make),
+    )
+
+
+class Instance(Protocol):
+    """A loaded model: what is served, and the engine that runs it."""
+
+    @property
+    def served(self) -> ServedModel: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def call(self) -> AbstractContextManager[Any]:
+        """For as long as a call relies on it."""
+
+
+class Calls:
+    """Opens calls, whichever frontend they come through. `report` gets each call's record."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        instance: Callable[[], Instance | None],
+        report: Callable[[Record], None],
+        limits: RateLimits | None = None,
+        share_cache: bool = False,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self._instance = instance  # that serves now; None while the server loads
+        self.limits = limits or RateLimits()
+        self.share_cache = share_cache
+        self.report = report
+        self._num_open = 0
+        self._changed_s = 0.0  # when a call began or ended
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, of all frontends."""
+        return len(self.dispatcher)
+
+    @raising_context
+    async def open(self, context: RequestContext) -> AsyncIterator["Call"]:
+        """A call on the model that serves now."""
+        async with self.record(context) as record:
+            instance = self._instance()
+            if instance is None:
+                raise UnavailableError(
+                    "the server is loading its model. Try again in a few seconds"
+                )
+            with instance.call():
+                yield Call(self, context, record, instance)
+
+    @raising_context
+    async def record(self, context: RequestContext) -> AsyncIterator[Record]:
+        """Accounts for a call: it ends once, with one status, and its quota is charged.
+
+        Raises RequestErrors only, whatever its body raised, and lets a cancellation through.
+        """
+        record = context.record()
+        self._note(1)
+        try:
+            async with self.limits.call(context.caller):
+                yield record
+        except RequestError as error:
+            _note_error(record, error)
+            raise
+        except asyncio.CancelledError:
+            record.outcome = "CANCELLED"
+            if _is_past(context.deadline_s, record.arrived_s):
+                record.outcome = "DEADLINE_EXCEEDED"
+            raise
+        except Exception as bug:
+            logger.exception("a bug in %s, request %s", context.method, record.request_id)
+            failure = StepError(f"a bug in the server; its log has more under {record.request_id}")
+            _note_error(record, failure)
+            raise failure from bug
+        finally:
+            self._note(-1)
+            record.close()
+            self.report(record)
+
+    def reject(self, context: RequestContext, error: RequestError) -> None:
+        """Accounts for a call that ended before it began. It is charged to no quota."""
+        record = context.record()
+        _note_error(record, error)
+        record.close()
+        self.report(record)
+
+    def _note(self, change: int) -> None:
+        self._num_open += change
+        self._changed_s = time.monotonic()
+
+    async def wait_until_quiet(self, quiet_s: float, max_s: float) -> None:
+        """Until no call has gone on, begun or ended for a while."""
+        end_s = time.monotonic() + max_s
+        while (now_s := time.monotonic()) < end_s:
+            if not self._num_open and now_s - self._changed_s > quiet_s:
+                return
+            await asyncio.sleep(quiet_s / 4)
+
+
+class Call:
+    """One call. It keeps the model instance that served when it began."""
+
+    def __init__(
+        self, calls: Calls, context: RequestContext, record: Record, instance: Instance
+    ) -> None:
+        self._calls = calls
+        self._context = context
+        self._record = record
+        self._instance = instance
+        self._deadline_s = _deadline_s(context)
+        self._num_requests = 0
+        self._is_admitted = False
+
+    @property
+    def served(self) -> ServedModel:
+        return self._instance.served
+
+    async def read(self, parse: Callable[[], GenerateSpec], num_bytes: int) -> ParsedRequest:
+        """Checks a request, and doesn't submit it yet. `num_bytes`: about how long it is."""
+        reader = RequestReader(self.served)
+        parsed = await self._read(reader.read_generate, parse, num_bytes)
+        try:
+            return await self._compiled(parsed)
+        except InvalidFieldError as error:
+            raise renamed(error, parsed.names) from None
+
+    async def _read(
+        self,
+        read: Callable[[_Spec, Arrival], ParsedRequest],
+        parse: Callable[[], _Spec],
+        num_bytes: int,
+    ) -> ParsedRequest:
+        arrival = self._arrival()
+
+        def parse_and_read() -> ParsedRequest:
+            spec = parse()
+            try:
+                return read(spec, arrival)
+            except InvalidFieldError as error:
+                raise renamed(error, spec.names) from None
+
+        return await inline_or_thread(num_bytes, parse_and_read)
+
+    async def _compiled(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Requests of one call have one grammar: the first of them compiles it."""
+        grammars = self.served.grammars
+        if parsed.constraint is None or grammars is None:
+            return parsed
+        self._record.has_constraint = True
+        grammar = grammars.cached(parsed.constraint)
+        if grammar is None:
+            began_s = time.monotonic()
+            try:
+                grammar = await grammars.compile(parsed.constraint)
+            finally:
+                self._record.compile_ms = 1000 * (time.monotonic() - began_s)
+        return replace(parsed, request=replace(parsed.request, constraint=grammar))
+
+    async def generate(self, parsed: ParsedRequest) -> Result:
+        chunks: list[Chunk] = []
+
+        async def keep(chunk: Chunk) -> None:
+            chunks.append(chunk)
+
+        await self.stream(parsed, keep)
+        return merge(chunks, parsed.request.num_sequences)
+
+    async def stream(self, parsed: ParsedRequest, send: SendChunk) -> None:
+        """Submits a request to the engine, and sends what it generates as it comes."""
+        self._record.submitted_s = self._record.submitted_s or time.monotonic()
+        limits, request = self._calls.limits, parsed.request
+        caller, is_admitted = self._context.caller, self._is_admitted
+        # A call is admitted as a whole, by the first of its requests.
+        async with limits.tokens(caller, request.num_prompt, is_admitted) as usage:
+            self._is_admitted = True
+            try:
+                await self._serve(parsed, send, usage)
+            except InvalidFieldError as error:
+                raise renamed(error, parsed.names) from None
+
+    async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
+        record, request = self._record, parsed.request
+        with self._calls.dispatcher.serve(request, self._instance.engine) as inbox:
+            await self._context.on_accepted()
+            answer = Answer(parsed, self.served.text, inbox.end)
+            try:
+                while not answer.is_over:
+                    chunks = answer.take(await inbox.take())
+                    usage.note(answer.num_generated)
+                    for chunk in chunks:
+                        if chunk.finish is not None:
+                            record.note(chunk.finish)
+                        await send(chunk)
+            finally:  # a client that left has received tokens, too
+                if answer.num_cached is not None:
+                    usage.is_read = True
+                    usage.note(answer.num_generated)
+                    record.num_prompt += request.num_prompt
+                    record.num_cached += answer.num_cached
+                    record.num_generated += answer.num_generated
+
+    async def score(self, parse: Callable[[], ReadSpec], num_bytes: int) -> Chunk:
+        parsed = await self._read(RequestReader(self.served).read_score, parse, num_bytes)
+        return (await self.generate(parsed)).sequences[0]
+
+    async def embed(
+        self, parse: Callable[[], EmbedSpec], num_bytes: int
+    ) -> tuple[ParsedRequest, Chunk]:
+        parsed = await self._read(RequestReader(self.served).read_embed, parse, num_bytes)
+        assert parsed.request.pooling is not None
+        self._record.num_texts = len(parsed.request.pooling.texts)
+        return parsed, (await self.generate(parsed)).sequences[0]
+
+    async def fill_mask(
+        self, parse: Callable[[], ReadSpec], num_bytes: int
+    ) -> tuple[ParsedRequest, Chunk]:
+        parsed = await self._read(RequestReader(self.served).read_fill_mask, parse, num_bytes)
+        return parsed, (await self.generate(parsed)).sequences[0]
+
+    async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        self.text()
+        reader = PromptReader(self.served)
+        return await inline_or_thread(len(text), reader.encode, text, field, add_special_tokens)
+
+    async def detokenize(self, ids: list[int], field: str, skip_special_tokens: bool) -> str:
+        if len(ids) > MAX_DETOKENIZED:
+            rule = f"at most {MAX_DETOKENIZED} are taken at once"
+            raise InvalidFieldError(field, f"has {len(ids)} tokens; {rule}")
+        PromptReader(self.served).check_ids(field, ids)
+        return await inline_or_thread(2 * len(ids), self.text().decode, ids, skip_special_tokens)
+
+    def text(self) -> Text:
+        if self.served.text is None:
+            raise UnsupportedError("this model has no tokenizer: it takes and gives token ids only")
+        return self.served.text
+
+    def _arrival(self) -> Arrival:
+        """Of the call's next request: the first has the call's own id."""
+        record, number = self._record, self._num_requests
+        self._num_requests += 1
+        return Arrival(
+            request_id=f"{record.request_id}-{number}" if number else record.request_id,
+            deadline_s=self._deadline_s,
+            owner=record.caller,
+            cache_scope="" if self._calls.share_cache else record.caller,
+            max_prompt_tokens=self._context.caller.max_prompt_tokens,
+        )
+
+
+async def inline_or_thread(
+    num_bytes: int,
+    work: Callable[_Parameters, _Value],
+    *args: _Parameters.args,
+    **kwargs: _Parameters.kwargs,
+) -> _Value:
+    """Long work in another thread."""
+    if num_bytes <= MAX_INLINE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def _note_error(record: Record, error: RequestError) -> None:
+    record.outcome = status_name(error)
+    if isinstance(error, InvalidFieldError):
+        record.bad_field = error.field
+
+
+def _deadline_s(context: RequestContext) -> float | None:
+    """A little before the client's own, so that what was generated still gets there."""
+    if context.deadline_s is None:
+        return None
+    left_s = context.deadline_s - time.monotonic()
+    return context.deadline_s - min(MAX_MARGIN_S, MARGIN * left_s)
+
+
+def _is_past(deadline_s: float | None, arrived_s: float) -> bool:
+    """Whether a call that its client gave up had reached its deadline.
+
+    gRPC rounds a timeout up by one in a hundred at most before it sends it, so a client's own
+    deadline comes a little before the server's.
+    """
+    if deadline_s is None:
+        return False
+    left_s, whole_s = deadline_s - time.monotonic(), deadline_s - arrived_s
+    return left_s <= ROUNDING * whole_s + SLACK_S

@@ -1,0 +1,103 @@
+"""The model that is served, and the limits that clients may rely upon.
+
+Knows: the manifest, the limits that the server was started with.
+Does not know: who is being served, protobuf.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quill.export.bundle.manifest import Graphs, Manifest
+from quill.export.precisions import Device
+from quill.server.errors import InvalidFieldError, StartError
+from quill.server.fields import MODEL_DEFAULTS
+from quill.server.grammar.compiler import Compiler
+from quill.server.limits import Limits
+from quill.server.request import Pooling, SamplingParams
+from quill.server.text.chat_template import ChatTemplate
+from quill.server.text.tokenizer import Text
+
+MAX_SEQUENCES = 16
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One bundle, as it is served."""
+
+    manifest: Manifest
+    graphs: Graphs
+    device: Device
+    runtime_version: str
+    deterministic: bool
+    limits: Limits
+    max_waiting: int
+    max_message_bytes: int
+    text: Text | None  # None: the model takes and gives token ids only
+    template: ChatTemplate | None
+    grammars: Compiler | None = None  # None: it can't follow a constraint
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.default_sampling
+        except InvalidFieldError as error:
+            raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.limits.context
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.limits.max_num_seqs
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.sizes.vocab_size
+
+    @property
+    def is_translator(self) -> bool:
+        """Whether it reads its input with an encoder, instead of continuing it."""
+        return self.manifest.family == "seq2seq"
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it generates nothing."""
+        return self.manifest.family == "encoder"
+
+    @property
+    def gives_embeddings(self) -> bool:
+        return self.is_encoder or self.graphs.hidden
+
+    @property
+    def default_pooling(self) -> Pooling:
+        return self.manifest.pooling or "mean"
+
+    @property
+    def mask(self) -> int | None:
+        """The token that FillMask fills; None: the model has none."""
+        return self.manifest.special_tokens.mask if self.is_encoder else None
+
+    @property
+    def max_num_sequences(self) -> int:
+        return min(self.max_num_seqs, MAX_SEQUENCES)
+
+    @property
+    def max_num_beams(self) -> int:
+        return self.max_num_sequences
+
+    @property
+    def default_max_new_tokens(self) -> int:
+        wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        return max(1, min(int(wanted), self.context))
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The bundle's own, by field name; what isn't here is off."""
+        generation = self.manifest.generation
+        return {name: generation[name] for name in MODEL_DEFAULTS if name in generation}

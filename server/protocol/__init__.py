@@ -1,1 +1,0 @@
-"""generation.proto becomes requests, and events become generation.proto: protobuf stops here."""

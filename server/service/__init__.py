@@ -1,1 +1,0 @@
-"""The calls themselves, whichever door they come through."""

@@ -1,0 +1,42 @@
+"""A backend that computes nothing: its times are given on its command line.
+
+    python -m tests.loadtest.fake_backend NAME SECONDS …
+
+Each turn takes the next of the given seconds; "fail" fails, "die" ends the process.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+from quill.loadtest.bench.backends.protocol import BackendInfo, Score, serve
+
+
+class FakeBackend:
+    def __init__(self, name: str, answers: Sequence[str]) -> None:
+        self.info = BackendInfo(name, "none", "1", 7_000_000)
+        self._answers = itertools.cycle(answers)
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        return self._next()
+
+    def decode(self, ids: Sequence[int], num_seqs: int, num_steps: int) -> float:
+        return self._next()
+
+    def score(self, passages: Sequence[Sequence[int]]) -> Score:
+        num_tokens = sum(len(ids) - 1 for ids in passages)
+        return Score(2.0 * num_tokens, num_tokens)
+
+    def _next(self) -> float:
+        answer = next(self._answers)
+        if answer == "fail":
+            raise ValueError("as given")
+        if answer == "die":
+            os._exit(1)
+        print("a library that prints")  # must not reach the pipe
+        return float(answer)
+
+
+if __name__ == "__main__":
+    serve(FakeBackend(sys.argv[1], sys.argv[2:]))
