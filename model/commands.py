@@ -103,7 +103,7 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
 
 
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
-    recipe.add_argument("--steps", type=int, metavar="N", help="in all, from the beginning")
+    recipe.add_argument("--steps", type=int, metavar="N", help="in total, also of a resumed run")
     recipe.add_argument("--batch-tokens", type=int, metavar="N", help="in one step, overall")
     recipe.add_argument(
         "--micro-batches",
@@ -147,8 +147,8 @@ def _add_import(subparsers: "Subparsers") -> None:
 def _add_attention(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "attention",
-        help="draw attention maps",
-        description="Draws a network's attention maps for a text, one for each layer and head; for "
+        help="plot attention maps",
+        description="Plots a network's attention maps for a text, one for each layer and head; for "
         "a seq2seq model the cross-attention from target to source.",
     )
     parser.add_argument("text", metavar="TEXT", help="the input")

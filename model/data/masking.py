@@ -13,7 +13,7 @@ from quill.model.data.batches import IGNORED, Batch, Batches, mix
 from quill.model.data.tokenizer import SpecialTokens
 from quill.model.errors import CorpusError
 
-# B rows · T tokens
+# B sequences · T tokens
 
 SHARE = 0.15
 MASKED, EXCHANGED = 0.8, 0.1  # of the chosen

@@ -130,8 +130,8 @@ class _HeaderReader:
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block_size:
             raise self._damaged(
-                f"tensor {name} has the shape {shape}; {kind.name} needs rows of a multiple of "
-                f"{block_size}"
+                f"tensor {name} has the shape {shape}; {kind.name} needs a last dimension that is "
+                f"a multiple of {block_size}"
             )
         return math.prod(shape) // int(block_size) * int(block_bytes)
 

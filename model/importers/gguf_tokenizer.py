@@ -61,7 +61,7 @@ def read_vocabulary(metadata: TypedValues, vocab_size: int) -> Vocabulary:
     tokens = metadata.texts("tokenizer.ggml.tokens")
     if len(tokens) != vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {len(tokens):,} tokens, the embedding {vocab_size:,} rows"
+            f"the tokenizer has {len(tokens):,} tokens, the embedding {vocab_size:,}"
         )
     types = _token_types(metadata, len(tokens))
     special = _special_tokens(metadata, len(tokens))

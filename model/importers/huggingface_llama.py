@@ -53,7 +53,7 @@ def _qwen3_moe(settings: TypedValues) -> ModelConfig:
     plain = settings.integers("mlp_only_layers") if settings.get("mlp_only_layers") else []
     if sorted(plain) != list(range(len(plain))):
         raise UnsupportedError(
-            f"the model's mlp_only_layers are {plain}; Quill knows plain layers at the beginning"
+            f"the model's mlp_only_layers are {plain}; Quill has plain layers only before others"
         )
     experts = Experts(
         number=settings.integer("num_experts", settings.integer("num_local_experts", 128)),

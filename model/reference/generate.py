@@ -22,7 +22,7 @@ from quill.model.network.network import Network
 from quill.model.randomness import MAX_SEED, uniform
 from quill.model.reference.sampling import SamplingParameters, choose, log_probabilities
 
-# R rows · T tokens · V vocabulary
+# R sequences · T tokens · V vocabulary
 
 FinishReason = Literal["stop", "length"]
 LogitsArray = npt.NDArray[np.float32]

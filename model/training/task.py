@@ -80,8 +80,8 @@ class TextTask:
         self._context = context
 
     def batches(self, recipe: Recipe) -> Batches:
-        num_rows = max(recipe.batch_tokens // self._context, 1)
-        return TextBatches(self._data.train_ids, self._context, num_rows, recipe.seed)
+        num_sequences = max(recipe.batch_tokens // self._context, 1)
+        return TextBatches(self._data.train_ids, self._context, num_sequences, recipe.seed)
 
     def describe(self) -> str:
         num_train, num_held_out = len(self._data.train_ids), len(self._data.held_out_ids)
@@ -125,8 +125,8 @@ class MaskedTask(TextTask):
 
     def batches(self, recipe: Recipe) -> Batches:
         length = self._context - self._marks.num_around
-        num_rows = max(recipe.batch_tokens // self._context, 1)
-        windows = TextBatches(self._data.train_ids, length, num_rows, recipe.seed)
+        num_sequences = max(recipe.batch_tokens // self._context, 1)
+        windows = TextBatches(self._data.train_ids, length, num_sequences, recipe.seed)
         return MaskedBatches(windows, self._marks, recipe.seed)
 
     def score(

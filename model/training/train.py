@@ -167,7 +167,7 @@ def _with_steps(order: Order, num_steps: int, num_done: int) -> Order:
     if num_steps <= num_done:
         raise ConfigError(
             f"--steps is {num_steps}, and {num_done} steps are done already; it counts from the "
-            "run's beginning, so give a larger number"
+            "run's first step, so give a larger number"
         )
     return dataclasses.replace(order, recipe=dataclasses.replace(order.recipe, num_steps=num_steps))
 

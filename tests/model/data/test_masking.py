@@ -13,7 +13,7 @@ MARKS = MaskingTokens(first=0, last=1, mask=2, vocab_size=500)
 
 def make(seed: int = 0) -> MaskedBatches:
     ids = 3 + torch.arange(2000, dtype=torch.int32) % 497
-    return MaskedBatches(TextBatches(ids, context=12, num_rows=4, seed=seed), MARKS, seed)
+    return MaskedBatches(TextBatches(ids, context=12, num_sequences=4, seed=seed), MARKS, seed)
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:

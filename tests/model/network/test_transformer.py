@@ -27,9 +27,9 @@ def build(config: ModelConfig, **changes: Any) -> Transformer:
     return model
 
 
-def tokens(num_rows: int, length: int, seed: int = 0) -> Tensor:
+def tokens(num_sequences: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SMALL.vocab_size, (num_rows, length), generator=generator)
+    return torch.randint(SMALL.vocab_size, (num_sequences, length), generator=generator)
 
 
 POSITIONS = ("sinusoidal", "learned", "rotary")
@@ -38,11 +38,11 @@ PLACEMENTS = ("pre", "post")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
 
-def source(num_rows: int) -> tuple[Tensor, Tensor]:
+def source(num_sequences: int) -> tuple[Tensor, Tensor]:
     """Source tokens and a mask that hides the end of the last row."""
-    mask = torch.ones(num_rows, 7, dtype=torch.bool)
+    mask = torch.ones(num_sequences, 7, dtype=torch.bool)
     mask[-1, 5:] = False
-    return tokens(num_rows, 7, seed=1), mask
+    return tokens(num_sequences, 7, seed=1), mask
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ def test_every_token_but_the_first_counts_once(length: int, stride: int) -> None
     ids = torch.arange(100, 100 + length)
     counted = [
         token
-        for batch in text_batches(ids, 8, stride, num_rows=2)
+        for batch in text_batches(ids, 8, stride, num_sequences=2)
         for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()
     ]
     assert sorted(counted) == list(range(101, 100 + length))
@@ -27,7 +27,7 @@ def test_every_token_but_the_first_counts_once(length: int, stride: int) -> None
 
 def test_overlapping_windows_give_each_token_more_past() -> None:
     ids = torch.arange(100, 140)
-    for batch in text_batches(ids, 8, 4, num_rows=1)[1:]:
+    for batch in text_batches(ids, 8, 4, num_sequences=1)[1:]:
         first_counted = int((batch.targets_BT[0] != IGNORED).nonzero()[0])
         assert first_counted == 4
 
