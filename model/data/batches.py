@@ -76,8 +76,8 @@ class TextBatches:
         if self.steps_per_epoch < 1:
             raise CorpusError(
                 f"the training text has {len(ids):,} tokens; a step of {num_sequences} sequences "
-                f"of {context} tokens needs at least {(num_sequences + 1) * context + 1:,}. Give more "
-                "text, or lower --batch-tokens or --context"
+                f"of {context} tokens needs at least {(num_sequences + 1) * context + 1:,}. Give "
+                "more text, or lower --batch-tokens or --context"
             )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
