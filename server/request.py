@@ -8,13 +8,14 @@ Whether a prompt fits the model is checked by server/frontend/prompts.py, which 
 field it came from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quill.server.constraint import Constraint
 from quill.server.errors import InvalidFieldError
 from quill.server.fields import GENERATE, MAX_SEED, SAMPLING
+from quill.server.outputs import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,15 @@ class Request:
     def all_stop_ids(self) -> frozenset[int]:
         """All tokens that end a sequence."""
         return self.eos_ids | self.stop_ids
+
+    def finish_reason(self, token_ids: Sequence[int], max_tokens: int) -> FinishReason | None:
+        """Why an answer of these tokens is complete; None while it isn't."""
+        last = token_ids[-1] if token_ids else None
+        if last in self.eos_ids:
+            return "eos"
+        if last in self.stop_ids:
+            return "stop"
+        return "length" if len(token_ids) >= max_tokens else None
 
     @property
     def num_seqs(self) -> int:

@@ -96,7 +96,8 @@ class Scheduler:
         fits = request.num_before < self._limits.context
         assert fits or not request.max_new_tokens, "the frontend rejects these"
         assert self.find(request.request_id) is None, "request ids are unique"
-        group = make_group(request, self._limits.context, arrived_s)
+        group = make_group(request, self._limits.context, self._blocks)
+        group.arrived_s = arrived_s
         self._groups[WAITING][request.request_id] = group
         self._queue.add(request)
 
@@ -140,9 +141,9 @@ class Scheduler:
         """Gives sequences their tokens, publishes events, releases what has finished."""
         chunks = scheduled.chunks
         for place, each in enumerate(chunks):
-            each.group.update(each, place, output, self._blocks)
+            each.group.update(each, place, output)
         for group in {each.group: None for each in chunks if each.to_sample and each.group.search}:
-            group.end_step(output, self._blocks)
+            group.end_step(output)
         for each in chunks if output.not_finite else ():
             if each.group.request_id in output.not_finite:
                 self._blocks.pool.forget(each.sequence.blocks)

@@ -13,8 +13,7 @@ from quill.server.engine.speculation import PromptLookup
 from quill.server.outputs import FinishReason, Timings, Usage
 from quill.server.request import Request
 from quill.server.sampling.native import Mask
-from quill.server.sampling.penalties import Adjustments
-from quill.server.sampling.sampler import SamplerInput, sequence_seed
+from quill.server.sampling.sampler import Adjustments, SamplerInput, sequence_seed
 
 
 class SequenceStatus(Enum):
@@ -157,7 +156,7 @@ class Sequence:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence is complete; None while it isn't."""
-        return finish_reason(self.request, self.token_ids, self.max_tokens)
+        return self.request.finish_reason(self.token_ids, self.max_tokens)
 
 
 class SequenceGroup:
@@ -168,10 +167,10 @@ class SequenceGroup:
     by the next decode.
     """
 
-    def __init__(self, request: Request, sequences: list[Sequence], arrived_s: float) -> None:
+    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
         self.request = request
         self.sequences = sequences  # never empty before the request's end
-        self.arrived_s = arrived_s
+        self.arrived_s = 0.0
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.has_started = False  # some of the prompt was scheduled
@@ -222,18 +221,6 @@ class SequenceGroup:
             first_token_ms=since_arrival_ms(self.first_token_s),
             total_ms=since_arrival_ms(now_s),
         )
-
-
-def finish_reason(
-    request: Request, token_ids: list[int] | tuple[int, ...], max_tokens: int
-) -> FinishReason | None:
-    """Why an answer of these tokens is complete; None while it isn't."""
-    last = token_ids[-1] if token_ids else None
-    if last in request.eos_ids:
-        return "eos"
-    if last in request.stop_ids:
-        return "stop"
-    return "length" if len(token_ids) >= max_tokens else None
 
 
 def make_sequence(request: Request, index: int, context: int) -> Sequence:

@@ -60,6 +60,10 @@ class Strategy(SequenceGroup):
     speculates = False
     first_output = "the first token"  # when the client gets something, in words
 
+    def __init__(self, request: Request, sequences: list[Sequence], blocks: BlockTables) -> None:
+        super().__init__(request, sequences)
+        self.blocks = blocks
+
     @property
     def num_seqs(self) -> int:
         """How many of the server's sequences the group takes."""
@@ -146,38 +150,32 @@ class Strategy(SequenceGroup):
         tops = [num_tops] * len(following)
         return first + position_logprobs(logits_LV[: len(following)], following, tops)
 
-    def update(
-        self, scheduled: ScheduledChunk, place: int, output: StepOutput, blocks: BlockTables
-    ) -> None:
+    def update(self, scheduled: ScheduledChunk, place: int, output: StepOutput) -> None:
         """After a step, for the chunk at one place of the step."""
         if scheduled.is_prefill:
             sequence = scheduled.sequence
             self.is_encoded = bool(self.source_blocks)
-            blocks.set_computed(sequence, sequence.num_computed + len(scheduled.chunk.ids))
+            self.blocks.set_computed(sequence, sequence.num_computed + len(scheduled.chunk.ids))
             self.num_scored = max(self.num_scored, sequence.num_computed)
             if self.is_forked or sequence.num_computed < self.prefill_target(sequence):
                 return
             self.is_forked = True
-            blocks.fork(self.sequences, [0] * len(self.sequences))
+            self.blocks.fork(self.sequences, [0] * len(self.sequences))
             if self.is_new:
                 self.update_first(output.choices[place], output)
         else:
-            self.update_decode(scheduled, output.choices[place], output, blocks)
+            self.update_decode(scheduled, output.choices[place], output)
 
     def update_first(self, choices: SequenceOf[Choice], output: StepOutput) -> None:
         """The prompt is computed, and each sequence may have its first token."""
         raise NotImplementedError
 
     def update_decode(
-        self,
-        scheduled: ScheduledChunk,
-        choices: SequenceOf[Choice],
-        output: StepOutput,
-        blocks: BlockTables,
+        self, scheduled: ScheduledChunk, choices: SequenceOf[Choice], output: StepOutput
     ) -> None:
         raise NotImplementedError
 
-    def end_step(self, output: StepOutput, blocks: BlockTables) -> None:
+    def end_step(self, output: StepOutput) -> None:
         """After the updates of all chunks from which tokens were sampled."""
 
     def finish_event(self, sequence: Sequence, reason: FinishReason, now_s: float) -> FinishEvent:
@@ -192,10 +190,10 @@ class Strategy(SequenceGroup):
 class Generation(Strategy):
     """Samples each answer by itself."""
 
-    def __init__(self, request: Request, context: int, arrived_s: float) -> None:
+    def __init__(self, request: Request, context: int, blocks: BlockTables) -> None:
         indices = range(request.num_sequences)
         sequences = [make_sequence(request, index, context) for index in indices]
-        super().__init__(request, sequences, arrived_s)
+        super().__init__(request, sequences, blocks)
         self.speculates = not request.sampling.adjusts
 
     def prepare(self) -> None:
@@ -222,11 +220,7 @@ class Generation(Strategy):
             self._finish_if_complete(sequence, output)
 
     def update_decode(
-        self,
-        scheduled: ScheduledChunk,
-        choices: SequenceOf[Choice],
-        output: StepOutput,
-        blocks: BlockTables,
+        self, scheduled: ScheduledChunk, choices: SequenceOf[Choice], output: StepOutput
     ) -> None:
         sequence, draft = scheduled.sequence, scheduled.draft
         num_before = len(sequence.token_ids)
@@ -239,7 +233,7 @@ class Generation(Strategy):
             sequence.num_accepted += num_accepted
             output.num_accepted += num_accepted
             output.num_jump_forward += num_accepted if scheduled.is_jump_forward else 0
-        blocks.set_computed(sequence, sequence.num_tokens - 1)
+        self.blocks.set_computed(sequence, sequence.num_tokens - 1)
         self._finish_if_complete(sequence, output)
 
     def _append(
@@ -280,12 +274,12 @@ class BeamSearch(Strategy):
     decodes_together = True
     first_output = "the search was over"
 
-    def __init__(self, request: Request, context: int, arrived_s: float) -> None:
+    def __init__(self, request: Request, context: int, blocks: BlockTables) -> None:
         assert request.beams is not None
         sequences = [
             make_sequence(request, index, context) for index in range(request.beams.num_beams)
         ]
-        super().__init__(request, sequences, arrived_s)
+        super().__init__(request, sequences, blocks)
         self.search: Search = Search(request, sequences[0].max_tokens)
 
     def decoding(self) -> list[Sequence]:
@@ -299,15 +293,11 @@ class BeamSearch(Strategy):
         pass
 
     def update_decode(
-        self,
-        scheduled: ScheduledChunk,
-        choices: SequenceOf[Choice],
-        output: StepOutput,
-        blocks: BlockTables,
+        self, scheduled: ScheduledChunk, choices: SequenceOf[Choice], output: StepOutput
     ) -> None:
-        blocks.set_computed(scheduled.sequence, scheduled.sequence.num_tokens)
+        self.blocks.set_computed(scheduled.sequence, scheduled.sequence.num_tokens)
 
-    def end_step(self, output: StepOutput, blocks: BlockTables) -> None:
+    def end_step(self, output: StepOutput) -> None:
         """Sequence i follows the i-th best beam."""
         search, request = self.search, self.request
         parents = search.advance(output.continuations[self.request_id])
@@ -317,7 +307,7 @@ class BeamSearch(Strategy):
         elif search.is_over:
             self._publish(output)
         else:
-            blocks.fork(self.sequences, parents)
+            self.blocks.fork(self.sequences, parents)
             for sequence, beam in zip(self.sequences, search.running, strict=True):
                 sequence.token_ids = list(beam.token_ids)
 
@@ -345,8 +335,8 @@ class Pooling(Strategy):
 
     first_output = "all texts were read"
 
-    def __init__(self, request: Request, context: int, arrived_s: float) -> None:
-        super().__init__(request, [], arrived_s)
+    def __init__(self, request: Request, context: int, blocks: BlockTables) -> None:
+        super().__init__(request, [], blocks)
         assert request.pooling is not None
         self._params = request.pooling
         self._num_begun = 0
@@ -407,11 +397,9 @@ class Pooling(Strategy):
         tops = [self.request.prompt_logprobs or 0] * len(masks)
         return position_logprobs(logits_LV, masks, tops)
 
-    def update(
-        self, scheduled: ScheduledChunk, place: int, output: StepOutput, blocks: BlockTables
-    ) -> None:
+    def update(self, scheduled: ScheduledChunk, place: int, output: StepOutput) -> None:
         sequence, pooler = scheduled.sequence, self._poolers.get(scheduled.sequence)
-        blocks.set_computed(sequence, sequence.num_computed + len(scheduled.chunk.ids))
+        self.blocks.set_computed(sequence, sequence.num_computed + len(scheduled.chunk.ids))
         if pooler is not None:
             pooler.add(output.hidden[place], sequence.num_computed)
         if sequence.num_computed < self.prefill_target(sequence):
@@ -470,10 +458,9 @@ class Pooler:
         return (self._sum_D / len(self._of)).astype(np.float32)
 
 
-def make_group(request: Request, context: int, arrived_s: float) -> Strategy:
+def make_group(request: Request, context: int, blocks: BlockTables) -> Strategy:
     """The request's sequence group, by its kind."""
     if request.pooling is not None:
-        return Pooling(request, context, arrived_s)
-    if request.beams is not None:
-        return BeamSearch(request, context, arrived_s)
-    return Generation(request, context, arrived_s)
+        return Pooling(request, context, blocks)
+    kind = Generation if request.beams is None else BeamSearch
+    return kind(request, context, blocks)

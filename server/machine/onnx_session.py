@@ -1,9 +1,9 @@
 """Opens graphs on a device, and says in words why CUDA can't be had.
 
-Knows: ONNX Runtime's providers, the libraries that CUDA needs. Does not know: slots, bundles.
+Knows: ONNX Runtime's providers, the libraries that CUDA needs. Does not know: blocks, bundles.
 
 A provider that can't be loaded makes ONNX Runtime go on with the CPU, with only a line of its own
-in the log. Here that is an error: nobody is served by another device than was said.
+in the log. Here that is an error: no other device serves than the one that was chosen.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ def identity_graph(num_copies: int) -> bytes:
 
 
 def _bytes_named(name: bytes) -> bytes:
-    """A ValueInfoProto: a row of as many bytes as there are."""
+    """A ValueInfoProto: bytes of any number."""
     any_number = _field(1, b"")
     tensor_type = _number(1, UINT8) + _field(2, any_number)
     return _field(1, name) + _field(2, _field(1, tensor_type))

@@ -1,1 +1,1 @@
-"""Logits become tokens, all rows at once, as the oracle in model/reference says."""
+"""Samples tokens from logits, a whole step at once, by the rules of model/reference."""

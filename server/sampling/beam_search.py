@@ -1,11 +1,10 @@
-"""Beam search for one request: the few best answers, found by following several at once.
+"""Beam search for one request: the best answers, found by following several beams at once.
 
-Knows: log-probabilities, scores, when to stop, which row may follow which beam.
-Does not know: logits, slots, the other requests.
+Knows: logits, log-probabilities, scores, when a search ends, which beam follows which.
+Does not know: blocks, the other requests.
 
 The same rules as the reference, model/reference/beam_search.py, and the same answers: here the
-beams are rows of a batch. They are written twice on purpose: the reference is the oracle that tests
-compare with.
+beams are sequences of a batch. They are written twice on purpose: tests compare with the reference.
 """
 
 import math
@@ -88,7 +87,7 @@ class Search:
         parents: list[int] = []
         for place, each in enumerate(ranked):
             beam = self._continued(each)
-            reason = self._reason(beam)
+            reason = self.request.finish_reason(beam.token_ids, self._max_tokens)
             if reason is None and len(running) < self._beams.num_beams:
                 running.append(beam)
                 parents.append(each.parent)
@@ -108,13 +107,6 @@ class Search:
             continuation.logprob,
             (*parent.reports, *reports),
         )
-
-    def _reason(self, beam: Beam) -> FinishReason | None:
-        if beam.token_ids[-1] in self.request.eos_ids:
-            return "eos"
-        if beam.token_ids[-1] in self.request.stop_ids:
-            return "stop"
-        return "length" if len(beam.token_ids) == self._max_tokens else None
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self._beams.length_penalty)

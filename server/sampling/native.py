@@ -55,7 +55,7 @@ class Tops(NamedTuple):
 class _Threads:
     """How many share the rows of a step, for all engines of this process."""
 
-    num = 0  # nobody has said
+    num = 0  # not chosen yet
 
 
 def prepare(num_threads: int = 0) -> None:

@@ -9,7 +9,7 @@ exactly here. The random number of each token has the same bits as the reference
 model/randomness.py: SplitMix64, a pure function of a seed and a position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,77 @@ import numpy.typing as npt
 from quill.server.outputs import Alternative, PositionLogprobs
 from quill.server.request import SamplingParams
 from quill.server.sampling import native
-from quill.server.sampling.native import Logits, Mask
-from quill.server.sampling.penalties import Adjustments
+from quill.server.sampling.native import Ids, Logits, Mask, Scores
 
-# R rows of logits · V vocabulary · C candidates, best first
+# R rows of logits · V vocabulary · C candidates, best first · A adjusted tokens
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 UInt64Array = npt.NDArray[np.uint64]
+
+
+class Adjustments:
+    """One sequence's adjusted tokens: penalties, bias, bans. Other tokens are never looked at."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt_ids: tuple[int, ...],
+        max_new_tokens: int,
+        banned: Collection[int] = (),
+    ) -> None:
+        """`banned`: tokens that can't be chosen until they are allowed."""
+        self._sampling = sampling
+        repeats = sampling.repetition_penalty != 1
+        known = {
+            **dict.fromkeys(prompt_ids if repeats else ()),
+            **sampling.logit_bias,
+            **dict.fromkeys(banned),
+        }
+        self._places = {token: place for place, token in enumerate(known)}
+        size = len(known) + max_new_tokens
+        self._ids = np.zeros(size, np.int64)
+        self._ids[: len(known)] = list(known)
+        self._in_text = np.zeros(size, np.bool_)
+        self._in_text[[self._places[token] for token in prompt_ids if token in known]] = True
+        self._counts = np.zeros(size)  # in the answer
+        self._bias = np.zeros(size)
+        self._bias[: len(known)] = [sampling.logit_bias.get(token, 0.0) for token in known]
+        self._bias[[self._places[token] for token in banned]] = -np.inf
+        arrays = (self._ids, self._in_text, self._counts, self._bias)
+        self._addresses = tuple(array.ctypes.data for array in arrays)
+
+    def allow(self, tokens: Iterable[int]) -> None:
+        """Known ones: they have the client's bias and no other."""
+        for token in tokens:
+            self._bias[self._places[token]] = self._sampling.logit_bias.get(token, 0.0)
+
+    def add(self, token: int) -> None:
+        """The answer has this token (once more)."""
+        place = self._places.setdefault(token, len(self._places))
+        self._ids[place] = token
+        self._in_text[place] = True
+        self._counts[place] += 1
+
+    def addresses(self) -> tuple[int, ...]:
+        """How many tokens there are, and where: ids, whether in the text, counts, biases."""
+        return len(self._places), *self._addresses
+
+    def ids(self) -> Ids:
+        return self._ids[: len(self._places)]
+
+    def scores(self, logits_V: Logits) -> Scores:
+        """The adjusted logits of `ids()`."""
+        num = len(self._places)
+        sampling, counts_A = self._sampling, self._counts[:num]
+        scores_A = logits_V[self._ids[:num]].astype(np.float64)
+        penalty = sampling.repetition_penalty
+        penalized_A = np.where(scores_A > 0, scores_A / penalty, scores_A * penalty)
+        scores_A = np.where(self._in_text[:num], penalized_A, scores_A)
+        subtracted_A = sampling.frequency_penalty * counts_A + sampling.presence_penalty
+        scores_A = np.where(counts_A > 0, scores_A - subtracted_A, scores_A)
+        return scores_A + self._bias[:num]
 
 
 class SamplerInput(NamedTuple):

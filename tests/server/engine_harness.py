@@ -25,7 +25,7 @@ from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession
 CONTEXT = 96
 
 
-class House:
+class Harness:
     """An engine on a fake session with a clock that only tests turn, and all that came out."""
 
     def __init__(

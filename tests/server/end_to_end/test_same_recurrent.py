@@ -96,7 +96,7 @@ def reference(bundle: TinyBundle, request: Request) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("context", ["fixed", "bahdanau"])
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
-def test_a_crowd_gets_the_tokens_of_the_reference(
+def test_batch_gets_the_tokens_of_the_reference(
     cell: CellKind, context: ContextKind, tmp_path: Path
 ) -> None:
     bundle = make_tiny_recurrent(tmp_path / "bundle", cell, context, ("fp32",))
@@ -112,7 +112,7 @@ def test_a_crowd_gets_the_tokens_of_the_reference(
 
 @pytest.mark.portable
 @pytest.mark.parametrize("precision", OWN)
-def test_a_crowd_gets_the_bits_of_requests_alone(precision: str, tmp_path: Path) -> None:
+def test_batch_gets_the_bits_of_requests_alone(precision: str, tmp_path: Path) -> None:
     bundle = make_tiny_recurrent(tmp_path / "bundle", "lstm", "bahdanau", (precision,))  # type: ignore[arg-type]
     requests = make_requests(random.Random(2), 12)
     crowd = serve(bundle, precision, requests, num_blocks=13)

@@ -1,4 +1,4 @@
-"""Any crowd over few blocks gets the answers that each request gets alone, and gives all blocks
+"""Any batch over few blocks gets the answers that each request gets alone, and gives all blocks
 back."""
 
 import json
@@ -13,7 +13,7 @@ from quill.model.reference.beam_search import BeamParameters, search
 from quill.server.grammar.matcher import Grammar
 from quill.server.outputs import HypothesisEvent
 from quill.server.request import BeamParams, Request, SamplingParams
-from tests.server.engine_harness import CONTEXT, House, as_translation, make_request
+from tests.server.engine_harness import CONTEXT, Harness, as_translation, make_request
 from tests.server.fake_session import logits_after, oracle
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
 
@@ -40,7 +40,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "cache_scope": st.sampled_from(["", "a"]),
     "logprobs": st.sampled_from([None, None, 1]),
 }
-DRAWN = st.fixed_dictionaries(
+SAMPLED = st.fixed_dictionaries(
     {
         **FIELDS,
         "num_sequences": st.integers(1, 3),
@@ -48,7 +48,7 @@ DRAWN = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
     }
 )
-FORMED = st.fixed_dictionaries(
+CONSTRAINED = st.fixed_dictionaries(
     {
         **FIELDS,
         "num_sequences": st.integers(1, 3),
@@ -62,17 +62,17 @@ SEARCHES = st.fixed_dictionaries(
     {**FIELDS, "beams": st.builds(BeamParams, num_beams=st.integers(2, 3))}
 )
 ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), DRAWN | SEARCHES),
-    st.tuples(st.just("submit"), DRAWN),
-    st.tuples(st.just("submit"), FORMED),
+    st.tuples(st.just("submit"), SAMPLED | SEARCHES),
+    st.tuples(st.just("submit"), SAMPLED),
+    st.tuples(st.just("submit"), CONSTRAINED),
     st.tuples(st.just("step"), st.integers(1, 12)),
     st.tuples(st.just("end"), st.integers(0, 12)),
     st.tuples(st.just("end one"), st.integers(0, 12)),
-    st.tuples(st.just("late"), DRAWN),
+    st.tuples(st.just("late"), SAMPLED),
 )
 
 
-class Crowd(House):
+class RandomBatch(Harness):
     """Notes what searches find, too."""
 
     def __init__(self, max_num_seqs: int, num_blocks: int, step_s: float, **limits: Any) -> None:
@@ -167,7 +167,7 @@ def searched(request: Request) -> list[tuple[int, ...]]:
     st.booleans(),
     st.lists(ACTIONS, max_size=40),
 )
-def test_any_crowd_gets_the_answers_of_requests_alone(
+def test_any_batch_gets_the_answers_of_requests_alone(
     max_num_seqs: int,
     num_blocks: int,
     step_s: float,
@@ -176,37 +176,37 @@ def test_any_crowd_gets_the_answers_of_requests_alone(
     actions: list[tuple[str, Any]],
 ) -> None:
     num_blocks *= 16 // limits["block_size"]
-    crowd = Crowd(max_num_seqs, num_blocks, step_s, **limits)
+    batch = RandomBatch(max_num_seqs, num_blocks, step_s, **limits)
     for kind, value in actions:
-        crowd.act(kind, value, translates)
-    crowd.run()
-    crowd.check()
+        batch.act(kind, value, translates)
+    batch.run()
+    batch.check()
 
 
 @pytest.mark.parametrize("num_blocks", [12, 40])
-def test_those_who_are_set_back_go_on_with_the_same_tokens(num_blocks: int) -> None:
-    crowd = Crowd(8, num_blocks, 0.001)
+def test_preempted_requests_go_on_with_the_same_tokens(num_blocks: int) -> None:
+    batch = RandomBatch(8, num_blocks, 0.001)
     for number in range(8):
         beams = BeamParams(num_beams=2) if number == 3 else None
         fields = {"num_prompt": 16, "max_new_tokens": 70, "beams": beams, "seed": number}
-        crowd.act("submit", {**fields, "sampling": SamplingParams(temperature=0.5)}, False)
-    crowd.run()
-    crowd.check()
-    assert (crowd.engine._scheduler.num_preempted > 0) == (num_blocks == 12)
+        batch.act("submit", {**fields, "sampling": SamplingParams(temperature=0.5)}, False)
+    batch.run()
+    batch.check()
+    assert (batch.engine._scheduler.num_preempted > 0) == (num_blocks == 12)
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_answers_that_keep_to_a_form_survive_preemptions(speculative: bool) -> None:
-    crowd = Crowd(8, 14, 0.001, speculative=speculative)
+def test_answers_that_have_a_grammar_survive_preemptions(speculative: bool) -> None:
+    batch = RandomBatch(8, 14, 0.001, speculative=speculative)
     for number in range(16):
         fields = {"num_prompt": 16, "max_new_tokens": 70, "seed": number, "num_sequences": 2}
         form = {"constraint": grammar("schema"), "eos_ids": frozenset({EOS})}
-        crowd.act("submit", {**fields, **form, "sampling": SamplingParams(temperature=1.2)}, False)
-    crowd.run()
-    crowd.check()
-    assert crowd.engine._scheduler.num_preempted > 0
-    finished = {key: event for key, event in crowd.finished.items() if event.reason == "eos"}
+        batch.act("submit", {**fields, **form, "sampling": SamplingParams(temperature=1.2)}, False)
+    batch.run()
+    batch.check()
+    assert batch.engine._scheduler.num_preempted > 0
+    finished = {key: event for key, event in batch.finished.items() if event.reason == "eos"}
     assert len(finished) > 16
     for key, event in finished.items():
-        json.loads(text_of(crowd.tokens[key]))
+        json.loads(text_of(batch.tokens[key]))
         assert (event.usage.accepted > 0) == speculative, "keys are forced"

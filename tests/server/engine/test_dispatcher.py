@@ -70,9 +70,9 @@ def test_reader_that_was_away_gets_one_larger_chunk() -> None:
     assert chunk.finish is not None
 
 
-def test_full_inbox_ends_its_request_and_tells_its_reader() -> None:
+def test_full_inbox_ends_its_request_and_gives_its_reader_the_error() -> None:
     async def main(engine: Engine) -> list[Event]:
-        dispatcher = open_dispatcher(max_held=2)
+        dispatcher = open_dispatcher(max_unread=2)
         with dispatcher.serve(REQUEST, engine) as inbox:
             dispatcher.publish(EngineOutputs(tuple(token(letter) for letter in "abcd"), None))
             await asyncio.sleep(0)

@@ -59,7 +59,7 @@ def test_requests_are_answered_from_another_thread() -> None:
             assert served.next_of(FinishEvent).request_id == name
 
 
-def test_request_ends_when_told() -> None:
+def test_request_ends_when_ended() -> None:
     with Served() as served:
         served.thread.submit(_request("a", max_new_tokens=60))
         served.next_of(TokenEvent)

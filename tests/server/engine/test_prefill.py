@@ -15,7 +15,7 @@ def test_oldest_does_not_wait_for_another_that_has_more_of_the_same_block() -> N
     blocks = BlockTables(LIMITS)
     prefill = PrefillScheduler(blocks, StepBudget(), LIMITS)
     requests = [Request(request_id=name, prompt_ids=(*range(20),)) for name in "abc"]
-    groups = [make_group(request, LIMITS.context, 0.0) for request in requests]
+    groups = [make_group(request, LIMITS.context, blocks) for request in requests]
     for group in groups:
         prefill.enter(group)
     (oldest,), (ahead,), (youngest,) = (group.sequences for group in groups)

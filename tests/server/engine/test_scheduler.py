@@ -16,8 +16,8 @@ from quill.server.request import BeamParams, Request
 CONTEXT = 128
 
 
-class World:
-    """Runs plans without a model: row i of a request says i, and then i + 1, and so on."""
+class SchedulerHarness:
+    """Runs steps without a model: row i of a request says i, and then i + 1, and so on."""
 
     def __init__(self, max_num_seqs: int = 4, num_blocks: int = 64, **limits: Any) -> None:
         fields = {
@@ -27,22 +27,22 @@ class World:
             **limits,
         }
         self.scheduler = Scheduler(Limits(**fields))
-        self.plans: list[SchedulerOutput] = []
+        self.steps: list[SchedulerOutput] = []
         self.finished: dict[tuple[str, int], str] = {}
 
     def step(self) -> StepOutput | None:
-        plan = self.scheduler.schedule()
-        if plan is None:
+        step = self.scheduler.schedule()
+        if step is None:
             return None
-        self.plans.append(plan)
+        self.steps.append(step)
         choices = []
-        for each in plan.chunks:
+        for each in step.chunks:
             tokens = [one.index + len(one.token_ids) for one in each.to_sample]
             tokens += [tokens[-1] + i + 1 for i in range(len(each.draft))]
             choices.append([Choice(token, None, is_finite=True) for token in tokens])
-        hidden = [np.ones((len(each.chunk.hidden_at), 1), np.float32) for each in plan.chunks]
+        hidden = [np.ones((len(each.chunk.hidden_at), 1), np.float32) for each in step.chunks]
         output = StepOutput(choices, hidden, {}, {})
-        self.scheduler.update(plan, output)
+        self.scheduler.update(step, output)
         for event in output.events:
             if isinstance(event, FinishEvent):
                 self.finished[event.request_id, event.sequence] = event.reason
@@ -50,10 +50,10 @@ class World:
 
     def run(self) -> None:
         while self.step() is not None:
-            assert len(self.plans) < 10_000
+            assert len(self.steps) < 10_000
 
     def starts(self) -> list[str]:
-        return [group.request_id for plan in self.plans for group in plan.started]
+        return [group.request_id for step in self.steps for group in step.started]
 
 
 def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
@@ -63,108 +63,108 @@ def _request(name: str = "r", num_prompt: int = 5, **fields: Any) -> Request:
     return Request(request_id=name, **{"prompt_ids": prompt, **fields})
 
 
-def test_prompt_is_read_and_then_each_step_reads_a_token() -> None:
-    world = World()
-    world.scheduler.add(_request(num_prompt=20))
-    world.run()
-    chunks = [[tuple(part.chunk[:2]) for part in plan.chunks] for plan in world.plans]
+def test_prompt_is_prefilled_and_then_each_step_reads_a_token() -> None:
+    harness = SchedulerHarness()
+    harness.scheduler.add(_request(num_prompt=20))
+    harness.run()
+    chunks = [[tuple(part.chunk[:2]) for part in step.chunks] for step in harness.steps]
     prompt = _request(num_prompt=20).prompt_ids
     assert chunks == [[(prompt, 0)], [((0,), 20)], [((1,), 21)], [((2,), 22)]]
-    assert [plan.kind for plan in world.plans] == ["prefill", "decode", "decode", "decode"]
-    assert world.finished == {("r", 0): "length"}
+    assert [step.kind for step in harness.steps] == ["prefill", "decode", "decode", "decode"]
+    assert harness.finished == {("r", 0): "length"}
 
 
-def test_prompts_are_read_beside_running_rows_which_come_first() -> None:
-    world = World()
-    world.scheduler.add(_request("running", max_new_tokens=40))
-    world.step()
+def test_prompts_are_prefilled_beside_running_sequences_which_come_first() -> None:
+    harness = SchedulerHarness()
+    harness.scheduler.add(_request("running", max_new_tokens=40))
+    harness.step()
     for name in ("a", "b"):
-        world.scheduler.add(_request(name, num_prompt=8))
-    world.scheduler.observe(world.plans[-1], 0.001)
-    world.step()
-    plan = world.plans[-1]
-    assert plan.kind == "mixed"
-    assert plan.chunks[0].group.request_id == "running"
-    assert {part.group.request_id for part in plan.prefill} == {"a", "b"}
+        harness.scheduler.add(_request(name, num_prompt=8))
+    harness.scheduler.observe(harness.steps[-1], 0.001)
+    harness.step()
+    step = harness.steps[-1]
+    assert step.kind == "mixed"
+    assert step.chunks[0].group.request_id == "running"
+    assert {part.group.request_id for part in step.prefill} == {"a", "b"}
 
 
 def test_several_answers_share_the_prompts_blocks_and_part_where_they_write() -> None:
-    world = World(speculative=False)
-    world.scheduler.add(_request(num_prompt=40, num_sequences=3))
-    world.step()
-    world.step()
-    blocks = [list(part.chunk.blocks) for part in world.plans[-1].decode]
+    harness = SchedulerHarness(speculative=False)
+    harness.scheduler.add(_request(num_prompt=40, num_sequences=3))
+    harness.step()
+    harness.step()
+    blocks = [list(part.chunk.blocks) for part in harness.steps[-1].decode]
     assert len({tuple(each[:2]) for each in blocks}) == 1
     assert len({each[2] for each in blocks}) == 3
-    assert len(world.plans[-1].copies) == 2
-    world.run()
-    assert not any(plan.copies for plan in world.plans[2:])
-    assert world.scheduler.num_blocks_used == 0
+    assert len(harness.steps[-1].copies) == 2
+    harness.run()
+    assert not any(step.copies for step in harness.steps[2:])
+    assert harness.scheduler.num_blocks_used == 0
 
 
 def test_logits_are_wanted_at_a_prompts_end_only_or_everywhere_if_it_is_scored() -> None:
-    world = World()
-    world.scheduler.add(_request("plain", num_prompt=100, max_new_tokens=1))
-    world.run()
-    wanted = [list(part.chunk.logits_at) for plan in world.plans for part in plan.prefill]
+    harness = SchedulerHarness()
+    harness.scheduler.add(_request("plain", num_prompt=100, max_new_tokens=1))
+    harness.run()
+    wanted = [list(part.chunk.logits_at) for step in harness.steps for part in step.prefill]
     assert wanted[:-1] == [[]] * (len(wanted) - 1)
     assert len(wanted[-1]) == 1
-    world.plans.clear()
-    world.scheduler.add(_request("plain", num_prompt=100, prompt_logprobs=0, max_new_tokens=0))
-    world.run()
-    parts = [part for plan in world.plans for part in plan.prefill]
+    harness.steps.clear()
+    harness.scheduler.add(_request("plain", num_prompt=100, prompt_logprobs=0, max_new_tokens=0))
+    harness.run()
+    parts = [part for step in harness.steps for part in step.prefill]
     assert parts[0].chunk.start == 0, "nothing comes from the cache"
     assert [len(part.chunk.logits_at) for part in parts] == [len(part.chunk.ids) for part in parts]
     assert max(len(part.chunk.ids) for part in parts) <= 64
-    assert world.finished["plain", 0] == "length"
+    assert harness.finished["plain", 0] == "length"
 
 
 def test_request_that_needs_much_is_overtaken_by_little() -> None:
-    world = World(max_num_seqs=2)
-    world.scheduler.add(_request("one", max_new_tokens=100))
-    world.step()
-    world.scheduler.add(_request("two", num_sequences=2, num_prompt=100))
+    harness = SchedulerHarness(max_num_seqs=2)
+    harness.scheduler.add(_request("one", max_new_tokens=100))
+    harness.step()
+    harness.scheduler.add(_request("two", num_sequences=2, num_prompt=100))
     for number in range(20):
-        world.scheduler.add(_request(f"late {number}"))
-    world.run()
-    starts = world.starts()
+        harness.scheduler.add(_request(f"late {number}"))
+    harness.run()
+    starts = harness.starts()
     assert 1 < starts.index("two") < 6, "its own cost is that of three others"
 
 
 @pytest.mark.parametrize("num_new", [20, 60])
 def test_request_starts_when_there_are_blocks_for_its_prompt(num_new: int) -> None:
-    world = World(num_blocks=8)
-    world.scheduler.add(_request("one", num_prompt=60, max_new_tokens=20))
-    world.step()
-    world.scheduler.add(_request("two", num_prompt=60, max_new_tokens=num_new))
-    world.step()
-    assert world.starts() == ["one"]
-    world.run()
-    assert world.starts() == ["one", "two"]
+    harness = SchedulerHarness(num_blocks=8)
+    harness.scheduler.add(_request("one", num_prompt=60, max_new_tokens=20))
+    harness.step()
+    harness.scheduler.add(_request("two", num_prompt=60, max_new_tokens=num_new))
+    harness.step()
+    assert harness.starts() == ["one"]
+    harness.run()
+    assert harness.starts() == ["one", "two"]
 
 
-def test_youngest_is_set_back_and_the_oldest_never() -> None:
-    world = World(num_blocks=8, speculative=False)
+def test_youngest_is_preempted_and_the_oldest_never() -> None:
+    harness = SchedulerHarness(num_blocks=8, speculative=False)
     for name in ("old", "young"):
-        world.scheduler.add(_request(name, num_prompt=30, max_new_tokens=90))
-    world.run()
-    assert world.scheduler.num_preempted >= 1
-    assert list(world.finished) == [("old", 0), ("young", 0)]
-    assert world.starts() == ["old", "young"], "each is told once"
-    old = [plan for plan in world.plans for p in plan.chunks if p.group.request_id == "old"]
+        harness.scheduler.add(_request(name, num_prompt=30, max_new_tokens=90))
+    harness.run()
+    assert harness.scheduler.num_preempted >= 1
+    assert list(harness.finished) == [("old", 0), ("young", 0)]
+    assert harness.starts() == ["old", "young"], "each is told once"
+    old = [step for step in harness.steps for p in step.chunks if p.group.request_id == "old"]
     assert len(old) == 90, "not one step without it"
 
 
 def test_preempted_requests_wait_before_all_others_the_oldest_first() -> None:
-    world = World(max_num_seqs=8, num_blocks=12, block_size=4, speculative=False)
+    harness = SchedulerHarness(max_num_seqs=8, num_blocks=12, block_size=4, speculative=False)
     for name in "abcdef":
-        world.scheduler.add(_request(name, num_prompt=8, max_new_tokens=30))
+        harness.scheduler.add(_request(name, num_prompt=8, max_new_tokens=30))
     most = 0
-    while not world.scheduler.is_empty:
-        running = world.scheduler.groups(RUNNING)
-        world.step()
-        preempted = [group for group in running if group in world.scheduler.groups(PREEMPTED)]
-        waiting = world.scheduler.waiting()
+    while not harness.scheduler.is_empty:
+        running = harness.scheduler.groups(RUNNING)
+        harness.step()
+        preempted = [group for group in running if group in harness.scheduler.groups(PREEMPTED)]
+        waiting = harness.scheduler.waiting()
         assert waiting[: len(preempted)] == preempted
         statuses = [group.status for group in waiting]
         assert statuses == sorted(statuses, key=[PREEMPTED, WAITING].index)
@@ -195,82 +195,82 @@ def test_request_that_never_fits_is_our_bug_and_limits_say_so() -> None:
 
 
 @pytest.mark.parametrize(("stop", "reason"), [(99, "length"), (6, "stop")])
-def test_right_guesses_save_steps_and_change_nothing(stop: int, reason: str) -> None:
-    said: dict[bool, list[int]] = {}
+def test_accepted_draft_tokens_save_steps_and_change_nothing(stop: int, reason: str) -> None:
+    tokens: dict[bool, list[int]] = {}
     for speculative in (True, False):
-        world = World(speculative=speculative)
+        harness = SchedulerHarness(speculative=speculative)
         prompt = (90, *range(20), 91)  # the answer will be 0, 1, 2 ...
         fields: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": frozenset({stop})}
-        world.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
-        said[speculative] = []
-        while (outcome := world.step()) is not None:
-            said[speculative] += [
-                each.token_id for each in outcome.events if isinstance(each, TokenEvent)
+        harness.scheduler.add(Request(request_id="r", prompt_ids=prompt, **fields))
+        tokens[speculative] = []
+        while (output := harness.step()) is not None:
+            tokens[speculative] += [
+                each.token_id for each in output.events if isinstance(each, TokenEvent)
             ]
-            (*sequences,) = (one for each in world.scheduler.groups() for one in each.sequences)
+            (*sequences,) = (one for each in harness.scheduler.groups() for one in each.sequences)
             assert all(each.num_computed == each.num_tokens - 1 for each in sequences)
-        assert world.finished["r", 0] == reason
-        num_asked = [len(part.chunk.ids) for plan in world.plans for part in plan.decode]
+        assert harness.finished["r", 0] == reason
+        num_asked = [len(part.chunk.ids) for step in harness.steps for part in step.decode]
         assert (max(num_asked) > 1) == speculative
-        assert (len(world.plans) < len(said[speculative])) == speculative
-    assert said[True] == said[False] == list(range(min(12, stop + 1)))
+        assert (len(harness.steps) < len(tokens[speculative])) == speculative
+    assert tokens[True] == tokens[False] == list(range(min(12, stop + 1)))
 
 
-def test_wrong_guesses_are_forgotten() -> None:
-    world = World()
+def test_rejected_draft_tokens_are_forgotten() -> None:
+    harness = SchedulerHarness()
     prompt = (90, 0, 1, 2, 55, 56, 57, 91)
-    world.scheduler.add(Request(request_id="r", prompt_ids=prompt, max_new_tokens=30))
-    said = []
-    while (outcome := world.step()) is not None:
-        said += [each.token_id for each in outcome.events if isinstance(each, TokenEvent)]
-    assert said == list(range(30))
-    guessed = [tuple(part.draft) for plan in world.plans for part in plan.decode]
-    assert any(guessed)
-    assert sum(map(bool, guessed)) < 3
+    harness.scheduler.add(Request(request_id="r", prompt_ids=prompt, max_new_tokens=30))
+    tokens = []
+    while (output := harness.step()) is not None:
+        tokens += [each.token_id for each in output.events if isinstance(each, TokenEvent)]
+    assert tokens == list(range(30))
+    drafted = [tuple(part.draft) for step in harness.steps for part in step.decode]
+    assert any(drafted)
+    assert sum(map(bool, drafted)) < 3
 
 
-def test_request_removed_while_its_prompt_is_read_gives_its_blocks_back() -> None:
-    world = World(max_num_seqs=1)
-    world.scheduler.add(_request("gone", num_prompt=100))
-    world.step()
-    assert world.scheduler.num_blocks_used
-    (group,) = world.scheduler.groups(RUNNING)
-    world.scheduler.remove(group, SequenceStatus.FINISHED_CANCELLED)
-    assert world.scheduler.num_blocks_used == world.scheduler.num_seqs == 0
-    assert world.step() is None
+def test_request_removed_while_its_prompt_is_prefilled_gives_its_blocks_back() -> None:
+    harness = SchedulerHarness(max_num_seqs=1)
+    harness.scheduler.add(_request("gone", num_prompt=100))
+    harness.step()
+    assert harness.scheduler.num_blocks_used
+    (group,) = harness.scheduler.groups(RUNNING)
+    harness.scheduler.remove(group, SequenceStatus.FINISHED_CANCELLED)
+    assert harness.scheduler.num_blocks_used == harness.scheduler.num_seqs == 0
+    assert harness.step() is None
 
 
-def test_set_back_text_that_is_wholly_known_runs_on_though_nobody_else_runs() -> None:
-    world = World(num_blocks=10, block_size=4, context=40)
-    world.scheduler.add(_request("old", num_prompt=6, max_new_tokens=18))
-    world.step()
+def test_preempted_text_that_is_wholly_known_runs_on_though_nobody_else_runs() -> None:
+    harness = SchedulerHarness(num_blocks=10, block_size=4, context=40)
+    harness.scheduler.add(_request("old", num_prompt=6, max_new_tokens=18))
+    harness.step()
     twin = _request("first", num_prompt=6, max_new_tokens=30)
-    world.scheduler.add(twin)
+    harness.scheduler.add(twin)
     for _ in range(5):
-        world.step()
+        harness.step()
     # It is set back; the first twin writes the same blocks, and then nobody is left but it.
-    world.scheduler.add(_request("second", prompt_ids=twin.prompt_ids, max_new_tokens=30))
-    world.run()
-    assert world.scheduler.num_preempted >= 1
-    assert set(world.finished) == {("old", 0), ("first", 0), ("second", 0)}
+    harness.scheduler.add(_request("second", prompt_ids=twin.prompt_ids, max_new_tokens=30))
+    harness.run()
+    assert harness.scheduler.num_preempted >= 1
+    assert set(harness.finished) == {("old", 0), ("first", 0), ("second", 0)}
 
 
 @pytest.mark.parametrize("num_prompt", range(1, 9))
-def test_step_that_should_be_the_rows_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
+def test_step_that_should_be_a_decode_alone_and_finds_no_block_is_given_up(num_prompt: int) -> None:
     # The long prompt may set the row back that takes its blocks, but not while it has to pause.
-    world = World(num_blocks=32, block_size=4, speculative=False, max_prefill_tokens=4)
-    world.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
-    world.step()
-    world.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
+    harness = SchedulerHarness(num_blocks=32, block_size=4, speculative=False, max_prefill_tokens=4)
+    harness.scheduler.add(_request("long", num_prompt=112, max_new_tokens=1))
+    harness.step()
+    harness.scheduler.add(_request("row", num_prompt=num_prompt, max_new_tokens=60))
     for _ in range(200):
-        if world.step() is not None:
-            world.scheduler.observe(world.plans[-1], 0.02)
-    assert set(world.finished) == {("long", 0), ("row", 0)}
+        if harness.step() is not None:
+            harness.scheduler.observe(harness.steps[-1], 0.02)
+    assert set(harness.finished) == {("long", 0), ("row", 0)}
 
 
-def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
-    world = World(num_blocks=36, block_size=4, speculative=False, prefix_caching=False)
-    scheduler, overtaken = world.scheduler, 0
+def test_request_that_is_preempted_again_and_again_is_overtaken_by_its_own_cost_at_most() -> None:
+    harness = SchedulerHarness(num_blocks=36, block_size=4, speculative=False, prefix_caching=False)
+    scheduler, overtaken = harness.scheduler, 0
     big = _request("big", num_prompt=60, max_new_tokens=28, owner="big")
     for number in range(600):
         for place in range(scheduler.num_waiting, 3):
@@ -279,10 +279,10 @@ def test_request_that_is_set_back_again_and_again_is_overtaken_by_its_own_cost_a
         if number == 10:
             scheduler.add(big)
         waiting = scheduler.waiting()
-        world.step()
+        harness.step()
         running = scheduler.groups(RUNNING)
         if waiting[0].request is big and waiting[0] not in running:
             overtaken += sum(cost(each.request) for each in waiting if each in running)
         assert overtaken <= cost(big)
     assert scheduler.num_preempted >= 1
-    assert ("big", 0) in world.finished
+    assert ("big", 0) in harness.finished

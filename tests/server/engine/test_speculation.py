@@ -5,18 +5,18 @@ import random
 from quill.server.engine.speculation import MAX_DRAFT, RETRY, PromptLookup
 
 
-def test_what_followed_the_longest_match_is_guessed() -> None:
+def test_what_followed_the_longest_match_is_drafted() -> None:
     text = [1, 2, 3, 4, 5, 90, 91, 0, 2, 3, 4, 5, 80, 81, 0, 1, 2, 3, 4, 5]
     assert PromptLookup(text).draft(2, 0.1) == [90, 91]
 
 
-def test_text_without_repetitions_is_not_guessed() -> None:
+def test_text_without_repetitions_is_not_drafted() -> None:
     assert PromptLookup([1, 2, 3, 4, 1, 2, 5, 6, 1, 2]).draft(8, 0.0) == []
     assert PromptLookup([]).draft(8, 0.0) == []
     assert PromptLookup([1]).draft(8, 0.0) == []
 
 
-def test_text_that_goes_round_is_guessed_beyond_its_end() -> None:
+def test_text_that_goes_round_is_drafted_beyond_its_end() -> None:
     assert PromptLookup([7, 1, 2, 1, 2, 1, 2, 1]).draft(8, 0.0) == [2, 1] * 4
     assert PromptLookup([5, 5, 5, 5]).draft(3, 0.0) == [5, 5, 5]
 
@@ -28,7 +28,7 @@ def test_tokens_that_come_later_are_indexed_too() -> None:
     assert lookup.draft(2, 0.0) == [4, 5]
 
 
-def test_fewer_are_guessed_where_guesses_cost_more() -> None:
+def test_fewer_are_drafted_where_draft_tokens_cost_more() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 2)
     lengths = [len(lookup.draft(8, rate)) for rate in (0.0, 0.1, 0.4, 0.9)]
     assert lengths == sorted(lengths, reverse=True)
@@ -36,7 +36,7 @@ def test_fewer_are_guessed_where_guesses_cost_more() -> None:
     assert lengths[-1] == 0
 
 
-def test_row_whose_guesses_are_wrong_is_left_in_peace_and_tried_now_and_then() -> None:
+def test_sequence_whose_drafts_are_rejected_is_left_in_peace_and_tried_now_and_then() -> None:
     rng = random.Random(1)
     lookup = PromptLookup([0, 1, 2] * 4)
     num_steps = num_draft_tokens = 0
@@ -51,7 +51,7 @@ def test_row_whose_guesses_are_wrong_is_left_in_peace_and_tried_now_and_then() -
     assert 1 < num_draft_tokens < 30 + num_steps / RETRY
 
 
-def test_row_whose_guesses_are_right_is_trusted_more_and_more() -> None:
+def test_sequence_whose_drafts_are_accepted_is_trusted_more_and_more() -> None:
     lookup = PromptLookup([0, 1, 2, 3, 4] * 2)
     for _ in range(30):
         found = lookup.draft(8, 0.3)

@@ -40,7 +40,7 @@ def test_cost_of_tokens_and_of_what_comes_before_them_is_learnt(noise: float) ->
         assert budget.cost_s(num, past) == pytest.approx(0.03, rel=0.15)
 
 
-def test_prompts_may_take_as_long_as_rows_and_a_little_where_these_are_quick() -> None:
+def test_prompts_may_take_as_long_as_a_decode_and_a_little_where_these_are_quick() -> None:
     assert _taught(0.05, 0.001, 0).prefill_s(8, 1) == pytest.approx(STALL * 0.05, rel=0.1)
     assert _taught(0.002, 0.001, 0).prefill_s(8, 1) == MIN_STALL_S
     assert _taught(0.002, 0.001, 0).prefill_s(8, 2) == QUEUE_STALL_S, "a crowd isn't kept out"
@@ -56,7 +56,7 @@ def test_one_slow_step_is_noise_and_a_slow_machine_is_not() -> None:
     assert budget.cost_s(30, 0) == pytest.approx(0.5, rel=0.2)
 
 
-def test_rows_are_alone_now_and_then_so_that_their_time_is_known() -> None:
+def test_decodes_are_alone_now_and_then_so_that_their_time_is_known() -> None:
     budget = StepBudget()
     for _ in range(PROBE):
         assert budget.prefill_s(8, 1) > 0
@@ -71,7 +71,7 @@ def _step_s(num_tokens: int) -> float:
     return 0.0037 + 0.0007 * num_tokens
 
 
-def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
+def test_draft_token_has_to_be_likelier_the_more_sequences_wait_for_it() -> None:
     budget = _taught(_step_s(8), 0.0007, 0)
     for num_rows, gain in (
         (1, 1.0),
@@ -86,7 +86,7 @@ def test_guess_has_to_be_likelier_the_more_rows_wait_for_it() -> None:
     assert budget.min_acceptance(8) == pytest.approx(expected, rel=0.1), "what it really costs"
 
 
-def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() -> None:
+def test_cost_of_a_draft_token_is_known_while_sequences_leave_and_all_steps_have_drafts() -> None:
     """Steps become shorter then, and that isn't because guesses cost nothing."""
     budget, rng = StepBudget(), random.Random(2)
     for num_rows in range(32, 0, -1):
@@ -102,7 +102,7 @@ def test_cost_of_a_guess_is_known_while_rows_leave_and_all_steps_have_guesses() 
             assert rate == pytest.approx(expected, rel=0.4)
 
 
-def test_forms_make_others_wait_for_a_tenth_of_a_step_and_no_longer() -> None:
+def test_jump_forward_tokens_make_others_wait_for_a_tenth_of_a_step_and_no_longer() -> None:
     budget = StepBudget()
     for num_rows in [1, 8, 32] * 20:
         budget.observe(_step_s(num_rows), num_rows, 0, [])

@@ -154,7 +154,7 @@ def test_owners_share_the_time_whoever_sends_more_prompts() -> None:
     assert not [name for name in place.tokens_s if name.startswith("first")]
 
 
-def test_long_prompt_is_read_although_short_ones_never_end() -> None:
+def test_long_prompt_is_prefilled_although_short_ones_never_end() -> None:
     place = Place()
     place.ask("long", 4000)
     number = 0
@@ -168,7 +168,7 @@ def test_long_prompt_is_read_although_short_ones_never_end() -> None:
     assert place.tokens_s["long"][0] < 64 * 4000 * (TOKEN_S + PAST_S * 2000), "its share"
 
 
-def test_crowd_without_a_common_beginning_is_served_at_the_pace_of_its_prompts() -> None:
+def test_batch_without_a_common_prefix_is_served_at_the_pace_of_its_prompts() -> None:
     place = Place()
     for number in range(32):
         place.ask(str(number), 70, num_tokens=64)
@@ -177,7 +177,7 @@ def test_crowd_without_a_common_beginning_is_served_at_the_pace_of_its_prompts()
     assert waits[-1] < 2.5 * 32 * 70 * TOKEN_S
 
 
-def test_shared_beginning_is_read_once_and_then_each_first_token_is_near() -> None:
+def test_shared_prefix_is_read_once_and_then_each_first_token_is_near() -> None:
     place = Place()
     beginning = tuple(range(1000))
     for number in range(64):
@@ -204,7 +204,9 @@ def test_two_hundred_streams_run_where_a_few_long_ones_fit() -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_row_that_repeats_its_prompt_is_faster_and_others_are_not_slower(is_known: bool) -> None:
+def test_sequence_that_repeats_its_prompt_is_faster_and_slows_no_other(
+    is_known: bool,
+) -> None:
     """One in twenty tokens of the known text is another one."""
     text = [7 * i * i % 997 for i in range(400)]
     said = [

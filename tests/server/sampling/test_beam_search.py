@@ -120,7 +120,7 @@ def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(4, 7), st.integers(24, 40), st.booleans())
-def test_any_crowd_with_beams_gets_the_oracles_answers(
+def test_any_batch_with_beams_gets_the_oracles_answers(
     data: st.DataObject, max_num_seqs: int, num_blocks: int, translates: bool
 ) -> None:
     engine = Engine(
@@ -151,7 +151,7 @@ def test_any_crowd_with_beams_gets_the_oracles_answers(
 
 @pytest.mark.parametrize("precision", SERVED)
 @pytest.mark.parametrize("family", ["causal", "seq2seq"])
-def test_beams_in_a_crowd_are_those_of_the_reference_and_of_the_request_alone(
+def test_beams_in_batch_are_those_of_the_reference_and_of_the_request_alone(
     tiny_bundle: TinyBundle, tiny_translator: TinyBundle, family: str, precision: str
 ) -> None:
     bundle = tiny_bundle if family == "causal" else tiny_translator
@@ -224,7 +224,7 @@ def _engine(max_num_seqs: int = 4, session: FakeSession | None = None) -> Engine
     return Engine(session or FakeSession(NUM_BLOCKS), limits, clock=lambda: 5.0)
 
 
-def test_search_that_is_ended_has_no_answer_and_frees_its_rows() -> None:
+def test_search_that_is_ended_has_no_answer_and_frees_its_sequences() -> None:
     engine, results = _engine(), Results()
     engine.submit(_searching(request_id="gone"), 0.0)
     engine.submit(_searching(request_id="late", deadline_s=5.0), 0.0)

@@ -18,8 +18,7 @@ from quill.model.randomness import uniform
 from quill.model.reference import sampling as reference
 from quill.server.request import SamplingParams
 from quill.server.sampling import native, sampler
-from quill.server.sampling.penalties import Adjustments
-from quill.server.sampling.sampler import SamplerInput, sample
+from quill.server.sampling.sampler import Adjustments, SamplerInput, sample
 
 pytestmark = pytest.mark.portable
 
@@ -178,7 +177,7 @@ def test_ties_of_all_tokens_are_broken_as_the_reference_does(
     assert fast(logits_RV, some) == slow(logits_RV, some)
 
 
-def test_row_chooses_the_same_in_any_batch() -> None:
+def test_sequence_chooses_the_same_in_any_batch() -> None:
     rng = np.random.default_rng(1)
     logits_RV = (rng.normal(size=(8, 3000)) * 3).astype(np.float32)
     some = [
@@ -276,7 +275,7 @@ def test_the_only_token_that_may_be_chosen_is(
     assert sample(logits_RV, [_draw(nothing, 5000)] * 3).not_finite == {1}
 
 
-def test_draws_may_share_a_row_and_leave_it_as_it_was() -> None:
+def test_samples_may_share_logits_and_leave_it_as_it_was() -> None:
     logits_RV = np.random.default_rng(3).normal(size=(3, 4000)).astype(np.float32)
     before = logits_RV.copy()
     some = [Row({"repetition_penalty": 2.0}, seed, (seed, 7)) for seed in range(5)]
@@ -325,7 +324,7 @@ def test_all_kernels_give_the_same_tokens_and_the_same_totals() -> None:
     assert said[0] == said[1] == said[2]
 
 
-def test_typical_rows_are_rarely_drawn_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typical_tokens_are_rarely_sampled_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     exact: list[object] = []
 
     def counted(*arguments: Any) -> int:
