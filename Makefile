@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-fast test-portable test-page test-clients test-cluster check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-page test-clients test-cluster test-newest check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-page  the page at / in Chromium, where there is one"
 	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
 	@echo "make test-cluster  two replicas on Ray, on this machine (installs it; minutes; QUILL_CLUSTER_BUNDLE=... for another bundle)"
+	@echo "make test-newest  tests that touch grpcio, h11, ONNX Runtime and Ray, with PyPI's newest (installs them beside)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
 	@echo "make check   ruff, mypy strict, generated code up to date"
@@ -109,6 +110,9 @@ $(VENV)/cluster: $(VENV)/dev constraints-cluster.txt
 test-cluster: $(VENV)/cluster compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/server/cluster
 
+test-newest: $(VENV)/dev compiled
+	$(BIN)/python -m tests.newest
+
 # As processors that aren't here: one with AVX2 and no AVX-512, one without any AVX. Each takes a core.
 CPUS ?= Haswell Nehalem
 PORTABLE := $(CPUS:%=portable-%)
@@ -142,7 +146,7 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m quill.protos.generate --check
-	$(BIN)/python -m quill.server.client.generate_sync --check
+	$(BIN)/python -m quill.server.client.generate --check
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

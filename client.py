@@ -6,11 +6,12 @@ It needs grpcio and protobuf, nothing else.
 
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
-from quill.server.client.batch.answering import answer_lines
 from quill.server.client.errors import CallError
-from quill.server.client.requests import EmbedOptions, Options
+from quill.server.client.options import EmbedOptions
+from quill.server.client.requests import Options
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
+from quill.server.client.tools.batch import answer_lines
 
 __all__ = [
     "Access",

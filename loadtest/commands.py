@@ -6,7 +6,7 @@ Each subcommand names the function that does the work as `module:function`.
 
 from quill.loadtest.bench.options import add_bench
 from quill.loadtest.run.options import add_loadtest
-from quill.server.cli.argument_types import Subparsers
+from quill.server.cli.arguments import Subparsers
 
 
 def register(subparsers: Subparsers) -> None:

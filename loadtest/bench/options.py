@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quill.server.cli.argument_types import Subparsers, address, positive
+from quill.server.cli.arguments import Subparsers, address, positive
 
 
 def natural(text: str) -> int:

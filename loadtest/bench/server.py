@@ -39,7 +39,7 @@ from quill.loadtest.bench.report import (
 )
 from quill.loadtest.errors import OptionError
 from quill.loadtest.protocols.names import PROTOCOLS, TITLES
-from quill.server.loading.graph_choice import choose_graphs
+from quill.server.loading.choices import choose_graphs
 
 PROMPT_LENGTHS = (16, 128)
 NUM_LENGTHS = 64  # between the two

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from quill.loadtest.errors import OptionError
 from quill.loadtest.protocols.names import PROTOCOLS, ProtocolName
-from quill.server.cli.access_options import add_proof
-from quill.server.cli.argument_types import address, addresses
+from quill.server.cli.arguments import add_access, address, addresses
 from quill.server.client.target import is_multiple
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="of the load (default grpc)")  # fmt: skip
     add("--http", type=address, metavar="HOST:PORT",
         help="of --address, for --protocol http (default: the port after the next)")  # fmt: skip
-    add_proof(parser)
+    add_access(parser)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Every door: gRPC, health, the metrics page."""
+"""The gRPC frontend: services, health, the metrics page."""

@@ -19,7 +19,7 @@ from quill.server.api.grpc_calls import KSERVE
 from quill.server.api.interceptor import Interceptor
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.api.unknown_methods import make_unknown_methods_server
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.auth.tls import server_credentials
 from quill.server.errors import StartError
 from quill.server.frontend.call import Calls

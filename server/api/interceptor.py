@@ -16,7 +16,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
 from quill.server.api.grpc_calls import CallerContext, Context, answering, frontend_of, grpc_status
 from quill.server.auth.caller import Caller
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.frontend.call import Calls, Frontend, RequestContext
 

@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from quill.server.addresses import write_address
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.auth.tls import http_context
 from quill.server.errors import RequestError, StartError
 from quill.server.settings import TlsFiles

@@ -1,13 +1,14 @@
-"""A gRPC server that no name of a method can bring down.
+"""Patch of grpcio: a server that no method name can bring down.
 
-Knows: the parts of grpc.aio 1.85 that take calls in. Does not know: what the server offers.
+Knows: the private parts of grpc.aio 1.85 that accept calls. Does not know: what the server offers.
 
-grpc.aio reads the name of a method that isn't registered as UTF-8 inside the loop that takes in all
-calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls:
-anybody who can connect can do that, with or without a key. All our methods are registered, so calls
-of others are taken in here instead: their names aren't read, and they are told UNIMPLEMENTED.
-`tests/server/end_to_end/test_fuzz.py` sends such a path, and fails where another grpcio needs
-another cure.
+Why: grpc.aio decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
+calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls;
+whoever can connect can do that, with or without a key. A generic handler, the public way to handle
+unknown methods, is asked only after that decoding. All our methods are registered, so calls of
+others are accepted here instead: their names aren't decoded, and they end with UNIMPLEMENTED.
+When it can go: when the path that tests/server/end_to_end/test_fuzz.py sends gets UNIMPLEMENTED
+from a plain `grpc.aio.server()`. The same test fails where another grpcio needs another patch.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
         return self._own_loop.create_task(self._refuse_unknown())
 
     async def _refuse_unknown(self) -> None:
-        """Until the server stops, which `_request_call` tells by an exception for grpc's loop."""
+        """Until the server stops: then `_request_call` raises what grpc's loop expects."""
         nothing, loop = _core._MethodResolver([], {}), self._own_loop
         while True:
             state = await self._request_call()

@@ -1,6 +1,6 @@
-"""API keys on disk. The file holds hashes: whoever reads it can't call with what it says.
+"""API keys: a file of hashes, and whose key a call came with.
 
-Knows: the file's format, how a key is made. Does not know: calls, limits at work.
+Knows: the file's format, headers, revocation. Does not know: gRPC, HTTP, how limits work.
 
 A key is 32 random bytes. Nobody guesses one, however fast a hash is, so a plain SHA-256 is as good
 as a slow hash here, and costs a call microseconds.
@@ -8,21 +8,25 @@ as a slow hash here, and costs a call microseconds.
 
 import fcntl
 import hashlib
+import hmac
 import json
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quill.server.errors import ServerError
+from quill.server.auth.caller import Caller
+from quill.server.auth.watched_file import Watched
+from quill.server.errors import RevokedError, ServerError, UnauthenticatedError
 
 FORMAT = 1
+MAX_SECRET = 512  # characters; ours have 49
 LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute", "max_prompt_tokens")
 _PREFIX = "quill-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -170,3 +174,38 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+class Keyring:
+    """The keys of a file, as they are now. Any thread may call it."""
+
+    def __init__(self, path: Path) -> None:
+        self._keys = Watched([path], lambda: read_keys(path))
+
+    def identify(self, headers: Sequence[str]) -> Caller:
+        """`headers`: all values of `authorization`."""
+        found = _find(self._keys.get(), digest(_secret(headers)))
+        if found is None:
+            raise UnauthenticatedError("this API key isn't known here")
+        if found.revoked:
+            raise RevokedError(f"the API key {found.name} was revoked. Ask for a new one")
+        return Caller(**{each.name: getattr(found, each.name) for each in fields(Caller)})
+
+
+def _secret(headers: Sequence[str]) -> str:
+    scheme, _, secret = (headers[0] if len(headers) == 1 else "").partition(" ")
+    if scheme.lower() != "bearer" or not 0 < len(secret) <= MAX_SECRET:
+        raise UnauthenticatedError(
+            "this server wants an API key: give Quill's commands --api-key-file, or send the "
+            "header `authorization: Bearer KEY`, once"
+        )
+    return secret
+
+
+def _find(keys: Sequence[ApiKey], sha256: str) -> ApiKey | None:
+    """Looks at all keys in full, so that the time it takes says nothing about any."""
+    found = None
+    for key in keys:
+        if hmac.compare_digest(key.sha256, sha256):
+            found = key
+    return found

@@ -1,1 +1,1 @@
-"""What a person types. Options import no grpc."""
+"""The command line. Modules that declare arguments import no grpc."""

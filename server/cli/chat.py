@@ -1,16 +1,17 @@
-"""`quill chat`: a conversation at the terminal.
+"""`quill chat`: a conversation in the terminal, with tool calls that the user confirms.
 
-Knows: turns, what a person types, who must be asked. Does not know: templates, tokens.
+Knows: turns, what a user types. Does not know: templates, tokens.
 """
 
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from quill.protos import generation_pb2 as pb
-from quill.server.cli.generate import _options
+from quill.server.cli.client_commands import CHAT_SAMPLING
+from quill.server.cli.generate import read_options
 from quill.server.cli.local_tools import LocalTool, load_tools
 from quill.server.client.access import read_access
 from quill.server.client.errors import CallError
@@ -20,16 +21,10 @@ from quill.server.errors import ServerError
 
 Message = Mapping[str, Any]
 CALL = "/call"
-MAX_ROUNDS = 8  # of calls, before the person has a word again
+MAX_ROUNDS = 8  # of tool calls in one turn
 
 
 def chat(args: argparse.Namespace) -> None:
-    unshown = (args.num_sequences, args.logprobs, args.prompt_logprobs, args.echo or None)
-    if any(value is not None for value in unshown):
-        raise ServerError(
-            "a chat shows one plain answer: leave out --num-sequences, --logprobs, "
-            "--prompt-logprobs and --echo, or use `quill generate --chat`"
-        )
     tools = {} if args.tools is None else load_tools(args.tools)
     history: list[Message] = []
     if args.system:
@@ -38,120 +33,118 @@ def chat(args: argparse.Namespace) -> None:
         model = client.model()
         if not model.chat_template:
             raise ServerError(f"{model.name} has no chat template. Use `quill generate`")
-        options = with_chat_defaults(_options(args), args.chat_sampling, model)
+        options = with_chat_defaults(read_options(args), model)
         print(f"Talking with {model.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
         if tools:
             options["tools"] = [tool.json for tool in tools.values()]
             print(_about(tools, model))
-        talk = _Talk(
+        conversation = _Chat(
             client, args.timeout, options, tools, "auto" if model.tool_call_format else "none"
         )
-        while (words := _listen()) is not None:
-            if words:
-                history += talk.turn(history, words)
+        while (text := _read_line()) is not None:
+            if text:
+                history += conversation.turn(history, text)
 
 
-def with_chat_defaults(options: Options, chat_sampling: Options, model: pb.Model) -> Options:
-    """With saner sampling than the wire's, which draws from all tokens: small models babble then.
-
-    The author's own wishes go before, and the person's before those.
-    """
+def with_chat_defaults(options: Options, model: pb.Model) -> Options:
+    """The API's default is to sample from all tokens, which is nonsense with small models. Defaults
+    of the model go first, and the user's options before those."""
     if model.defaults or "num_beams" in options:
         return options
-    return {**chat_sampling, **options}
+    return {**cast("Options", CHAT_SAMPLING), **options}
 
 
 def _about(tools: Iterable[str], model: pb.Model) -> str:
-    said = f"It may ask for {', '.join(tools)}; you are asked before anything runs."
+    about = f"The model may call {', '.join(tools)}; nothing runs before you say yes."
     if model.tool_call_format:
-        return f"{said} {CALL} WORDS makes it ask."
-    return f"{said} Its template knows no tools, so it asks only when you say {CALL} WORDS."
+        return f"{about} {CALL} TEXT requires a call."
+    return f"{about} Its template has no tools, so it calls them only after {CALL} TEXT."
 
 
-def _listen() -> str | None:
-    """What the person types; None at the end of the chat."""
+def _read_line() -> str | None:
+    """What the user types; None at the end of the chat."""
     try:
-        words = input("\n> ").strip()
+        text = input("\n> ").strip()
     except EOFError:
         print()
         return None
     except KeyboardInterrupt:
         print("\n(Ctrl-D, or /quit, ends the chat)")
         return ""
-    return None if words == "/quit" else words
+    return None if text == "/quit" else text
 
 
 @dataclass
-class _Said:
-    """An answer, as far as it came."""
+class _Answer:
+    """An answer, as far as it was received."""
 
     text: str = ""
     calls: dict[int, pb.ToolCall] = field(default_factory=dict)
-    is_whole: bool = False
+    is_complete: bool = False
 
-    def take(self, chunk: pb.GenerateChunk) -> None:
+    def add(self, chunk: pb.GenerateChunk) -> None:
         self.text += chunk.text
-        for piece in chunk.tool_calls:
-            call = self.calls.setdefault(piece.index, pb.ToolCall(id=piece.id, name=piece.name))
-            call.arguments += piece.arguments
-        self.is_whole = chunk.finish_reason == pb.FINISH_REASON_EOS
+        for delta in chunk.tool_calls:
+            call = self.calls.setdefault(delta.index, pb.ToolCall(id=delta.id, name=delta.name))
+            call.arguments += delta.arguments
+        self.is_complete = chunk.finish_reason == pb.FINISH_REASON_EOS
 
     def message(self) -> Message:
-        called = list(self.calls.values()) if self.is_whole else []
-        return {"role": "assistant", "content": self.text, "tool_calls": called}
+        calls = list(self.calls.values()) if self.is_complete else []
+        return {"role": "assistant", "content": self.text, "tool_calls": calls}
 
 
 @dataclass(frozen=True)
-class _Talk:
+class _Chat:
     client: Client
     timeout_s: float | None
     options: Options
     tools: Mapping[str, LocalTool]
-    choice: str  # whether it may ask for a tool when nobody tells it to
+    tool_choice: str  # without /call
 
-    def turn(self, history: Sequence[Message], words: str) -> list[Message]:
-        """What was said: by the person, by the model, and by tools between. Nothing if the server
-        refused."""
-        command, _, rest = words.partition(" ")
+    def turn(self, history: Sequence[Message], text: str) -> list[Message]:
+        """The messages of one turn: the user's, the model's, and tool results between. None if the
+        server rejected it."""
+        command, _, rest = text.partition(" ")
         is_call = bool(self.tools) and command == CALL
-        said: list[Message] = [{"role": "user", "content": rest if is_call else words}]
-        choice = "required" if is_call else self.choice
+        messages: list[Message] = [{"role": "user", "content": rest if is_call else text}]
+        choice = "required" if is_call else self.tool_choice
         for _ in range(MAX_ROUNDS):
-            answer = self._answer([*history, *said], choice)
-            if not answer.text and not (answer.calls and answer.is_whole):
-                return said if len(said) > 1 else []
-            said.append(answer.message())
-            if not answer.calls or not answer.is_whole:
+            answer = self._answer([*history, *messages], choice)
+            if not answer.text and not (answer.calls and answer.is_complete):
+                return messages if len(messages) > 1 else []
+            messages.append(answer.message())
+            if not answer.calls or not answer.is_complete:
                 break
-            said += [self._done(call) for call in answer.calls.values()]
-            choice = self.choice
-        return said
+            messages += [self._call(call) for call in answer.calls.values()]
+            choice = self.tool_choice
+        return messages
 
-    def _answer(self, messages: Sequence[Message], choice: str) -> _Said:
-        """What was said until the end, or until Ctrl-C."""
-        said = _Said()
+    def _answer(self, messages: Sequence[Message], choice: str) -> _Answer:
+        """Until its end, or until Ctrl-C."""
+        answer = _Answer()
         options: Options = {**self.options, "tool_choice": choice} if self.tools else self.options
         chunks = self.client.stream(messages, timeout_s=self.timeout_s, resume=True, **options)
         try:
             for chunk in chunks:
-                said.take(chunk)
+                answer.add(chunk)
                 print(chunk.text, end="", flush=True)
         except KeyboardInterrupt:
             chunks.close()
             print(" [stopped]", end="")
         except CallError as error:
             print(f"[{error}]", end="")
-        if said.calls and not said.is_whole:
-            print("[its call was cut short]", end="")
-        if said.text or not said.is_whole:
+        if answer.calls and not answer.is_complete:
+            print("[the tool call is incomplete]", end="")
+        if answer.text or not answer.is_complete:
             print(flush=True)
-        return said
+        return answer
 
-    def _done(self, call: pb.ToolCall) -> Message:
-        """What came of a call, if the person agreed to it."""
+    def _call(self, call: pb.ToolCall) -> Message:
+        """The result of a tool call, if the user agreed to it."""
         print(f"{call.name}({_shown(call.arguments)})")
-        result = "The person didn't want this to be run."
-        if _agreed("Run it? [y/N] "):
+        result = "The user declined this call."
+        if _confirm("Run it? [y/N] "):
             result = self.tools[call.name].run(call.arguments)
             print(_printable(result))
         return {"role": "tool", "content": result, "tool_call_id": call.id, "name": call.name}
@@ -162,13 +155,13 @@ def _shown(arguments: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Nothing that would make a terminal show something else than what is run."""
+    """With control characters escaped: they could make a terminal show another call."""
     return "".join(
         each if each.isprintable() or each == "\n" else f"\\u{ord(each):04x}" for each in text
     )
 
 
-def _agreed(question: str) -> bool:
+def _confirm(question: str) -> bool:
     try:
         return input(question).strip().lower() in ("y", "yes")
     except (EOFError, KeyboardInterrupt):

@@ -1,11 +1,11 @@
 """The options of `quill cluster`.
 
-Knows: argparse, what a person may choose. Does not know: what comes of it; it imports no Ray.
+Knows: argparse, the options. Does not know: what they do; it imports no Ray.
 """
 
 import argparse
 
-from quill.server.cli.argument_types import (
+from quill.server.cli.arguments import (
     Subparsers,
     port,
     positive,
@@ -32,15 +32,15 @@ def _add_up(actions: Subparsers) -> None:
     parser = actions.add_parser(
         "up",
         help="start Ray and replicas on this machine, until Ctrl-C",
-        description="Starts Ray and replicas on this machine, until Ctrl-C. Then answers that are "
-        "running are finished; a second Ctrl-C ends them.",
+        description="Starts Ray and replicas on this machine, until Ctrl-C. Running calls finish "
+        "first; a second Ctrl-C ends them.",
     )
     _add_plan(parser, threads="default: the cores, shared by the replicas")
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="allow other machines to call: something in front of it ends TLS",
+        help="other machines may call: something in front of it terminates TLS",
     )
     parser.add_argument("--dashboard", action="store_true", help="Ray's, at 127.0.0.1:8265")
     parser.set_defaults(run="quill.server.cluster.commands:up", extra="cluster")
@@ -50,7 +50,7 @@ def _add_config(actions: Subparsers) -> None:
     parser = actions.add_parser(
         "config",
         help="write serve.yaml, for `serve deploy`",
-        description="Writes what `serve deploy` needs on a Ray cluster, every value explained.",
+        description="Writes the file for `serve deploy` on a Ray cluster, with explanations.",
     )
     _add_plan(parser, threads="default 4")
     parser.add_argument("--host", default="0.0.0.0", help="default 0.0.0.0")
@@ -66,9 +66,9 @@ def _add_config(actions: Subparsers) -> None:
 def _add_reload(actions: Subparsers) -> None:
     parser = actions.add_parser(
         "reload",
-        help="put the bundle on disk on duty, replica after replica",
-        description="Reloads all replicas in turn, from a machine of the Ray cluster. From others, "
-        "`quill reload` does the same with an admin's API key.",
+        help="load the bundle on disk, one replica at a time",
+        description="Reloads all replicas, one at a time, from a machine of the Ray cluster. From "
+        "other machines, `quill reload` does the same with an admin's API key.",
     )
     parser.set_defaults(run="quill.server.cluster.commands:reload", extra="cluster")
 
@@ -90,23 +90,23 @@ def _add_plan(parser: argparse.ArgumentParser, threads: str) -> None:
         type=replicas,
         default=(2, 2),
         metavar="N|N..M",
-        help="so many, or as many as the requests need within these bounds (default 2)",
+        help="how many; N..M: as many as the requests need (default 2)",
     )
     parser.add_argument(
         "--target-requests",
         type=positive,
         metavar="N",
-        help="running and waiting in each replica; when there are more, another one is wanted "
-        "(default: 0.7 times --max-num-seqs)",
+        help="running and waiting in each replica; more start another replica (default: 0.7 "
+        "times --max-num-seqs)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=seconds,
         default=600.0,
         metavar="SECONDS",
-        help="replicas that end finish what they have for so long (default 600)",
+        help="how long running calls of a replica that stops may go on (default 600)",
     )
-    parser.add_argument("--port", type=port, default=50051, help="what clients call")
+    parser.add_argument("--port", type=port, default=50051, help="for gRPC (default 50051)")
     metrics = "each replica takes the first free port from it on; 'off': none ('auto': 9464)"
     add_options(
         parser,

@@ -1,4 +1,4 @@
-"""`quill embed --compare`: how alike one word's vectors are across sentences, as a picture.
+"""`quill embed --compare`: a plot of the similarity of one word's embeddings across sentences.
 
 Knows: the client, where a word's tokens are, matplotlib. Does not know: networks, gRPC.
 """
@@ -19,7 +19,7 @@ from quill.server.errors import ServerError
 # N sentences · D model size
 
 # Four with the fruit, and four with the brand.
-# What the word means is said before it: a language model knows nothing of what follows.
+# The context stands before the word: a causal model knows nothing of what follows.
 SENTENCES = (
     "In the garden she picked a ripe red apple.",
     "He peeled the fruit and cut the apple.",
@@ -39,22 +39,22 @@ Similarities = npt.NDArray[np.float64]
 
 def compare(args: argparse.Namespace) -> None:
     if not args.compare.strip():
-        raise ServerError("--compare wants a word, such as apple; this one is empty")
+        raise ServerError("--compare needs a word, such as apple; this one is empty")
     sentences = _sentences(args)
     out: Path = args.out or Path(f"{args.compare}.png")
     if out.suffix.lower() != ".png":
-        raise ServerError(f"the picture is a PNG; {out} should end in .png")
+        raise ServerError(f"the plot is a PNG; {out} should end in .png")
     with Client(args.address, access=read_access(args)) as client:
         inputs = [find_word(client, args.compare, sentence) for sentence in sentences]
         answer = client.embed(inputs, pooling="mean", timeout_s=args.timeout)
-    alike_NN = cosines([list(each.values) for each in answer.embeddings])
-    figure = draw(alike_NN, sentences, f"“{args.compare}” in {answer.model}")
+    similarity_NN = cosines([list(each.values) for each in answer.embeddings])
+    figure = draw(similarity_NN, sentences, f"“{args.compare}” in {answer.model}")
     try:
         figure.savefig(out, dpi=DPI)
     except OSError as error:
-        raise ServerError(f"can't write the picture {out}: {error.strerror}") from error
-    for sentence, alike_N in zip(sentences, alike_NN, strict=True):
-        print(*(f"{each:5.2f}" for each in alike_N), sentence)
+        raise ServerError(f"can't write the plot {out}: {error.strerror}") from error
+    for sentence, similarity_N in zip(sentences, similarity_NN, strict=True):
+        print(*(f"{each:5.2f}" for each in similarity_N), sentence)
     print(f"picture: {out}")
 
 
@@ -68,9 +68,9 @@ def _sentences(args: argparse.Namespace) -> list[str]:
     sentences = [line.strip() for line in given or SENTENCES if line.strip()]
     missing = [line for line in sentences if args.compare.lower() not in line.lower()]
     if missing or len(sentences) < 2:
-        told = f"{missing[0]!r} hasn't" if missing else f"{len(sentences)} isn't enough"
+        problem = f"{missing[0]!r} hasn't" if missing else f"{len(sentences)} isn't enough"
         raise ServerError(
-            f"--compare {args.compare} needs two sentences or more that have the word: {told}. "
+            f"--compare {args.compare} needs two sentences or more that have the word: {problem}. "
             "Give them as TEXTs, or with --sentences FILE"
         )
     return sentences
@@ -79,40 +79,40 @@ def _sentences(args: argparse.Namespace) -> list[str]:
 def find_word(client: Client, word: str, sentence: str) -> pb.EmbedInput:
     """The sentence, and the tokens of it that are the word."""
     ids = client.tokenize(sentence)
-    piece_of = {token: client.detokenize([token]) for token in set(ids)}
-    pieces = [piece_of[token] for token in ids]
-    for start in range(len(pieces)):
-        for stop in range(start + 1, len(pieces) + 1):
-            if pieces[start].startswith(CONTINUES):
+    text_of = {token: client.detokenize([token]) for token in set(ids)}
+    texts = [text_of[token] for token in ids]
+    for start in range(len(texts)):
+        for stop in range(start + 1, len(texts) + 1):
+            if texts[start].startswith(CONTINUES):
                 break
-            text = "".join(piece.removeprefix(CONTINUES) for piece in pieces[start:stop])
+            text = "".join(each.removeprefix(CONTINUES) for each in texts[start:stop])
             if text.strip().lower() == word.lower():
                 tokens, found = pb.TokenIds(ids=ids), pb.TokenRange(start=start, stop=stop)
                 return pb.EmbedInput(token_ids=tokens, range=found)
     raise ServerError(f"{word!r} isn't a word of its own in {sentence!r}")
 
 
-def cosines(vectors: Sequence[Sequence[float]]) -> Similarities:
-    vectors_ND = np.array(vectors, np.float64)
-    vectors_ND /= np.linalg.norm(vectors_ND, axis=1, keepdims=True)
-    alike_NN: Similarities = vectors_ND @ vectors_ND.T
-    return alike_NN
+def cosines(embeddings: Sequence[Sequence[float]]) -> Similarities:
+    embeddings_ND = np.array(embeddings, np.float64)
+    embeddings_ND /= np.linalg.norm(embeddings_ND, axis=1, keepdims=True)
+    similarity_NN: Similarities = embeddings_ND @ embeddings_ND.T
+    return similarity_NN
 
 
-def draw(alike_NN: Similarities, sentences: Sequence[str], title: str) -> Figure:
+def draw(similarity_NN: Similarities, sentences: Sequence[str], title: str) -> Figure:
     num = len(sentences)
     labels = [each if len(each) <= MAX_LABEL else f"{each[: MAX_LABEL - 1]}…" for each in sentences]
     width = 2.5 + 0.08 * max(map(len, labels)) + 0.6 * num
     figure = Figure(figsize=(width, 1.5 + 0.6 * num), layout="constrained")
     axes = figure.subplots()
-    least = float(alike_NN.min())
-    image = axes.imshow(alike_NN, cmap="viridis", vmin=least, vmax=1.0)
-    for row, alike_N in enumerate(alike_NN):
-        for column, each in enumerate(alike_N):
+    least = float(similarity_NN.min())
+    image = axes.imshow(similarity_NN, cmap="viridis", vmin=least, vmax=1.0)
+    for row, similarity_N in enumerate(similarity_NN):
+        for column, each in enumerate(similarity_N):
             colour = "white" if each < (1 + least) / 2 else "black"
             axes.text(column, row, f"{each:.2f}", ha="center", va="center", color=colour, size=8)
     axes.set_yticks(range(num), labels, fontsize=9, parse_math=False)
     axes.set_xticks(range(num), [str(number + 1) for number in range(num)], fontsize=9)
     axes.set_title(title, fontsize=11, parse_math=False)
-    figure.colorbar(image, ax=axes, label="cosine of the word's vectors", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="cosine similarity of the word's embeddings", shrink=0.8)
     return figure

@@ -1,20 +1,23 @@
 """`quill embed` and `quill fill-mask`: an encoder in the terminal.
 
-Knows: terminals, files of vectors, the client. Does not know: gRPC, pictures.
+Knows: terminals, files of embeddings, the client. Does not know: gRPC, plots.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from google.protobuf.json_format import MessageToJson
 
 from quill.protos import generation_pb2 as pb
+from quill.server.cli.arguments import given_fields
 from quill.server.client.access import read_access
-from quill.server.client.requests import EmbedOptions
+from quill.server.client.options import EmbedOptions
 from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError
+from quill.server.fields import EMBED
 
 MAX_INPUTS = 2048  # of a call
 MAX_BYTES = 1 << 21  # of its texts; a server's --max-message-bytes is twice that by default
@@ -28,23 +31,22 @@ def embed(args: argparse.Namespace) -> None:
         compare(args)
         return
     texts = _texts(args.texts)
+    options = cast("EmbedOptions", given_fields(args, EMBED.values()))
     with Client(args.address, access=read_access(args)) as client:
-        answers = [
-            client.embed(some, timeout_s=args.timeout, **_options(args)) for some in _cut(texts)
-        ]
+        answers = [client.embed(some, timeout_s=args.timeout, **options) for some in _split(texts)]
     if args.json:
         for answer in answers:
             print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
         return
-    vectors_ND = np.array(
+    embeddings_ND = np.array(
         [each.values for answer in answers for each in answer.embeddings], np.float32
     )
     if args.out is None:
-        for vector_D in vectors_ND:
-            print(*vector_D)
+        for embedding_D in embeddings_ND:
+            print(*embedding_D)
         return
     try:
-        np.save(args.out, vectors_ND)
+        np.save(args.out, embeddings_ND)
     except OSError as error:
         raise ServerError(f"can't write {args.out}: {error.strerror}") from error
 
@@ -56,8 +58,8 @@ def _texts(given: Sequence[str]) -> list[str]:
     return texts
 
 
-def _cut(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """As many as fit into a call."""
+def _split(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Into as many as fit into a call."""
     start = num_bytes = 0
     for index, text in enumerate(texts):
         num_bytes += len(text.encode(errors="replace"))
@@ -67,19 +69,7 @@ def _cut(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     yield texts[start:]
 
 
-def _options(args: argparse.Namespace) -> EmbedOptions:
-    # What wasn't given is left out: then the model's own default applies.
-    options = EmbedOptions()
-    if args.pooling is not None:
-        options["pooling"] = args.pooling
-    if args.normalize is not None:
-        options["normalize"] = args.normalize
-    if args.dimensions is not None:
-        options["dimensions"] = args.dimensions
-    return options
-
-
-def fill(args: argparse.Namespace) -> None:
+def fill_mask(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.text == "-" else args.text
     with Client(args.address, access=read_access(args)) as client:
         answer = client.fill_mask(text, top_k=args.top_k, timeout_s=args.timeout)

@@ -1,8 +1,8 @@
-"""Functions of a person's own file, for a model to call: `quill chat --tools FILE.py`.
+"""The functions of a user's Python file as tools of a model: `quill chat --tools FILE.py`.
 
 Knows: Python's functions, their type hints as JSON Schema. Does not know: conversations, servers.
 
-Importing the file runs it, as Python does. A function is run by whoever asked the person before.
+Importing the file runs it, as Python does. The caller asks the user before it runs a function.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ class LocalTool:
         return {"name": name, "description": description, "parameters": self.parameters}
 
     def run(self, arguments: str) -> str:
-        """What came of it, for the model to read. A failure is something that came of it."""
+        """The result for the model to read; also an error is one."""
         try:
             result = self.function(**json.loads(arguments))
             return result if isinstance(result, str) else json.dumps(result, default=str)
@@ -63,13 +63,13 @@ def load_tools(path: str) -> dict[str, LocalTool]:
         if each.__name__.isidentifier()  # a lambda's isn't
     ]
     if not functions:
-        raise ServerError(f"{path} has no public function that a model could call")
+        raise ServerError(f"{path} has no public function for the model to call")
     return {each.__name__: LocalTool(each, _parameters(each)) for each in functions}
 
 
 def _import(path: Path) -> types.ModuleType:
     if path.suffix != ".py" or not path.is_file():
-        raise ServerError(f"{path} is no file of Python: give one that ends in .py")
+        raise ServerError(f"{path} isn't a Python file: give one that ends in .py")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     assert spec is not None
     assert spec.loader is not None
@@ -86,17 +86,17 @@ def _import(path: Path) -> types.ModuleType:
 def _parameters(function: Callable[..., Any]) -> Schema:
     where = f"{function.__name__}()"
     if inspect.iscoroutinefunction(function):
-        raise ServerError(f"{where} is async, and tools are called as they are: leave that out")
+        raise ServerError(f"{where} is async, and tools must not be")
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # whatever stands there is evaluated
-        raise ServerError(f"{where} has a type that isn't there: {error}") from error
+        raise ServerError(f"{where} has a type hint that fails: {error}") from error
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ServerError(f"{where} has the parameter {parameter}; each needs its own name")
         if name not in hints:
-            raise ServerError(f"{where} doesn't say the type of {name}: write {name}: str, say")
+            raise ServerError(f"{where} has no type hint for {name}: write {name}: str")
         properties[name] = _schema(hints[name], f"{name} of {where}")
         if parameter.default is parameter.empty:
             required.append(name)

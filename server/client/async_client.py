@@ -19,10 +19,10 @@ from quill.server.client.access import Access, Metadata
 from quill.server.client.async_pool import AsyncEndpointPool
 from quill.server.client.balancer import ServerState
 from quill.server.client.errors import CallError
+from quill.server.client.options import EmbedOptions
 from quill.server.client.pool_state import PickedEndpoint
 from quill.server.client.primitives import ASYNC_CALL_ERRORS, async_read
 from quill.server.client.requests import (
-    EmbedOptions,
     Options,
     Prompt,
     Texts,

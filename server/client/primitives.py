@@ -1,7 +1,7 @@
 """What the two clients don't share: events, background work, reading from a stream.
 
 Knows: asyncio, threads, gRPC's two Python APIs. Does not know: calls, endpoints.
-The async client uses the names that begin with Async or async_; server/client/generate_sync.py
+The async client uses the names that begin with Async or async_; server/client/generate.py
 replaces each by its blocking counterpart here.
 """
 

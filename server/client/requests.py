@@ -8,13 +8,15 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Metadata
 from quill.server.client.errors import CallError
+from quill.server.client.options import EmbedOptions, GenerateOptions
+from quill.server.fields import EARLY_STOPPING, POOLING, TOOL_MODE, Choices
 
 # A text, token ids, or a conversation of {"role": …, "content": …}, with the fields of Message.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
@@ -22,42 +24,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | pb.Message]
 Texts = str | Sequence[str | Sequence[int] | pb.EmbedInput]
 _Response = TypeVar("_Response")
 
-_MODES = {
-    "auto": pb.TOOL_MODE_AUTO,
-    "none": pb.TOOL_MODE_NONE,
-    "required": pb.TOOL_MODE_REQUIRED,
-}
 
+class Options(GenerateOptions, total=False):
+    """As in GenerateRequest, which says what each means and what its default is.
 
-class Options(TypedDict, total=False):
-    """As in GenerateRequest, which says what each means and what it is when it isn't given.
-
-    Tools may be written as {"name": …, "description": …, "parameters": …}, the last one as a dict;
-    a choice among them as "auto", "none", "required" or a tool's name.
+    Tools may be dicts {"name": …, "description": …, "parameters": …}, the last one a dict, too; the
+    tool choice may be "auto", "none", "required" or a tool's name.
     """
 
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    num_sequences: int
-    logprobs: int
-    prompt_logprobs: int
-    echo: bool
-    priority: int
-    num_beams: int
-    length_penalty: float
-    early_stopping: pb.EarlyStopping
     constraint: pb.Constraint
     tools: Sequence[pb.Tool | Mapping[str, Any]]
     tool_choice: pb.ToolChoice | str
@@ -71,6 +45,8 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             fields["tools"] = list(map(_tool, options["tools"]))
         if "tool_choice" in options:
             fields["tool_choice"] = _tool_choice(options["tool_choice"])
+        if "early_stopping" in options:
+            fields["early_stopping"] = _choice(options["early_stopping"], EARLY_STOPPING)
         return pb.GenerateRequest(**_input(prompt), **fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise _unwritable(error) from error
@@ -89,9 +65,19 @@ def _tool(tool: pb.Tool | Mapping[str, Any]) -> pb.Tool:
 def _tool_choice(choice: pb.ToolChoice | str) -> pb.ToolChoice:
     if isinstance(choice, pb.ToolChoice):
         return choice
-    if choice in _MODES:
-        return pb.ToolChoice(mode=_MODES[choice])
+    if choice in TOOL_MODE.values:
+        return pb.ToolChoice(mode=TOOL_MODE.proto_name(choice))
     return pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=[choice])
+
+
+def _choice(value: str | int, choices: Choices) -> str | int:
+    """An enum's value by its name, or as it is."""
+    if not isinstance(value, str):
+        return value
+    name = value.lower()
+    if name not in choices.values:
+        raise ValueError(f"{value!r} isn't known; it must be {' or '.join(choices.values)}")
+    return choices.proto_name(name)
 
 
 def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
@@ -101,27 +87,12 @@ def score_request(text: str | Sequence[int]) -> pb.ScoreRequest:
         raise _unwritable(error) from error
 
 
-POOLINGS = ("mean", "first", "last")
-
-
-class EmbedOptions(TypedDict, total=False):
-    """As in EmbedRequest, but for the pooling's name: "mean", "first" or "last"."""
-
-    pooling: str
-    normalize: bool
-    dimensions: int
-    priority: int
-
-
 def embed_request(inputs: Texts, options: EmbedOptions) -> pb.EmbedRequest:
     texts = [inputs] if isinstance(inputs, str) else inputs
     fields: dict[str, Any] = dict(options)
-    if "pooling" in options:
-        if str(options["pooling"]).lower() not in POOLINGS:
-            wrong = f"pooling is {options['pooling']!r}; it must be {' or '.join(POOLINGS)}"
-            raise _unwritable(ValueError(wrong))
-        fields["pooling"] = f"POOLING_{options['pooling'].upper()}"
     try:
+        if "pooling" in options:
+            fields["pooling"] = _choice(options["pooling"], POOLING)
         return pb.EmbedRequest(inputs=map(_embed_input, texts), **fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise _unwritable(error) from error

@@ -1,4 +1,4 @@
-# Generated from async_client.py by server/client/generate_sync.py: don't edit.
+# Generated from async_client.py by server/client/generate.py: don't edit.
 """The blocking client: `from quill.client import Client`.
 
 Knows: calls, retries. Does not know: terminals, which of several servers gets a call.
@@ -20,10 +20,10 @@ from quill.server.client.access import Access, Metadata
 from quill.server.client.sync_pool import EndpointPool
 from quill.server.client.balancer import ServerState
 from quill.server.client.errors import CallError
+from quill.server.client.options import EmbedOptions
 from quill.server.client.pool_state import PickedEndpoint
 from quill.server.client.primitives import CALL_ERRORS, read
 from quill.server.client.requests import (
-    EmbedOptions,
     Options,
     Prompt,
     Texts,

@@ -1,4 +1,4 @@
-# Generated from async_pool.py by server/client/generate_sync.py: don't edit.
+# Generated from async_pool.py by server/client/generate.py: don't edit.
 """The blocking endpoint pool: channels to the servers behind an address, their health, their DNS name.
 
 Knows: channels, background work. Does not know: calls, retries, which server is best.

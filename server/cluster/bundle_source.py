@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE, File, read_manifest
@@ -32,54 +32,53 @@ def local_bundle(source: str, manifest_sha256: str | None = None) -> Path:
     if "://" not in source:
         directory = Path(source).expanduser()
         if manifest_sha256 is not None:
-            _check_hash(source, _hash_of(directory / MANIFEST_FILE), manifest_sha256)
+            with _reading(source, MANIFEST_FILE):
+                manifest = (directory / MANIFEST_FILE).read_bytes()
+            _check_hash(source, manifest, manifest_sha256)
         return directory
     files, root = _open(source)
-    try:
-        manifest = _read_manifest(files, root)
-    except Exception as error:  # every file system has its own kinds
-        raise StartError(_cant_read(source, f"{root}/{MANIFEST_FILE}", error)) from error
-    sha256 = hashlib.sha256(manifest).hexdigest()
+    path = f"{root}/{MANIFEST_FILE}"
+    with _reading(source, path):
+        manifest = b"".join(_pieces(files, path, MAX_MANIFEST_BYTES))
+        if len(manifest) > MAX_MANIFEST_BYTES:
+            raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
     if manifest_sha256 is not None:
-        _check_hash(source, sha256, manifest_sha256)
-    return _fetched(source, files, root, manifest, sha256)
+        _check_hash(source, manifest, manifest_sha256)
+    return _download(source, files, root, manifest)
 
 
-def _fetched(source: str, files: Any, root: str, manifest: bytes, sha256: str) -> Path:
-    shelf = cache_directory() / "fetched"
-    shelf.mkdir(parents=True, exist_ok=True)
-    place = shelf / sha256
-    with _only_one(shelf / f"{sha256}.lock"):
+def _download(source: str, files: Any, root: str, manifest: bytes) -> Path:
+    sha256 = hashlib.sha256(manifest).hexdigest()
+    downloads = cache_directory() / "fetched"
+    downloads.mkdir(parents=True, exist_ok=True)
+    place, partial = downloads / sha256, downloads / f".fetching-{sha256}"
+    # Several replicas of a machine start at a time: one downloads, the others wait.
+    with (downloads / f"{sha256}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if place.is_dir():
             return place
-        beside = shelf / f".fetching-{sha256}"
-        shutil.rmtree(beside, ignore_errors=True)  # a killed process's: the lock is ours
-        beside.mkdir(0o700)
+        shutil.rmtree(partial, ignore_errors=True)  # a killed process's: the lock is ours
+        partial.mkdir(0o700)
         try:
-            (beside / MANIFEST_FILE).write_bytes(manifest)
-            for file in read_manifest(beside).files:
-                _fetch(source, files, f"{root}/{file.name}", beside / file.name, file)
-            beside.chmod(0o755)
-            beside.rename(place)
+            (partial / MANIFEST_FILE).write_bytes(manifest)
+            for file in read_manifest(partial).files:
+                _download_file(source, files, f"{root}/{file.name}", partial / file.name, file)
+            partial.chmod(0o755)
+            partial.rename(place)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return place
 
 
-def _fetch(source: str, files: Any, path: str, to: Path, file: File) -> None:
+def _download_file(source: str, files: Any, path: str, to: Path, file: File) -> None:
     digest, size = hashlib.sha256(), 0
-    try:
-        with files.open(path, "rb") as reader, to.open("wb") as writer:
-            for piece in _pieces(reader):
-                size += len(piece)
-                if size > file.size:
-                    break
-                digest.update(piece)
-                writer.write(piece)
-            writer.flush()
-            os.fsync(writer.fileno())
-    except Exception as error:
-        raise StartError(_cant_read(source, path, error)) from error
+    with _reading(source, path), to.open("wb") as writer:
+        for piece in _pieces(files, path, file.size):
+            size += len(piece)
+            digest.update(piece)
+            writer.write(piece)
+        writer.flush()
+        os.fsync(writer.fileno())
     if size != file.size or digest.hexdigest() != file.sha256:
         raise BundleError(
             f"{file.name} of {_shown(source)} isn't what its manifest says: it is damaged, or was "
@@ -87,19 +86,13 @@ def _fetch(source: str, files: Any, path: str, to: Path, file: File) -> None:
         )
 
 
-def _pieces(reader: IO[bytes]) -> Iterator[bytes]:
-    while piece := reader.read(PIECE_BYTES):
-        yield piece
-
-
-def _read_manifest(files: Any, root: str) -> bytes:
-    content = b""
-    with files.open(f"{root}/{MANIFEST_FILE}", "rb") as reader:
-        for piece in _pieces(reader):
-            content += piece
-            if len(content) > MAX_MANIFEST_BYTES:
-                raise StartError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
-    return content
+def _pieces(files: Any, path: str, max_bytes: int) -> Iterator[bytes]:
+    """The last one may go beyond `max_bytes`; nothing comes after it."""
+    size = 0
+    with files.open(path, "rb") as reader:
+        while size <= max_bytes and (piece := reader.read(PIECE_BYTES)):
+            size += len(piece)
+            yield piece
 
 
 def _open(source: str) -> tuple[Any, str]:
@@ -133,31 +126,21 @@ def _options(source: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Several replicas of a machine start at a time: one downloads, the others wait."""
-    with lock.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _hash_of(path: Path) -> str:
+def _reading(source: str, path: str) -> Iterator[None]:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise StartError(f"can't read {path}: {error.strerror}") from error
+        yield
+    except Exception as error:  # every file system has its own kinds
+        text = f"can't read {path} of {source}: {type(error).__name__}: {error}"
+        raise StartError(_shown(f"{text}. Can this machine reach it?")) from error
 
 
-def _check_hash(source: str, found: str, wanted: str) -> None:
+def _check_hash(source: str, manifest: bytes, wanted: str) -> None:
+    found = hashlib.sha256(manifest).hexdigest()
     if found != wanted.lower():
         raise BundleError(
             f"the manifest of {_shown(source)} has the SHA-256 {found}, and {wanted} was asked "
             "for: it is another bundle. Give the right one, or leave the hash out"
         )
-
-
-def _cant_read(source: str, path: str, error: Exception) -> str:
-    kind = type(error).__name__
-    return _shown(f"can't read {path} of {source}: {kind}: {error}. Can this machine reach it?")
 
 
 def _shown(text: str) -> str:

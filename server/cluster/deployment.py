@@ -10,6 +10,7 @@ are named, detached actors: they outlive every replica, and end when there are n
 """
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -23,18 +24,33 @@ from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.bundle_source import local_bundle
 from quill.server.cluster.config import COORDINATOR, NAMESPACE, REPLICA, REQUESTS
 from quill.server.cluster.coordinator import Coordinator
-from quill.server.cluster.membership import Membership
+from quill.server.cluster.membership import MAX_WAIT_S, Membership
 from quill.server.cluster.plan import DRAIN_S, ReplicaArgs
 from quill.server.cluster.proxy import Proxy
 from quill.server.cluster.replica_server import ReplicaServer
 from quill.server.errors import ServerError, StartError
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.telemetry.log_format import set_up_logging
 
 LOOPBACK = "127.0.0.1"
 ALONE_S = 600.0  # without a replica; the first one may take minutes to load
 POLL_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class _ReplicaLoader:
+    """Fetches the bundle each time: it may be at a URL."""
+
+    def __init__(self, args: ReplicaArgs) -> None:
+        self._args = args
+
+    def load(self) -> ModelInstance:
+        bundle = local_bundle(self._args.bundle, self._args.manifest_sha256)
+        return Loader(bundle, self._args.settings).load()
+
+    reload = load
 
 
 class Replica:
@@ -48,13 +64,9 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         coordinator = cast("Coordinator", CoordinatorHandle())
         member = Membership(coordinator, name, args.frontend, self._is_ready)
-        self._server = ReplicaServer(self._load, args.settings, member)
+        self._server = ReplicaServer(_ReplicaLoader(args), args.settings, member)
         await start_proxy(args)
         await self._server.start(LOOPBACK if args.one_machine else ray.util.get_node_ip_address())
-
-    def _load(self) -> ModelInstance:
-        bundle = local_bundle(self._args.bundle, self._args.manifest_sha256)
-        return prepare(bundle, self._args.settings)()
 
     def _is_ready(self) -> bool:
         return self._server.health.is_serving
@@ -118,9 +130,10 @@ async def _end_alone(is_alone: Callable[[], Awaitable[bool]]) -> None:
     while alone_s < ALONE_S:
         await asyncio.sleep(POLL_S)
         try:
-            alone_s = alone_s + POLL_S if await is_alone() else 0.0
-        except (RayActorError, StartError, OSError):
-            continue  # the coordinator, or HAProxy, is being restarted
+            async with asyncio.timeout(MAX_WAIT_S):
+                alone_s = alone_s + POLL_S if await is_alone() else 0.0
+        except Exception as error:  # the coordinator, or HAProxy, starts again
+            logger.warning("no endpoints at this moment: %r", error)
     ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -60,7 +60,7 @@ class Proxy:
     def __init__(self, frontend: str, longest_answer_s: float) -> None:
         """`frontend`: HOST:PORT, where clients call."""
         self._frontend = frontend
-        self._directory = Path(tempfile.mkdtemp(prefix="quill-haproxy-"))  # mode 0700
+        self._directory = Path(tempfile.mkdtemp(prefix="quill-haproxy-"))
         self._config = _CONFIG.format(
             directory=self._directory,
             idle_s=max(3600, round(longest_answer_s) + 60),
@@ -76,6 +76,7 @@ class Proxy:
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
+        self._directory.mkdir(0o700, exist_ok=True)
         config = self._directory / "haproxy.cfg"
         config.write_text(self._config)
         self._slots = {}

@@ -23,7 +23,7 @@ from quill.server.cluster.membership import Membership
 from quill.server.cluster.plan import REPLICA_PORTS
 from quill.server.errors import StartError, UnavailableError
 from quill.server.frontend.served_model import ServedModel
-from quill.server.loading.loader import Load
+from quill.server.loading.loader import ModelLoader
 from quill.server.serve.server import QUIET_S, Server
 from quill.server.settings import Settings
 
@@ -36,8 +36,8 @@ STATUS_S = 1.0  # for the last statuses to be sent
 class ReplicaServer(Server):
     """From loading to the end of the process. Belongs to one event loop."""
 
-    def __init__(self, load: Load, settings: Settings, member: Membership) -> None:
-        super().__init__(load, settings, None, member)
+    def __init__(self, loader: ModelLoader, settings: Settings, member: Membership) -> None:
+        super().__init__(loader, settings, member)
         self._member = member
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None

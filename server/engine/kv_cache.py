@@ -22,7 +22,6 @@ from quill.export.precisions import Device
 from quill.server.errors import StartError
 from quill.server.machine.memory import small_pages
 from quill.server.machine.onnx_session import (
-    SessionSettings,
     identity_graph,
     input_name,
     open_graph,
@@ -115,7 +114,7 @@ class DeviceKVCache:
         self._device = device
         self._num = num_blocks
         num_sides = 2 * shape.num_layers
-        self._copier = open_graph(identity_graph(num_sides), SessionSettings(num_threads=1), device)
+        self._copier = open_graph(identity_graph(num_sides), device, 1)
         number = np.dtype(shape.cache_type).type
         dimensions = [(num_blocks, *side) for side in (shape.key, shape.value)]
         try:

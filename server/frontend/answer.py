@@ -40,7 +40,7 @@ _CHARACTERS = string.ascii_letters + string.digits
 _LENGTH = 9
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """What one sequence generated since the chunk before."""
 

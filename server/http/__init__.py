@@ -1,1 +1,1 @@
-"""The HTTP door: JSON becomes generation.proto's messages, and their answers become JSON."""
+"""The HTTP frontend: OpenAI's JSON is parsed into requests, and outputs are printed as JSON."""

@@ -13,14 +13,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from quill.server.api.messages import model_message
 from quill.server.auth.caller import Caller
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.errors import DeadlineError, RequestError, StepError
 from quill.server.frontend.call import Calls, RequestContext
 from quill.server.frontend.json_values import Json
-from quill.server.http.openai.chat import Chat
-from quill.server.http.openai.completions import Completions
-from quill.server.http.openai.texts import Detokenize, EmbeddingsRoute, Models, Tokenize
+from quill.server.http.chat import Chat
+from quill.server.http.completions import Completions
 from quill.server.http.pages import DOCS_HEADERS, docs_page, openapi, page_files
+from quill.server.http.texts import Detokenize, EmbeddingsRoute, Models, Tokenize
 from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.guards import Guard, deadline_s
 from quill.server.http.wire.refusals import RefusalError, body_of, headers_of, status_of

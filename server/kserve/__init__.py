@@ -1,1 +1,1 @@
-"""KServe v2: the door for Triton's clients, on the gRPC port."""
+"""The KServe v2 frontend, for Triton's clients, on the gRPC port."""

@@ -24,10 +24,14 @@ from quill.server.frontend.json_values import (
     read_fields,
 )
 from quill.server.frontend.spec import ChatMessage, Conversation, GenerateSpec, Prompt
-from quill.server.kserve.model_card import INPUTS, ON_DEMAND, OUTPUTS, TEXT, VERSION
 from quill.server.kserve.tensors import (
+    INPUTS,
     MAX_NAME,
+    ON_DEMAND,
+    OUTPUTS,
     SHARED_MEMORY,
+    TEXT,
+    VERSION,
     Values,
     add_output,
     read_parameter,

@@ -31,7 +31,7 @@ from quill.server.frontend.call import (
     raising_context,
 )
 from quill.server.frontend.served_model import ServedModel
-from quill.server.kserve import model_card
+from quill.server.kserve import tensors
 from quill.server.kserve.inference import (
     Inference,
     Responses,
@@ -39,8 +39,7 @@ from quill.server.kserve.inference import (
     read_inference,
     timeout_s,
 )
-from quill.server.kserve.model_card import ALIAS, VERSION
-from quill.server.kserve.tensors import MAX_NAME
+from quill.server.kserve.tensors import ALIAS, MAX_NAME, VERSION
 
 EXTENSIONS = ("model_configuration", "statistics", "parameters", "binary_tensor_data")
 # Of one stream at once; others wait to be read. As many calls as a connection may have.
@@ -99,14 +98,14 @@ class InferenceService(kserve_grpc.GRPCInferenceServiceServicer):
     ) -> kserve.ModelMetadataResponse:
         async with self._call("ModelMetadata", context) as call:
             check_model(request.name, request.version, call.served)
-            return model_card.metadata(request.name)
+            return tensors.metadata(request.name)
 
     async def ModelConfig(
         self, request: kserve.ModelConfigRequest, context: Context
     ) -> kserve.ModelConfigResponse:
         async with self._call("ModelConfig", context) as call:
             check_model(request.name, request.version, call.served)
-            return kserve.ModelConfigResponse(config=model_card.config(request.name))
+            return kserve.ModelConfigResponse(config=tensors.config(request.name))
 
     async def ModelStatistics(
         self, request: kserve.ModelStatisticsRequest, context: Context

@@ -14,10 +14,10 @@ from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
 from quill.server.engine.model_runner import Chunk, EncoderSession, OrtSession, Session, Source
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.loading.graph_choice import only_on_cpu
+from quill.server.loading.choices import only_on_cpu
 from quill.server.machine.mapped_file import detach
 from quill.server.machine.memory import huge_pages
-from quill.server.machine.onnx_session import SessionSettings, first_line, open_graph
+from quill.server.machine.onnx_session import first_line, open_graph
 from quill.server.sampling import native
 
 
@@ -31,19 +31,12 @@ class Bundle:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether a row's answer is the same alone and in a crowd: that was measured, and held."""
+        """Whether the graphs are batch-invariant: export measured that, and it held."""
         return self.graphs.invariance is not None and self.graphs.invariance.holds
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    limits: Limits
-    num_threads: int = 0  # 0: as many as there are cores
-    spinning: bool = True
-
-
 def open_bundle(directory: Path, precision: str) -> Bundle:
-    """Refuses a bundle that is damaged, or that was made for another runtime."""
+    """StartError: the bundle is damaged, or was made for another version of ONNX Runtime."""
     manifest = read_manifest(directory)
     graphs = manifest.graphs_in(precision)
     if manifest.onnxruntime != onnxruntime.__version__:
@@ -55,18 +48,21 @@ def open_bundle(directory: Path, precision: str) -> Bundle:
     return Bundle(directory, manifest, graphs)
 
 
-def open_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
-    """Loads the weights and makes the blocks."""
-    graphs, limits = bundle.graphs, settings.limits
+def open_engine(
+    bundle: Bundle, limits: Limits, num_threads: int = 0, spinning: bool = True
+) -> Engine:
+    """Loads the weights and allocates the KV cache. `num_threads` 0: one a core."""
+    graphs = bundle.graphs
     _check(bundle, limits)
-    native.prepare(settings.num_threads)
-    session_settings = SessionSettings(num_threads=settings.num_threads, spinning=settings.spinning)
+    native.prepare(num_threads)
     decoder = encoder = None
     with huge_pages():
         if graphs.decoder is not None:
-            decoder = open_graph(bundle.directory / graphs.decoder, session_settings, graphs.device)
+            decoder = open_graph(
+                bundle.directory / graphs.decoder, graphs.device, num_threads, spinning
+            )
         if graphs.encoder is not None:
-            encoder = open_graph(bundle.directory / graphs.encoder, session_settings)
+            encoder = open_graph(bundle.directory / graphs.encoder, "cpu", num_threads, spinning)
         detach(bundle.directory / graphs.weights)
     session = _session(bundle, decoder, encoder, limits)
     _try_last_position(bundle, session, limits)

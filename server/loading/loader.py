@@ -1,27 +1,35 @@
-"""From a bundle to all that a server needs: the engine, and what clients may rely upon.
+"""From a bundle on disk to a model that serves: the engine, the tokenizer, the chat template.
 
-Knows: bundles, what wasn't chosen and must be. Does not know: ports, signals, calls.
+Knows: bundles, settings, Quill's library of operators. Does not know: ports, signals, calls.
 """
 
 import logging
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import onnxruntime
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import read_manifest
+from quill.export.operators.library import operators_problem
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
 from quill.server.limits import Limits, encoder_limits
-from quill.server.loading.engine_factory import Bundle, EngineSettings, open_bundle, open_engine
-from quill.server.loading.graph_choice import Choice, choose_graphs
+from quill.server.loading.choices import (
+    Choice,
+    Sizing,
+    choose_graphs,
+    choose_sizes,
+    choose_threads,
+    megabytes,
+)
+from quill.server.loading.engine_factory import Bundle, open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.own_library import require_library
-from quill.server.loading.sizing import Sizing, choose_sizes, choose_threads, gigabytes
 from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
@@ -33,29 +41,81 @@ from quill.server.text.tokenizer import Text
 
 logger = logging.getLogger(__name__)
 
+BUILD_OPERATORS = (sys.executable, "-m", "quill.export.operators.build")
 
-Load = Callable[[], ModelInstance]
+
+class ModelLoader(Protocol):
+    """What a server needs. Both take seconds to minutes, so another thread calls them."""
+
+    def load(self) -> ModelInstance: ...
+    def reload(self) -> ModelInstance: ...
 
 
-def prepare(directory: Path, settings: Settings) -> Load:
-    """Looks at the bundle, chooses what wasn't chosen, says so. The rest takes longer."""
-    manifest = read_manifest(directory)
-    require_library()
-    choice = choose_graphs(manifest, settings.device, settings.precision)
-    on_cuda = choice.graphs.device == "cuda"
-    sizing = choose_sizes(
-        manifest,
-        choice.graphs,
-        cuda_free_bytes() if on_cuda else available_bytes(),
-        max_num_seqs=settings.max_num_seqs,
-        context=settings.context,
-        cache_bytes=None if settings.kv_cache_mb is None else settings.kv_cache_mb * 2**20,
-    )
-    threads = choose_threads(settings.threads)
-    _say_choice(manifest.name, choice, sizing, threads)
-    limits = _limits(choice, sizing, settings)
-    engine_settings = EngineSettings(limits=limits, num_threads=threads, spinning=settings.spinning)
-    return lambda: _load(directory, choice, engine_settings, settings)
+class _Chosen(NamedTuple):
+    choice: Choice
+    limits: Limits
+    num_threads: int
+
+
+class Loader:
+    """Loads the bundle of one directory. StartError, at once: it can't be served like this."""
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._chosen = self._choose()
+
+    def load(self) -> ModelInstance:
+        """By what was chosen when the loader was made."""
+        choice, limits, num_threads = self._chosen
+        bundle = open_bundle(self._directory, choice.graphs.precision)
+        try:
+            engine = open_engine(bundle, limits, num_threads, self._settings.spinning)
+            warm_up(engine, bundle.manifest.family)
+            instance = ModelInstance(describe(bundle, limits, self._settings), engine)
+        except MemoryError as error:
+            raise StartError(
+                f"there is too little memory for {self._directory} "
+                f"({str(error) or 'none is left'}). Give the process more, or try a smaller "
+                "--kv-cache-mb or --context"
+            ) from error
+        drop_startup_pages()
+        return instance
+
+    def reload(self) -> ModelInstance:
+        """The bundle as it is on disk now: it is read and chosen from anew."""
+        self._chosen = self._choose()
+        return self.load()
+
+    def _choose(self) -> _Chosen:
+        settings = self._settings
+        manifest = read_manifest(self._directory)
+        require_operators()
+        choice = choose_graphs(manifest, settings.device, settings.precision)
+        on_cuda = choice.graphs.device == "cuda"
+        sizing = choose_sizes(
+            manifest,
+            choice.graphs,
+            cuda_free_bytes() if on_cuda else available_bytes(),
+            max_num_seqs=settings.max_num_seqs,
+            context=settings.context,
+            cache_bytes=None if settings.kv_cache_mb is None else settings.kv_cache_mb * 2**20,
+        )
+        num_threads = choose_threads(settings.threads)
+        _log_choice(manifest.name, choice, sizing, num_threads)
+        return _Chosen(choice, _limits(choice, sizing, settings), num_threads)
+
+
+def require_operators() -> None:
+    """Compiles Quill's library of operators where set-up didn't, which takes a minute."""
+    problem = operators_problem()
+    if problem is None:
+        return
+    logger.info("%s; compiling them now, which takes a minute", problem)
+    done = subprocess.run(BUILD_OPERATORS, capture_output=True, text=True, check=False)
+    left = operators_problem()
+    if left is not None:
+        raise StartError(f"{left}. Compiling them failed: {done.stderr.strip() or 'no message'}")
 
 
 def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
@@ -72,38 +132,21 @@ def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
     )
 
 
-def _say_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
+def _log_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
     graphs = choice.graphs
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
     logger.info(
-        "up to %d rows, context %d, %s for keys and values, model %s, %d threads",
+        "up to %d sequences, context %d, KV cache %s, model %s, %d threads",
         sizing.max_num_seqs,
         sizing.context,
-        gigabytes(sizing.cache_bytes),
-        gigabytes(sizing.weight_bytes),
+        megabytes(sizing.cache_bytes),
+        megabytes(sizing.weight_bytes),
         threads,
     )
 
 
-def _load(
-    directory: Path, choice: Choice, engine_settings: EngineSettings, settings: Settings
-) -> ModelInstance:
-    bundle = open_bundle(directory, choice.graphs.precision)
-    try:
-        engine = open_engine(bundle, engine_settings)
-        warm_up(engine, bundle.manifest.family)
-        instance = ModelInstance(describe(bundle, engine_settings, settings), engine)
-    except MemoryError as error:
-        raise StartError(
-            f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
-            "the process more, or try a smaller --kv-cache-mb or --context"
-        ) from error
-    drop_startup_pages()
-    return instance
-
-
 def warm_up(engine: Engine, family: Family) -> None:
-    """The first run of a graph takes far longer than those after it: nobody should wait for it."""
+    """The first step of a graph takes far longer than later ones: no client should wait for it."""
     engine.submit(_warm_up_request(family), 0.0)
     while not engine.is_idle:
         for event in engine.step().events:
@@ -118,7 +161,7 @@ def _warm_up_request(family: Family) -> Request:
     return Request(request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2)
 
 
-def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings) -> ServedModel:
+def describe(bundle: Bundle, limits: Limits, settings: Settings) -> ServedModel:
     text = _open_text(bundle)
     return ServedModel(
         manifest=bundle.manifest,
@@ -126,7 +169,7 @@ def describe(bundle: Bundle, engine_settings: EngineSettings, settings: Settings
         device=bundle.graphs.device,
         runtime_version=onnxruntime.__version__,
         deterministic=bundle.is_invariant,
-        limits=engine_settings.limits,
+        limits=limits,
         max_waiting=settings.max_queue,
         max_message_bytes=settings.max_message_bytes,
         text=text,

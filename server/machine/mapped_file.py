@@ -1,12 +1,14 @@
-"""Takes a loaded model off its file, so that nothing that happens to the file can reach it.
+"""Patch of ONNX Runtime: copies the weights that it has mapped from a file into plain memory.
 
 Knows: Linux's list of what this process has mapped. Does not know: graphs, bundles.
 
-ONNX Runtime maps weights instead of reading them, and computes from the mapping what it hasn't
-packed into memory of its own, such as an embedding. A file that is cut short under it would end
-the process (SIGBUS), and one that is written over would change answers in silence: a private
-mapping shows what the file becomes, until it is written to. Handing the runtime the weights in
-memory would do, too, but it copies them once more: 1,212 MB at most instead of 677 for SmolLM2.
+Why: ONNX Runtime maps weights instead of reading them, and computes from the mapping what it hasn't
+packed into memory of its own, such as an embedding. A file that is truncated then ends the process
+(SIGBUS), and a file that is overwritten changes answers silently: a private mapping shows what the
+file becomes. ONNX Runtime has no public option for that; handing it the weights in memory copies
+them once more: a peak of 1,212 MB instead of 677 for SmolLM2.
+When it can go: when `test_engine_has_nothing_of_its_bundle_mapped` in
+tests/server/machine/test_mapped_file.py passes without `detach`. Without Linux nothing is done.
 """
 
 import ctypes
@@ -16,20 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-PIECE_BYTES = 2**20  # how much is in memory twice, for a moment
+CHUNK_BYTES = 2**20  # how much is in memory twice, for a moment
 MAP_FIXED = 0x10  # of Linux; the others are in `mmap`
 FAILED = ctypes.c_void_p(-1).value
 
 
 def detach(file: Path) -> int:
-    """Puts copies in the place of what is mapped of a file; how many bytes.
-
-    Nobody may use them meanwhile. Elsewhere than on Linux nothing is known, and nothing done.
-    """
+    """Puts copies in the place of a file's mappings; how many bytes. Nobody may use them then."""
     ranges = list(_mapped(file))
     for start, end in ranges:
-        for at in range(start, end, PIECE_BYTES):
-            _replace(at, min(PIECE_BYTES, end - at))
+        for at in range(start, end, CHUNK_BYTES):
+            _replace(at, min(CHUNK_BYTES, end - at))
     return sum(end - start for start, end in ranges)
 
 

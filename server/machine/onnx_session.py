@@ -11,7 +11,6 @@ import ctypes
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime
@@ -30,21 +29,15 @@ LIBRARIES = (CUDA_RUNTIME, "libcublasLt.so.13", "libcublas.so.13", "libcurand.so
 ASSUMED_FREE_BYTES = 4 * 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    num_threads: int = 0  # 0: as many as there are cores
-    spinning: bool = True  # worker threads stay awake for a while after a step: faster, but busy
-
-
 def open_graph(
-    graph: Path | bytes, settings: SessionSettings, device: Device = "cpu"
+    graph: Path | bytes, device: Device = "cpu", num_threads: int = 0, spinning: bool = True
 ) -> onnxruntime.InferenceSession:
-    """Loads a graph for a device. There is no falling back to another."""
+    """Loads a graph for a device; there is no falling back to another. `num_threads` 0: one a
+    core. `spinning`: threads stay awake for a while after a step, which is faster, but busy."""
     name = graph if isinstance(graph, Path) else "a graph"
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = settings.num_threads
-    spinning = "1" if settings.spinning else "0"
-    options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
+    options.intra_op_num_threads = num_threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     options.log_severity_level = 3  # errors only; they come as exceptions too
     if device == "cuda":
         return _open_on_cuda(graph, options)
@@ -94,7 +87,7 @@ def cuda_problem() -> str | None:
         return f"this machine lacks {', '.join(missing)}"
     try:
         with _quiet():
-            open_graph(identity_graph(1), SessionSettings(num_threads=1), "cuda")
+            open_graph(identity_graph(1), "cuda", 1)
     except StartError as error:
         return str(error)
     return None

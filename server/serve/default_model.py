@@ -1,10 +1,13 @@
 """The bundle that is served when none is named: SmolLM2-135M-Instruct, made on the first start.
 
-Knows: the front door's commands, where the cache is, what this machine would serve.
+Knows: Quill's commands, where the cache is, what this machine would serve.
 Does not know: how the commands work. They run as processes of their own: exporting needs torch,
-which a server never loads. Only what is going to be served is made; the rest can be added.
+which a server never loads. Only the precision that is going to be served is made.
 """
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import onnxruntime
@@ -14,8 +17,7 @@ from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
 from quill.export.precisions import PRECISIONS
 from quill.server.errors import StartError
-from quill.server.loading.graph_choice import best_here, takes_cuda
-from quill.server.serve.subcommand import run_step
+from quill.server.loading.choices import best_here, takes_cuda
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
 KNOWN_AS = "SmolLM2-135M-Instruct"
@@ -26,25 +28,25 @@ def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
     bundle = cache_directory() / "bundles" / NAME
     if precision is not None and precision not in PRECISIONS:
         raise StartError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
-    asked = precision or ("fp16" if takes_cuda(device) else None)
+    wanted = precision or ("fp16" if takes_cuda(device) else None)
     export = ["export", NAME, "--out", str(bundle)]
-    if asked is not None:
-        export += ["--precision", asked]
+    if wanted is not None:
+        export += ["--precision", wanted]
     if (bundle / MANIFEST_FILE).exists():
         try:
             manifest = _read(bundle)
         except BundleError as error:
             print(f"{error}\nSo the default model is made anew.", flush=True)
         else:
-            _complete(manifest, asked, export)
+            _complete(manifest, wanted, export)
             return bundle
-    told = f"The first start makes the default model, {KNOWN_AS}, and proves it against PyTorch"
-    run_step(f"{told}: once, a minute or two on idle cores.", *export)
+    title = f"The first start makes the default model, {KNOWN_AS}, and proves it against PyTorch"
+    run_step(f"{title}: once, a minute or two on idle cores.", *export)
     return bundle
 
 
 def _read(bundle: Path) -> Manifest:
-    """Refuses what another version of Quill must have made."""
+    """BundleError: another version of Quill must have made it."""
     manifest = read_manifest(bundle)
     if manifest.onnxruntime != onnxruntime.__version__:
         raise BundleError(
@@ -54,14 +56,30 @@ def _read(bundle: Path) -> Manifest:
     return manifest
 
 
-def _complete(manifest: Manifest, asked: str | None, export: list[str]) -> None:
+def _complete(manifest: Manifest, wanted: str | None, export: list[str]) -> None:
     """Adds the precision that is going to be served, if it isn't there."""
-    wanted = asked or best_here(manifest)
-    if wanted in manifest.precisions:
+    precision = wanted or best_here(manifest)
+    if precision in manifest.precisions:
         return
     try:
-        run_step(f"The default model has no {wanted} graphs yet: adding them.", *export, "--add")
+        run_step(f"The default model has no {precision} graphs yet: adding them.", *export, "--add")
     except StartError as error:
-        if asked is not None:
+        if wanted is not None:
             raise
         print(f"{error}\nSo it is served as it is.", flush=True)
+
+
+def run_step(title: str, *arguments: str) -> None:
+    """Runs another command of Quill in a process of its own."""
+    print(title, flush=True)
+    # Whoever ends us means our child too: subprocess.run ends it when an exception passes.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        code = subprocess.run([sys.executable, "-m", "quill", *arguments], check=False).returncode
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code != 0:
+        raise StartError(
+            f"`quill {' '.join(arguments)}` failed with code {code}; see above. Set right what it "
+            "names and start again, or serve a bundle of your own: quill serve BUNDLE"
+        )

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from quill.server.api.grpc_server import allow_connections
-from quill.server.loading.loader import Load, prepare
+from quill.server.loading.loader import Loader
 from quill.server.loading.reload import is_loading
 from quill.server.serve.default_model import default_bundle
 from quill.server.serve.server import Server
@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> None:
     check_exposure(settings)
     allow_connections()
     directory = args.bundle or default_bundle(settings.device, settings.precision)
-    load = prepare(directory, settings)
-    asyncio.run(serve(load, settings, lambda: prepare(directory, settings)()))
+    asyncio.run(serve(Loader(directory, settings), settings))
     if is_loading():
         # C++ aborts the process when Python ends under a thread that is in it.
         logging.shutdown()
@@ -42,9 +41,9 @@ def run(args: argparse.Namespace) -> None:
 MAX_ENDING_S = 1.0
 
 
-async def serve(load: Load, settings: Settings, load_again: Load) -> None:
+async def serve(loader: Loader, settings: Settings) -> None:
     """Until a signal comes."""
-    server = Server(load, settings, load_again)
+    server = Server(loader, settings)
     loop = asyncio.get_running_loop()
     handlers = {
         signal.SIGTERM: server.stop,

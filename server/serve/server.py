@@ -17,7 +17,7 @@ from quill.server.api.grpc_server import SERVICE, bind, make_server
 from quill.server.api.health import Health
 from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.api.servicer import Administration, TextGeneration
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.auth.quota import RateLimits
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
@@ -26,9 +26,9 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App
 from quill.server.http.wire.http_server import HttpServer
 from quill.server.kserve.servicer import InferenceService
-from quill.server.loading.loader import Load
+from quill.server.loading.loader import ModelLoader
 from quill.server.loading.reload import Reloader
-from quill.server.machine.hang_up import hang_up, stop_listening
+from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
 from quill.server.serve.ready_message import http_url, line_to_type
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
@@ -48,13 +48,11 @@ class Server:
 
     def __init__(
         self,
-        load: Load,
+        loader: ModelLoader,
         settings: Settings,
-        load_again: Load | None = None,
         limits: RateLimits | None = None,
     ) -> None:
-        self._load = load
-        self._load_again = load_again or load
+        self._loader = loader
         self._settings = settings
         self.metrics = Metrics()
         self.health = Health(SERVICE)
@@ -94,7 +92,7 @@ class Server:
     async def reload(self) -> ServedModel:
         """Serves the bundle as it is on disk now. A bad one is refused."""
         try:
-            instance = await self.reloader.reload(self._load_again)
+            instance = await self.reloader.reload(self._loader.reload)
         except ReloadError as error:
             logger.error("%s", error)
             raise
@@ -166,7 +164,7 @@ class Server:
 
     async def _open(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
-        loading = asyncio.ensure_future(self.reloader.take_over(self._load))
+        loading = asyncio.ensure_future(self.reloader.take_over(self._loader.load))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -238,7 +236,7 @@ class Server:
         await self.calls.wait_until_quiet(QUIET_S, MAX_QUIET_S)
         if self._http is not None:
             await self._http.close()
-        hang_up(self.port)
+        disconnect_all(self.port)
         await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

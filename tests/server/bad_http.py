@@ -7,9 +7,9 @@ import json
 import random
 from typing import Any
 
-from quill.server.http.openai.chat import Chat
-from quill.server.http.openai.completions import Completions
-from quill.server.http.openai.texts import Detokenize, EmbeddingsRoute, Tokenize
+from quill.server.http.chat import Chat
+from quill.server.http.completions import Completions
+from quill.server.http.texts import Detokenize, EmbeddingsRoute, Tokenize
 from tests.server.bad_bytes import Sent
 from tests.server.bad_calls import FLOATS, INTEGERS, TEXTS, mutate, noise
 

@@ -5,7 +5,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pytest
+
+from quill.model.reference.beam_search import BeamParameters, Hypothesis, search
 from quill.server.engine.engine import Engine
+from quill.server.engine.model_runner import Session
 from quill.server.errors import RequestError
 from quill.server.limits import Limits
 from quill.server.outputs import (
@@ -20,34 +25,35 @@ from quill.server.outputs import (
     TokenEvent,
 )
 from quill.server.request import Pooling, PoolingParams, Request
-from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession
+from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession, logits_after
 
 CONTEXT = 96
 
 
 class Harness:
-    """An engine on a fake session with a clock that only tests turn, and all that came out."""
+    """An engine with a clock that only tests turn, and all events that came out."""
 
     def __init__(
-        self, max_num_seqs: int = 4, num_blocks: int = 64, step_s: float = 0.0, **limits: Any
+        self,
+        max_num_seqs: int = 4,
+        num_blocks: int = 64,
+        step_s: float = 0.0,
+        session: Session | None = None,
+        **limits: Any,
     ) -> None:
-        fields = {
-            "max_num_seqs": max_num_seqs,
-            "context": CONTEXT,
-            "num_blocks": num_blocks,
-            **limits,
-        }
-        self.limits = Limits(**fields)
+        fields = {"max_num_seqs": max_num_seqs, "num_blocks": num_blocks, "context": CONTEXT}
+        self.limits = Limits(**{**fields, **limits})
         kind = FakeEncoder if self.limits.whole_prompts else FakeSession
         self.session = kind(num_blocks, self.limits.block_size)
         self.now_s = 0.0
-        self.engine = Engine(self.session, self.limits, clock=self._clock)
+        self.engine = Engine(session or self.session, self.limits, clock=self._clock)
         self._step_s = step_s  # that a look at the clock takes
         self.started: dict[str, int] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.logprobs: dict[tuple[str, int], list[PositionLogprobs | None]] = defaultdict(list)
         self.prompts: dict[str, list[PositionLogprobs]] = defaultdict(list)
         self.finished: dict[tuple[str, int], FinishEvent] = {}
+        self.found: dict[str, list[HypothesisEvent]] = defaultdict(list)  # best first
         self.failed: dict[str, RequestError] = {}
         self.vectors: dict[str, dict[int, list[float]]] = defaultdict(dict)
 
@@ -84,7 +90,10 @@ class Harness:
                 assert event.request_id in self.started
                 assert event.text not in self.vectors[event.request_id]
                 self.vectors[event.request_id][event.text] = event.vector_D.tolist()
-            elif not isinstance(event, HypothesisEvent):
+            elif isinstance(event, HypothesisEvent):
+                assert event.sequence == len(self.found[event.request_id])
+                self.found[event.request_id].append(event)
+            else:
                 self._note_sequence(event)
 
     def _note_sequence(self, event: TokenEvent | FinishEvent) -> None:
@@ -96,6 +105,18 @@ class Harness:
             self.logprobs[key].append(event.logprobs)
         else:
             self.finished[key] = event
+
+    def check_search(self, request: Request, expected: Sequence[Hypothesis]) -> None:
+        """The hypotheses of a request with beams, and their scores."""
+        name = request.request_id
+        assert [each.token_ids for each in self.found[name]] == [one.token_ids for one in expected]
+        finished = [self.finished[name, i] for i in range(request.num_sequences)]
+        scores = [one.score for one in expected]
+        assert [each.score for each in finished] == pytest.approx(scores, abs=1e-4)
+        for event, finish in zip(self.found[name], finished, strict=True):
+            assert finish.usage.generated == len(event.token_ids)
+            reported = [each.token_id for each in event.logprobs]
+            assert reported == ([] if request.logprobs is None else list(event.token_ids))
 
     def answer(self, request: Request) -> list[list[int]]:
         return [self.tokens[request.request_id, i] for i in range(request.num_sequences)]
@@ -117,6 +138,30 @@ def make_reading(
     )
     reading = PoolingParams(texts=texts, method=pooling)
     return Request(request_id=name, pooling=reading, max_new_tokens=0, **fields)
+
+
+def reference_search(request: Request, context: int = CONTEXT) -> list[Hypothesis]:
+    """The best answers to a request with beams, by model/reference/beam_search.py."""
+    longest = min(request.max_new_tokens, context - len(request.prompt_ids))
+
+    def next_logits(rows: Any, parents: Any) -> Any:
+        return np.stack([logits_after([*(request.source_ids or ()), *text]) for text in rows])
+
+    return list(search(next_logits, request.prompt_ids, beam_parameters(request), longest))
+
+
+def beam_parameters(request: Request) -> BeamParameters:
+    assert request.beams is not None
+    names: dict[str, Any] = {"heuristic": False, "at_once": True, "never": "never"}
+    return BeamParameters(
+        num_beams=request.beams.num_beams,
+        length_penalty=request.beams.length_penalty,
+        early_stopping=names[request.beams.early_stopping],
+        num_return_sequences=request.num_sequences,
+        max_new_tokens=request.max_new_tokens,
+        stop_ids=request.all_stop_ids,
+        min_new_tokens=request.min_new_tokens,
+    )
 
 
 def as_translation(request: Request) -> Request:

@@ -134,11 +134,14 @@ class Running:
         self.records: queue.Queue[Record] = queue.Queue()
         self.loading = threading.Event()
         self.loading.set()
-        self.load_again: Callable[[], ModelInstance] = self._load
+        self.load_again: Callable[[], ModelInstance] = self.load
 
-    def _load(self) -> ModelInstance:
+    def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         return ModelInstance(self._served, Engine(self.session, self._served.limits))
+
+    def reload(self) -> ModelInstance:
+        return self.load_again()
 
     def _run(self) -> None:
         asyncio.run(self._main())
@@ -148,7 +151,7 @@ class Running:
         from quill.server.serve.server import Server
 
         self._loop = asyncio.get_running_loop()
-        server = Server(self._load, self._settings, lambda: self.load_again())
+        server = Server(self, self._settings)
         report = server.calls.report
 
         def note(record: Record) -> None:

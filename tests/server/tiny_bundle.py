@@ -17,7 +17,7 @@ from quill.model.network.network import Network
 from quill.model.network.networks import make_network
 from quill.server.engine.kv_cache import BlockShape, KVCache
 from quill.server.engine.model_runner import OrtSession
-from quill.server.machine.onnx_session import SessionSettings, open_graph
+from quill.server.machine.onnx_session import open_graph
 from tests import tiny_networks as tiny
 from tests.operators import SERVED
 
@@ -69,13 +69,12 @@ class TinyBundle:
 
     def session(self, precision: str, num_blocks: int = NUM_BLOCKS) -> OrtSession:
         graphs, sizes = self.manifest.graphs_in(precision), self.manifest.sizes
-        settings = SessionSettings(num_threads=1, spinning=False)
         assert graphs.decoder is not None
-        decoder = open_graph(self.directory / graphs.decoder, settings)
+        decoder = open_graph(self.directory / graphs.decoder, "cpu", 1, spinning=False)
         blocks = KVCache(num_blocks, BlockShape.of(sizes, graphs))
         encoder = None
         if graphs.encoder is not None:
-            encoder = open_graph(self.directory / graphs.encoder, settings)
+            encoder = open_graph(self.directory / graphs.encoder, "cpu", 1, spinning=False)
         return OrtSession(decoder, blocks, sizes, encoder, gives_hidden=graphs.hidden)
 
 

@@ -27,7 +27,7 @@ from quill.loadtest.bench.backends.protocol import (
 )
 from quill.server.errors import CancelledError
 from quill.server.limits import Limits, encoder_limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -81,7 +81,7 @@ class QuillEngine:
                     prefix_caching=False,
                     speculative=speculative,
                 )
-        self._engine = open_engine(opened, EngineSettings(limits=limits, num_threads=num_threads))
+        self._engine = open_engine(opened, limits, num_threads)
         self._eos_ids = frozenset(opened.manifest.stop_ids)
         self._names = map(str, itertools.count())
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from quill.server.addresses import is_loopback
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring
 from quill.server.http.wire.exchange import Exchange
 from quill.server.http.wire.refusals import RefusalError
 

@@ -11,8 +11,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.server.auth.caller import Caller
-from quill.server.auth.key_file import KeysError, add_key, digest, read_keys, revoke_key
-from quill.server.auth.keyring import Keyring
+from quill.server.auth.key_file import Keyring, KeysError, add_key, digest, read_keys, revoke_key
 from quill.server.auth.quota import BURST_S, Quotas
 from quill.server.errors import QuotaError, RevokedError, UnauthenticatedError
 

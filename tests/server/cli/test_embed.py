@@ -89,7 +89,7 @@ def test_words_vectors_are_compared_in_a_picture(run: Run, tmp_path: Path) -> No
 
 def test_words_that_cant_be_compared_are_refused(run: Run, tmp_path: Path) -> None:
     assert "needs two sentences or more" in run("embed", "--compare", "pear")[2]
-    assert "--compare wants a word" in run("embed", "--compare", " ", "a b", "c d")[2]
+    assert "--compare needs a word" in run("embed", "--compare", " ", "a b", "c d")[2]
     assert "needs two sentences" in run("embed", "--compare", "pear", "one pear")[2]
     assert "should end in .png" in run("embed", "--compare=apple", f"--out={tmp_path}/a.jpg")[2]
     assert "can't read" in run("embed", "--compare=apple", f"--sentences={tmp_path}/no")[2]

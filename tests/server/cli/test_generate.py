@@ -13,6 +13,7 @@ import pytest
 from quill.__main__ import main
 from quill.protos import generation_pb2 as pb
 from quill.server.cli import chat, generate
+from quill.server.cli.client_commands import CHAT_SAMPLING
 from quill.server.client.errors import CallError
 from quill.server.client.requests import Options
 from tests.server.running import Running, make_manifest, make_served, running_server
@@ -144,7 +145,7 @@ def test_seed_is_told_on_a_terminal_if_it_was_not_given(
 def test_logprobs_that_would_not_be_shown_are_refused(run: Run, option: str) -> None:
     code, printed, errors = run("generate", "abc", option, "2")
     assert (code, printed) == (1, "")
-    assert "are shown by --json alone" in errors
+    assert "are printed with --json alone" in errors
     assert run("generate", "abc", option, "2", "--json", "--max-new-tokens", "2")[0] == 0
 
 
@@ -164,6 +165,27 @@ def test_answer_that_the_timeout_cut_off_says_so(capsys: pytest.CaptureFixture[s
     reason = pb.FINISH_REASON_DEADLINE
     assert generate._show([pb.GenerateChunk(text="de", finish_reason=reason, seed=3)]) == 3
     assert capsys.readouterr() == ("de\n", "(cut off by --timeout)\n")
+
+
+def test_early_stopping_is_chosen_by_name(run: Run) -> None:
+    options = ("--beams", "2", "--early-stopping", "at-once", "--max-new-tokens", "2")
+    assert run("generate", "abc", *options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("--logit-bias", "x", "'x' isn't ID:BIAS"),
+        ("--top-k", "many", "'many' isn't a whole number"),
+        ("--top-p", "most", "'most' isn't a number"),
+    ],
+)
+def test_value_of_another_type_is_rejected(
+    option: str, value: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "abc", option, value])
+    assert problem in capsys.readouterr().err
 
 
 def test_logit_bias_is_read(run: Run) -> None:
@@ -198,22 +220,18 @@ def test_chat_remembers_what_was_said(
     assert (first.num_prompt, second.num_prompt) == (6, 6 + 6 + 5)
 
 
-def test_chat_draws_with_care_where_nobody_says_how() -> None:
-    careful: Options = {"temperature": 0.4, "top_p": 0.9}
-    plain, willed = pb.Model(), pb.Model(defaults={"temperature": 0.7})
-    assert chat.with_chat_defaults({"top_p": 0.5}, careful, plain) == {
-        "temperature": 0.4,
-        "top_p": 0.5,
-    }
-    assert chat.with_chat_defaults({"top_p": 0.5}, careful, willed) == {"top_p": 0.5}
-    assert chat.with_chat_defaults({"num_beams": 4}, careful, plain) == {"num_beams": 4}
+def test_chat_has_sampling_defaults_of_its_own_if_the_model_has_none() -> None:
+    plain, with_defaults = pb.Model(), pb.Model(defaults={"temperature": 0.7})
+    given: Options = {"top_p": 0.5}
+    assert chat.with_chat_defaults(given, plain) == {**CHAT_SAMPLING, "top_p": 0.5}
+    assert chat.with_chat_defaults(given, with_defaults) == given
+    assert chat.with_chat_defaults({"num_beams": 4}, plain) == {"num_beams": 4}
 
 
 @pytest.mark.parametrize("option", [("--logprobs", "0"), ("--num-sequences", "2"), ("--echo",)])
-def test_chat_refuses_what_it_could_not_show(run: Run, option: tuple[str, ...]) -> None:
-    code, _, errors = run("chat", *option)
-    assert code == 1
-    assert "a chat shows one plain answer" in errors
+def test_chat_has_no_options_that_it_could_not_show(run: Run, option: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit):
+        run("chat", *option)
 
 
 def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """`quill chat --tools FILE.py`: functions become tools, and run only after a yes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,16 +90,16 @@ def test_functions_become_tools(tools: Path) -> None:
     ("source", "said"),
     [
         ("x = 1", "has no public function"),
-        ("def f(x): pass", "doesn't say the type of x"),
+        ("def f(x): pass", "has no type hint for x"),
         ("def f(x: set): pass", "x of f() has the type"),
         ("def f(x: Nobody): pass", "can't be imported: NameError"),
-        ("def f(x: 'Nobody'): pass", "a type that isn't there"),
+        ("def f(x: 'Nobody'): pass", "a type hint that fails"),
         ("def f(*x: int): pass", "each needs its own name"),
         ("async def f(): pass", "is async"),
         ("1 / 0", "can't be imported: ZeroDivisionError"),
         ("def", "can't be imported: SyntaxError"),
         ("import sys; sys.exit(3)", "can't be imported: SystemExit: 3"),
-        ("def f(x: '1+'): pass", "a type that isn't there"),
+        ("def f(x: '1+'): pass", "a type hint that fails"),
         ("from typing import Literal\ndef f(x: Literal[b'x']): pass", "x of f() has the type"),
         ("from typing import Literal\ndef f(x: Literal[[1]]): pass", "x of f() has the type"),
         ("f = lambda: 1", "has no public function"),
@@ -144,77 +144,62 @@ def knowing() -> Iterator[Running]:
         yield server
 
 
-def talk(
-    server: Running,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *lines: str,
-) -> str:
-    remaining = iter(lines)
+Chat = Callable[..., str]
 
-    def answer(question: str) -> str:
-        print(question, end="")
-        line = next(remaining, None)
-        if line is None:
-            raise EOFError
-        return line
 
-    monkeypatch.setattr("builtins.input", answer)
-    arguments = ["--address", server.address, "--timeout", "30", "--tools", str(tools)]
-    assert main(["chat", *arguments]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """What is printed after the user has typed these lines."""
+
+    def run(server: Running, tools: Path, *lines: str) -> str:
+        remaining = iter(lines)
+
+        def answer(question: str) -> str:
+            print(question, end="")
+            line = next(remaining, None)
+            if line is None:
+                raise EOFError
+            return line
+
+        monkeypatch.setattr("builtins.input", answer)
+        arguments = ["--address", server.address, "--timeout", "30", "--tools", str(tools)]
+        assert main(["chat", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 4, "b": 38}}\n</tool_call>'
 
 
-def test_call_runs_after_a_yes_and_its_result_goes_back(
-    knowing: Running,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    printed = talk(knowing, tools, monkeypatch, capsys, f"say {ADD}", "y")
+def test_tool_call_runs_after_a_yes(chat: Chat, knowing: Running, tools: Path) -> None:
+    printed = chat(knowing, tools, f"say {ADD}", "y")
     assert 'add({"a": 4, "b": 38})\nRun it? [y/N] say it is 42\nit is 42\n' in printed
     assert tools.with_name("ran").exists()
 
 
 @pytest.mark.parametrize("answer", ["", "n", "no", "yess", "maybe"])
-def test_nothing_runs_without_a_yes(
-    knowing: Running,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    answer: str,
-) -> None:
-    # It asks again and again, until the person has a word.
+def test_nothing_runs_without_a_yes(chat: Chat, knowing: Running, tools: Path, answer: str) -> None:
+    # The model calls again and again, until the turn ends.
     answers = [answer] * MAX_ROUNDS
-    printed = talk(knowing, tools, monkeypatch, capsys, f"say {ADD}", *answers, "say well")
+    printed = chat(knowing, tools, f"say {ADD}", *answers, "say well")
     assert printed.count("Run it?") == MAX_ROUNDS
     assert "42" not in printed
     assert "> well\n" in printed
     assert not tools.with_name("ran").exists()
 
 
-def test_call_that_was_cut_short_isnt_run(
-    knowing: Running,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_incomplete_tool_call_is_not_run(chat: Chat, knowing: Running, tools: Path) -> None:
     long = ADD.replace("38", "3" * 400)
-    printed = talk(knowing, tools, monkeypatch, capsys, f"say {long}", "y")
-    assert "[its call was cut short]" in printed
+    printed = chat(knowing, tools, f"say {long}", "y")
+    assert "[the tool call is incomplete]" in printed
     assert "Run it?" not in printed
 
 
-def test_template_that_knows_no_tools_calls_when_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_template_without_tools_calls_after_the_command(chat: Chat, tmp_path: Path) -> None:
     tools = tmp_path / "tools.py"
     tools.write_text('def fail() -> None:\n    raise RuntimeError("no \\x1b[2Jluck")')
     with running_server(served=make_parrot(TEMPLATE)) as server:
-        printed = talk(server, tools, monkeypatch, capsys, "hi", "/call do it", "y")
-    assert "it asks only when you say /call WORDS" in printed
+        printed = chat(server, tools, "hi", "/call do it", "y")
+    assert "it calls them only after /call TEXT" in printed
     assert printed.count("fail({})\nRun it? [y/N] RuntimeError: no \\u001b[2Jluck\n") == 1

@@ -79,7 +79,7 @@ def test_commands_that_ask_one_server_say_so(capsys: pytest.CaptureFixture[str])
     for command in ("health", "reload"):
         with pytest.raises(SystemExit):
             main([command, "--address", "quill://127.0.0.1:50051,127.0.0.1:50061"])
-        assert "asks one server: give its own HOST:PORT" in capsys.readouterr().err
+        assert "this command calls one server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["127.0.0.1:50051", "[::1]:1", "example.org:65535"])

@@ -1,4 +1,4 @@
-"""Who is asked next: affinity up to a bound, health, counts that add up."""
+"""The balancer: affinity up to a load bound, health, load reports, the hash ring."""
 
 import random
 import subprocess
@@ -24,7 +24,7 @@ def outstanding(given: Balancer) -> dict[str, int]:
     return {each.address: each.num_outstanding for each in given.states()}
 
 
-def test_calls_that_begin_alike_go_to_one_server() -> None:
+def test_calls_with_one_key_go_to_one_server() -> None:
     given = balancer()
     for key in (b"one", b"two", b"three", b"four"):
         asked = set()
@@ -35,12 +35,12 @@ def test_calls_that_begin_alike_go_to_one_server() -> None:
         assert len(asked) == 1
 
 
-def test_bound_is_a_quarter_above_the_mean_or_what_chance_would_do() -> None:
+def test_bound_is_a_quarter_or_two_standard_deviations_above_the_mean() -> None:
     assert [bound(mean) for mean in (0.1, 1.0, 4.0, 16.0)] == [1, 3, 8, 24]
     assert [bound(mean) for mean in (64.0, 100.0, 1000.0)] == [80, 125, 1250]
 
 
-def test_beginning_that_everybody_asks_for_overflows_in_the_same_order() -> None:
+def test_calls_beyond_the_bound_overflow_in_ring_order() -> None:
     given = balancer()
     asked = [given.begin(b"one") for _ in range(300)]
     order = list(dict.fromkeys(asked))
@@ -53,7 +53,7 @@ def test_beginning_that_everybody_asks_for_overflows_in_the_same_order() -> None
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_server_has_more_than_its_bound_whatever_comes_and_goes(seed: int) -> None:
+def test_no_server_has_more_calls_than_its_bound(seed: int) -> None:
     chance = random.Random(seed)
     servers = tuple(f"s{number}:1" for number in range(chance.randrange(1, 9)))
     given = balancer(servers=servers)
@@ -90,7 +90,7 @@ def test_server_that_does_not_serve_is_left_and_comes_back(balance: Balance) -> 
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_whoever_failed_is_avoided_while_another_serves(balance: Balance) -> None:
+def test_failed_server_is_avoided_while_another_serves(balance: Balance) -> None:
     given = balancer(balance)
     for _ in range(20):
         assert given.begin(b"one", {"a:1", "b:1"}) == "c:1"
@@ -100,7 +100,7 @@ def test_whoever_failed_is_avoided_while_another_serves(balance: Balance) -> Non
     assert given.begin(b"one", {"a:1", "b:1"}) in {"a:1", "b:1"}
 
 
-def test_if_nobody_is_said_to_serve_somebody_is_asked() -> None:
+def test_a_server_is_picked_even_if_none_is_known_to_serve() -> None:
     given = balancer()
     for server in SERVERS:
         given.set_serving(server, False)
@@ -117,12 +117,12 @@ def test_fewest_outstanding_and_turns() -> None:
     assert [turns.begin(b"one") for _ in range(6)] == [*SERVERS, *SERVERS]
 
 
-def test_call_without_a_key_goes_where_the_fewest_are() -> None:
+def test_call_without_a_key_goes_to_the_least_loaded_server() -> None:
     given = balancer()
     assert sorted(given.begin(None) for _ in range(3)) == list(SERVERS)
 
 
-def test_server_that_left_ends_its_calls_and_one_that_stays_keeps_its_numbers() -> None:
+def test_server_that_leaves_ends_its_calls_and_one_that_stays_keeps_its_counts() -> None:
     given = balancer()
     begun = [given.begin(None) for _ in range(6)]
     given.set_servers(("b:1", "d:1"), are_serving=False)
@@ -143,7 +143,7 @@ def home_of(given: Balancer, key: bytes, now_s: float = 0.0) -> str:
     return home
 
 
-def test_server_that_others_load_is_spared_until_it_says_otherwise() -> None:
+def test_load_of_other_clients_counts_until_the_next_report() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
@@ -154,7 +154,7 @@ def test_server_that_others_load_is_spared_until_it_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize("balance", ["affinity", "least"])
-def test_call_without_a_key_goes_where_everybody_has_the_fewest(balance: Balance) -> None:
+def test_call_without_a_key_goes_to_the_least_reported_load(balance: Balance) -> None:
     given = balancer(balance)
     for server, num_calls in zip(SERVERS, (7, 3, 5), strict=True):
         given.set_load(server, num_calls, 0.0)
@@ -164,24 +164,24 @@ def test_call_without_a_key_goes_where_everybody_has_the_fewest(balance: Balance
 
 
 def test_own_calls_are_not_counted_twice() -> None:
-    """One client alone is balanced as if nobody said anything."""
-    silent, told = balancer(), balancer()
+    """One client alone is balanced as without reports."""
+    without, with_reports = balancer(), balancer()
     chance = random.Random(1)
     running: list[str] = []
     for step in range(2000):
         if running and chance.random() < 0.49:
             server = running.pop(chance.randrange(len(running)))
-            silent.end(server)
-            told.end(server)
+            without.end(server)
+            with_reports.end(server)
         else:
             key = str(min(chance.randrange(20), chance.randrange(20))).encode()
-            server = silent.begin(key)
-            assert told.begin(key, now_s=0.01 * step) == server
+            server = without.begin(key)
+            assert with_reports.begin(key, now_s=0.01 * step) == server
             running.append(server)
-        told.set_load(server, running.count(server), 0.01 * step)
+        with_reports.set_load(server, running.count(server), 0.01 * step)
 
 
-def test_old_word_is_forgotten_so_that_nobody_is_spared_for_ever() -> None:
+def test_load_report_expires() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
@@ -190,7 +190,7 @@ def test_old_word_is_forgotten_so_that_nobody_is_spared_for_ever() -> None:
     assert home_of(given, b"one", 101.0 + REPORT_S) == home
 
 
-def test_server_that_comes_back_is_not_held_to_what_it_said_before() -> None:
+def test_server_that_comes_back_has_no_load_report() -> None:
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
@@ -200,23 +200,23 @@ def test_server_that_comes_back_is_not_held_to_what_it_said_before() -> None:
     assert home_of(given, b"one") == home
 
 
-def test_nobody_is_believed_while_somebody_is_silent() -> None:
-    """As while old servers are replaced by those that tell: the old ones would attract all."""
+def test_reports_are_ignored_while_a_server_never_reports() -> None:
+    """As during a rolling update from a version without reports: it would attract all calls."""
     given = balancer()
     homes = [home_of(given, key) for key in KEYS]
     given.set_load("a:1", 40, 0.0)
     assert "a:1" not in {home_of(given, key) for key in KEYS}
     given.set_load("b:1", None, 0.0)
     assert [home_of(given, key) for key in KEYS] == homes
-    given.set_load("b:1", 0, 0.0)  # it was replaced
-    given.set_load("b:1", None, 0.0)  # a call that was refused
-    given.set_load("gone:1", 40, 0.0)  # one that has left meanwhile
+    given.set_load("b:1", 0, 0.0)  # updated
+    given.set_load("b:1", None, 0.0)  # a rejected call
+    given.set_load("gone:1", 40, 0.0)  # left meanwhile
     assert "a:1" not in {home_of(given, key) for key in KEYS}
 
 
 @pytest.mark.parametrize("num_clients", [4, 16])
 def test_bound_holds_for_several_clients_together(num_clients: int) -> None:
-    """Everybody asks for the same, and hears at each call's beginning and end."""
+    """All clients have the same key, and a report at the start and the end of each call."""
     servers = tuple(f"s{number}:1" for number in range(10))
     clients = [balancer(servers=servers) for _ in range(num_clients)]
     chance, load = random.Random(num_clients), Counter[str]()

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from quill.__main__ import build_parser
-from quill.server.cli.argument_types import addresses
+from quill.server.cli.arguments import addresses
 from quill.server.client.target import Target, TargetError, read_target, resolve
 
 

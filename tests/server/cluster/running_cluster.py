@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import socket
 import subprocess
 import sys
@@ -23,13 +22,13 @@ from typing import Any
 from quill.server.cluster.config import write_serve_config
 from quill.server.cluster.local_ray import is_serving
 from quill.server.cluster.plan import Plan, ReplicaArgs
+from quill.server.prometheus_text import read_samples
 from quill.server.settings import Settings
 from tests.server.process import ROOT, wait_until
 
 START_S = 240.0  # half a minute on a quiet machine
 STOP_S = 120.0
 LONGEST_ANSWER_S = 100.0
-_LINE = re.compile(r"^(quill_\w+)\{(.*?)\} (\S+)$", re.MULTILINE)
 
 
 class RunningCluster:
@@ -96,25 +95,16 @@ class RunningCluster:
 
     def pids(self, title: str) -> list[int]:
         """Processes of this cluster with `title` in their command lines."""
-        own = {self._process.pid}
-        parents = _parents()
-        while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own, processes = {self._process.pid}, list(_processes())
+        while more := {pid for pid, parent, _ in processes if parent in own} - own:
             own |= more
-        return sorted(pid for pid in own if title in _title(pid))
+        return sorted(pid for pid, _, command in processes if pid in own and title in command)
 
-    def metric(self, name: str, **labels: str) -> dict[str, float]:
-        """The sum of all samples with these labels, by replica."""
+    def metric(self, name: str, **labels: str) -> list[float]:
+        """Of each replica."""
         first = self._plan.args.settings.metrics_ports[0]
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        sums: dict[str, float] = {}
-        for page in filter(None, (_page(port) for port in range(first, first + 6))):
-            for found, given, value in _LINE.findall(page):
-                parts = given.split(",")
-                replica = next(each for each in parts if each.startswith("replica="))
-                sums.setdefault(replica, 0.0)
-                if found == name and all(each in parts for each in wanted):
-                    sums[replica] += float(value)
-        return sums
+        pages = [_page(port) for port in range(first, first + 6)]
+        return [read_samples(page).value(name, **labels) for page in pages if page]
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -136,19 +126,12 @@ class RunningCluster:
                 self.environment = json.loads(line)
 
 
-def _parents() -> dict[int, int]:
-    found = {}
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Number, parent, command line."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            yield int(stat.parent.name), parent, stat.with_name("cmdline").read_text()
 
 
 def _page(port: int) -> str:

@@ -62,11 +62,6 @@ def test_bundle_is_downloaded_complete_and_named_by_its_hash(
     assert {each.name for each in cache.iterdir()} == {wanted, f"{wanted}.lock"}
 
 
-def test_file_url(tiny_bundle: TinyBundle) -> None:
-    found = local_bundle(f"file://{tiny_bundle.directory}")
-    assert sha256_of(found) == sha256_of(tiny_bundle.directory)
-
-
 def test_second_download_reads_only_the_manifest(in_memory: str) -> None:
     found = local_bundle(in_memory)
     files = fsspec.filesystem("memory")
@@ -134,7 +129,7 @@ def test_download_removes_the_files_of_a_killed_process(
         from quill.server.cluster import bundle_source
         files = fsspec.filesystem("memory")
         files.put(sys.argv[1], "/models/tiny", recursive=True)
-        bundle_source._fetch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bundle_source._download_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         bundle_source.local_bundle("memory://models/tiny")
     """
     command = [sys.executable, "-c", killed, str(tiny_bundle.directory)]
@@ -170,13 +165,6 @@ def serving(bundle: Path, kind: type[_Quiet]) -> Iterator[str]:
 needs_aiohttp = pytest.mark.skipif(
     importlib.util.find_spec("aiohttp") is None, reason="fsspec reads http with aiohttp alone"
 )
-
-
-@needs_aiohttp
-def test_http_url(tiny_bundle: TinyBundle) -> None:
-    with serving(tiny_bundle.directory, _Quiet) as url:
-        found = local_bundle(url)
-    check_files(found, read_manifest(found))
 
 
 @needs_aiohttp

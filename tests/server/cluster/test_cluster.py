@@ -37,8 +37,6 @@ from tests.server.process import ROOT, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-OK = "OK"
-
 
 def status_of(ask: Callable[[], object]) -> CallError:
     with pytest.raises(CallError) as caught:
@@ -56,9 +54,9 @@ def test_streams_equal_a_single_servers_and_both_replicas_answer(
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda seed: text_of(client, seed), texts))
     assert found == list(texts.values())
-    counts = cluster.metric("quill_requests_total", outcome=OK, method="GenerateStream")
+    counts = cluster.metric("quill_requests_total", outcome="OK", method="GenerateStream")
     assert len(counts) == 2
-    assert min(counts.values()) > 0, "both replicas have answered, each under its name"
+    assert min(counts) > 0
 
 
 def test_calls_with_a_shared_prefix_go_to_one_replica(client: Client) -> None:
@@ -94,7 +92,7 @@ def test_deadline_is_known_to_the_replica(cluster: RunningCluster, client: Clien
 
     def exceeded() -> float:
         outcome = grpc.StatusCode.DEADLINE_EXCEEDED.name
-        return sum(cluster.metric("quill_requests_total", outcome=outcome).values())
+        return sum(cluster.metric("quill_requests_total", outcome=outcome))
 
     before = exceeded()
     try:
@@ -107,7 +105,7 @@ def test_deadline_is_known_to_the_replica(cluster: RunningCluster, client: Clien
 
 def test_replica_notices_a_client_that_disconnects(cluster: RunningCluster, client: Client) -> None:
     def cancelled() -> float:
-        return sum(cluster.metric("quill_requests_total", outcome="CANCELLED").values())
+        return sum(cluster.metric("quill_requests_total", outcome="CANCELLED"))
 
     before = cancelled()
     chunks = client.stream(PROMPT, max_new_tokens=4000, seed=1, timeout_s=TIMEOUT_S)

@@ -11,9 +11,9 @@ import torch
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.outputs import FinishEvent, HypothesisEvent
 from quill.server.request import BeamParams, Request
-from tests.server.sampling.test_beam_search import Results
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict
 
@@ -35,7 +35,7 @@ def llama() -> Any:
         eos_token_id=EOS,
         pad_token_id=START,
     )
-    return randomised(transformers.LlamaForCausalLM(config), 0.3)
+    return randomized(transformers.LlamaForCausalLM(config), 0.3)
 
 
 def marian() -> Any:
@@ -56,10 +56,10 @@ def marian() -> Any:
         activation_function="relu",
         scale_embedding=True,
     )
-    return randomised(transformers.MarianMTModel(config), 0.2)
+    return randomized(transformers.MarianMTModel(config), 0.2)
 
 
-def randomised(model: Any, std: float) -> Any:
+def randomized(model: Any, std: float) -> Any:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -103,24 +103,26 @@ def test_imported_model_is_searched_as_transformers_does(tmp_path: Path, make: A
     theirs = make()
     theirs.save_pretrained(tmp_path / "hf")
     checkpoint = read_huggingface(tmp_path / "hf")
-    wishes = ExportOptions(precisions=("fp32",), verify=False)
-    write_bundle(tmp_path / "bundle", checkpoint, wishes)
+    options = ExportOptions(precisions=("fp32",), verify=False)
+    write_bundle(tmp_path / "bundle", checkpoint, options)
     bundle = open_bundle(tmp_path / "bundle", "fp32")
     limits = Limits(max_num_seqs=9, context=CONTEXT, num_blocks=200)
-    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
+    engine = open_engine(bundle, limits, 1)
     requests = [
         _request(str(number), number, theirs.config.is_encoder_decoder) for number in range(8)
     ]
-    results = Results()
     for request in requests:
         engine.submit(request, 0.0)
-    results.run(engine)
+    events = list[Any]()
+    while not engine.is_idle:
+        events += engine.step().events
     lengths = set()
     for request in requests:
         expected = their_search(theirs, request)
-        found = results.found[request.request_id]
-        assert [told.token_ids for told, _ in found] == [answer for answer, _ in expected]
-        scores = [finish.score for _, finish in found]
+        own = [each for each in events if each.request_id == request.request_id]
+        found = [each.token_ids for each in own if isinstance(each, HypothesisEvent)]
+        assert found == [answer for answer, _ in expected]
+        scores = [each.score for each in own if isinstance(each, FinishEvent)]
         assert scores == pytest.approx([score for _, score in expected], abs=1e-4)
         lengths |= {len(answer) for answer, _ in expected}
     assert len(lengths) > 1, "some answers end before others"

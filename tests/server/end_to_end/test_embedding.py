@@ -16,7 +16,7 @@ from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.settings import Settings
 from tests.server.running import Running, make_served
 from tests.server.scripted_session import Reciter
@@ -36,10 +36,10 @@ class RunningBundle(Running):
             precision=precision,
         )
         super().__init__(Reciter(), settings, make_served())
-        self._prepared = prepare(bundle.directory, settings)
+        self._loader = Loader(bundle.directory, settings)
 
-    def _load(self) -> ModelInstance:
-        return self._prepared()
+    def load(self) -> ModelInstance:
+        return self._loader.load()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError
 from quill.server.frontend import call
+from quill.server.loading.instance import ModelInstance
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
 from quill.server.telemetry.metrics import Metrics
@@ -103,9 +104,16 @@ def test_while_loading_health_says_so_and_calls_are_refused() -> None:
         assert ask(running) == "de"
 
 
+class NoLoader:
+    def load(self) -> ModelInstance:
+        pytest.fail("nothing is loaded")
+
+    reload = load
+
+
 def test_port_that_is_taken_is_an_error_that_says_what_to_do() -> None:
     async def second(settings: Settings) -> None:
-        await Server(lambda: pytest.fail("nothing is loaded"), settings).run()
+        await Server(NoLoader(), settings).run()
 
     with running_server(metrics_port=0) as running:
         with pytest.raises(StartError, match="--port"):

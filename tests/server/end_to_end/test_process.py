@@ -19,8 +19,8 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.loading.loader import prepare, warm_up
-from quill.server.loading.sizing import MIN_CONTEXT
+from quill.server.loading.choices import MIN_CONTEXT
+from quill.server.loading.loader import Loader, warm_up
 from quill.server.settings import Settings
 from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
 from tests.server.scripted_session import Reciter
@@ -101,7 +101,7 @@ def change_manifest(bundle: Path, **changes: Any) -> None:
 
 
 def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
-    served = prepare(bundle, SMALL)().served
+    served = Loader(bundle, SMALL).load().served
     assert (served.max_num_seqs, served.text) == (2, None)
 
 
@@ -134,7 +134,7 @@ def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None
         prepend_bos=True,
         chat_template="{{ bos_token + messages[0].content }}",
     )
-    served = prepare(bundle, SMALL)().served
+    served = Loader(bundle, SMALL).load().served
     assert served.text is not None
     assert served.text.encode("a") == [0, ord("a") + 1]
     assert served.template is not None
@@ -176,4 +176,4 @@ def test_damaged_bundle_is_an_error(
 ) -> None:
     damage(bundle)
     with pytest.raises(error, match=reason):
-        prepare(bundle, SMALL)()
+        Loader(bundle, SMALL).load()

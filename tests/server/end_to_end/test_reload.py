@@ -233,7 +233,7 @@ def test_front_door_reloads_and_asks_for_health(
         capsys.readouterr()
         address = ["--address", running.address]
         assert main(["health", *address]) == 1
-        assert "says NOT_SERVING" in capsys.readouterr().err
+        assert "is NOT_SERVING" in capsys.readouterr().err
         running.loading.set()
         running.call(running.server.ready.wait())
         capsys.readouterr()
@@ -241,7 +241,7 @@ def test_front_door_reloads_and_asks_for_health(
         assert capsys.readouterr().out == "SERVING\n"
         running.load_again = second
         assert main(["reload", *address]) == 0
-        assert capsys.readouterr().out == "second is on duty: fp32, up to 2 rows\n"
+        assert capsys.readouterr().out == "second is loaded: fp32, up to 2 sequences\n"
     assert main(["health", *address]) == 1
     assert "quill: " in capsys.readouterr().err
 

@@ -16,9 +16,9 @@ from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import prepare
+from quill.server.loading.loader import Loader
 from quill.server.settings import Settings
 from tests.server.running import CONTEXT, Running, make_manifest, make_served
 from tests.server.scripted_session import Reciter
@@ -33,10 +33,10 @@ class RunningBundle(Running):
             port=0, http_port="off", metrics_port="off", max_num_seqs=4, threads=1, precision="fp32"
         )
         super().__init__(Reciter(), settings, make_served())
-        self._prepared = prepare(bundle.directory, settings)
+        self._loader = Loader(bundle.directory, settings)
 
-    def _load(self) -> ModelInstance:
-        return self._prepared()
+    def load(self) -> ModelInstance:
+        return self._loader.load()
 
 
 @pytest.fixture(scope="module")
@@ -143,4 +143,4 @@ def test_bundle_that_names_no_first_token_is_refused(tiny_translator: TinyBundle
     manifest = dataclasses.replace(bundle.manifest, special_tokens=special)
     limits = Limits(max_num_seqs=1, context=8, num_blocks=2)
     with pytest.raises(StartError, match="begin after"):
-        open_engine(dataclasses.replace(bundle, manifest=manifest), EngineSettings(limits=limits))
+        open_engine(dataclasses.replace(bundle, manifest=manifest), limits)

@@ -4,17 +4,20 @@ back."""
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.model.reference.beam_search import BeamParameters, search
 from quill.server.grammar.matcher import Grammar
-from quill.server.outputs import HypothesisEvent
 from quill.server.request import BeamParams, Request, SamplingParams
-from tests.server.engine_harness import CONTEXT, Harness, as_translation, make_request
-from tests.server.fake_session import logits_after, oracle
+from tests.server.engine_harness import (
+    CONTEXT,
+    Harness,
+    as_translation,
+    make_request,
+    reference_search,
+)
+from tests.server.fake_session import oracle
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
 
 
@@ -59,7 +62,17 @@ CONSTRAINED = st.fixed_dictionaries(
     }
 )
 SEARCHES = st.fixed_dictionaries(
-    {**FIELDS, "beams": st.builds(BeamParams, num_beams=st.integers(2, 3))}
+    {
+        **FIELDS,
+        "beams": st.builds(
+            BeamParams,
+            num_beams=st.integers(2, 3),
+            length_penalty=st.sampled_from([1.0, 0.0, 2.5, -1.0]),
+            early_stopping=st.sampled_from(["heuristic", "at_once", "never"]),
+        ),
+        "num_sequences": st.integers(1, 2),
+        "stop_ids": st.sampled_from([frozenset[int](), frozenset({3, 20})]),
+    }
 )
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), SAMPLED | SEARCHES),
@@ -73,19 +86,12 @@ ACTIONS = st.one_of(
 
 
 class RandomBatch(Harness):
-    """Notes what searches find, too."""
+    """Submits, steps and ends requests by chance."""
 
     def __init__(self, max_num_seqs: int, num_blocks: int, step_s: float, **limits: Any) -> None:
         super().__init__(max_num_seqs, num_blocks, step_s, **limits)
-        self.found: dict[tuple[str, int], tuple[int, ...]] = {}
         self.requests: list[Request] = []
         self.ended: set[str] = set()
-
-    def note(self, batch: Any) -> None:
-        super().note(batch)
-        for event in batch.events:
-            if isinstance(event, HypothesisEvent):
-                self.found[event.request_id, event.sequence] = event.token_ids
 
     def act(self, kind: str, value: Any, translates: bool) -> None:
         if kind == "submit" or kind == "late":
@@ -128,28 +134,11 @@ class RandomBatch(Harness):
         if request.beams is None:
             assert self.answer(request) == oracle(request, CONTEXT)
         else:
-            assert [self.found[name, 0]] == searched(request)
+            self.check_search(request, reference_search(request))
         if request.prompt_logprobs is not None:
             assert [each.token_id for each in self.prompts[name]] == list(request.prompt_ids)
         usage = self.finished[name, 0].usage
         assert 0 <= usage.accepted <= min(usage.draft, usage.generated)
-
-
-def searched(request: Request) -> list[tuple[int, ...]]:
-    assert request.beams is not None
-    parameters = BeamParameters(
-        num_beams=request.beams.num_beams,
-        max_new_tokens=request.max_new_tokens,
-        stop_ids=request.eos_ids,
-        min_new_tokens=request.min_new_tokens,
-    )
-
-    def next_logits(rows: Any, parents: Any) -> Any:
-        return np.stack([logits_after([*(request.source_ids or ()), *row]) for row in rows])
-
-    longest = min(request.max_new_tokens, CONTEXT - len(request.prompt_ids))
-    found = search(next_logits, request.prompt_ids, parameters, longest)
-    return [each.token_ids for each in found][:1]
 
 
 @settings(max_examples=150, deadline=None)

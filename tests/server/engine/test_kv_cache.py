@@ -19,7 +19,6 @@ from quill.server.engine.model_runner import BlockCopy, OrtSession
 from quill.server.errors import StartError
 from quill.server.limits import Limits
 from quill.server.machine.onnx_session import (
-    SessionSettings,
     identity_graph,
     input_name,
     open_graph,
@@ -29,7 +28,6 @@ from quill.server.request import BeamParams, Request, SamplingParams
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
-ONE_THREAD = SessionSettings(num_threads=1, spinning=False)
 NUM_BLOCKS = 64
 VOCAB_SIZE = 512
 
@@ -66,7 +64,7 @@ def _session(bundle: TinyBundle, on_device: bool) -> OrtSession:
     graphs = bundle.manifest.graphs_in("fp32")
     shape = BlockShape.of(bundle.manifest.sizes, graphs)
     assert graphs.decoder is not None
-    decoder: Any = open_graph(bundle.directory / graphs.decoder, ONE_THREAD)
+    decoder: Any = open_graph(bundle.directory / graphs.decoder, "cpu", 1, spinning=False)
     blocks: Any = KVCache(NUM_BLOCKS, shape)
     if on_device:
         decoder, blocks = CopyingDecoder(decoder), DeviceKVCache(NUM_BLOCKS, shape, "cpu")
@@ -127,7 +125,7 @@ def test_graph_of_copies_is_sound_and_copies() -> None:
     """As many as SmolLM2 has caches: lengths need more than one byte then."""
     model = identity_graph(60)
     onnx.checker.check_model(onnx.load_from_string(model), full_check=True)
-    session = open_graph(model, ONE_THREAD)
+    session = open_graph(model, "cpu", 1, spinning=False)
     inputs = {input_name(i): np.full(i, i, np.uint8) for i in range(60)}
     outputs = session.run([output_name(i) for i in range(60)], inputs)
     assert [list(output) for output in outputs] == [[i] * i for i in range(60)]

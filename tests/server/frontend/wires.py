@@ -12,7 +12,7 @@ from quill.server.frontend.json_options import generate_spec
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import GenerateSpec, ParsedRequest, Prompt, renamed
-from quill.server.http.openai.completions import Completions
+from quill.server.http.completions import Completions
 from quill.server.kserve.inference import read_inference
 from tests.server.kserve.asking import asking
 from tests.server.running import make_served

@@ -10,7 +10,7 @@ import pytest
 from quill.server.auth.key_file import add_key, revoke_key
 from quill.server.errors import StartError
 from quill.server.frontend import call
-from quill.server.http.openai.chat import Chat
+from quill.server.http.chat import Chat
 from quill.server.http.wire.http_server import bind
 from tests.server.http_client import JSON, HttpClient, connected, read_until, whole_request
 from tests.server.running import Running, running_server

@@ -10,8 +10,15 @@ from quill.server.errors import InvalidFieldError
 from quill.server.frontend.answer import Chunk, Result
 from quill.server.frontend.spec import ChatMessage, Conversation
 from quill.server.kserve.inference import Inference, Responses, failure, read_inference, timeout_s
-from quill.server.kserve.model_card import INPUTS, OUTPUTS, config, metadata
-from quill.server.kserve.tensors import read_parameter, unpack, write_parameter
+from quill.server.kserve.tensors import (
+    INPUTS,
+    OUTPUTS,
+    config,
+    metadata,
+    read_parameter,
+    unpack,
+    write_parameter,
+)
 from quill.server.outputs import Alternative, FinishEvent, PositionLogprobs, Timings, Usage
 from tests.server.kserve.asking import asking
 

@@ -14,8 +14,7 @@ from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2 as kserve
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.auth.key_file import add_key
-from quill.server.kserve.model_card import OUTPUTS
-from quill.server.kserve.tensors import unpack
+from quill.server.kserve.tensors import OUTPUTS, unpack
 from tests.server.kserve.asking import asking
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S

@@ -10,9 +10,10 @@ import pytest
 
 from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
+from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import Bundle, open_bundle, open_engine
 from quill.server.outputs import TokenEvent
 from quill.server.request import Request
 from tests.operators import SERVED
@@ -30,15 +31,15 @@ def _change(directory: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def _settings(**fields: Any) -> EngineSettings:
+def _open(bundle: Bundle, **fields: Any) -> Engine:
     limits = Limits(**{"max_num_seqs": 2, "context": 64, "num_blocks": 16, **fields})
-    return EngineSettings(limits=limits, num_threads=1, spinning=False)
+    return open_engine(bundle, limits, num_threads=1, spinning=False)
 
 
 @pytest.mark.parametrize("precision", SERVED)
 def test_bundle_becomes_an_engine_that_answers(tiny_bundle: TinyBundle, precision: str) -> None:
     bundle = open_bundle(tiny_bundle.directory, precision)
-    engine = open_engine(bundle, _settings())
+    engine = _open(bundle)
     engine.submit(Request(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4), 0.0)
     tokens = []
     while not engine.is_idle:
@@ -82,7 +83,7 @@ def test_precision_that_is_not_there_is_refused(tiny_bundle: TinyBundle) -> None
 @pytest.mark.parametrize("wrong", [{"context": 1}, {"context": CONTEXT + 1}, {"max_num_seqs": 0}])
 def test_settings_out_of_range_are_refused(tiny_bundle: TinyBundle, wrong: dict[str, int]) -> None:
     with pytest.raises(StartError):
-        open_engine(open_bundle(tiny_bundle.directory, "fp32"), _settings(**wrong))
+        _open(open_bundle(tiny_bundle.directory, "fp32"), **wrong)
 
 
 def test_blocks_that_no_memory_is_enough_for_are_refused_with_advice(
@@ -90,7 +91,7 @@ def test_blocks_that_no_memory_is_enough_for_are_refused_with_advice(
 ) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
     with pytest.raises(StartError, match="Lower --kv-cache-mb"):
-        open_engine(bundle, _settings(num_blocks=10**12))
+        _open(bundle, num_blocks=10**12)
 
 
 @pytest.mark.parametrize("fixture", ["tiny_bundle", "tiny_translator"])
@@ -100,11 +101,11 @@ def test_context_that_the_graphs_have_no_positions_for_is_refused_at_once(
     """It was a failing step for the first client who came so far."""
     directory = request.getfixturevalue(fixture).directory
     bundle = open_bundle(directory, "fp32")
-    assert open_engine(bundle, _settings(context=CONTEXT)).is_idle
+    assert _open(bundle, context=CONTEXT).is_idle
     sizes = dataclasses.replace(bundle.manifest.sizes, context=CONTEXT + 1)
     lying = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, sizes=sizes))
     message = r"says that its context is 129 tokens, and its graphs can't run with 129\. Try"
     with pytest.raises(StartError, match=message) as caught:
-        open_engine(lying, _settings(context=CONTEXT + 1))
+        _open(lying, context=CONTEXT + 1)
     assert "\n" not in str(caught.value)
-    assert open_engine(lying, _settings(context=CONTEXT)).is_idle
+    assert _open(lying, context=CONTEXT).is_idle

@@ -12,10 +12,10 @@ import pytest
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
 from quill.server.limits import Limits
-from quill.server.loading import graph_choice
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
-from quill.server.loading.graph_choice import Choice, choose_graphs
-from quill.server.loading.loader import prepare
+from quill.server.loading import choices
+from quill.server.loading.choices import Choice, choose_graphs
+from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.loading.loader import Loader
 from quill.server.machine.onnx_session import cuda_free_bytes, cuda_problem
 from quill.server.settings import Settings
 from tests.server.running import make_manifest
@@ -32,8 +32,8 @@ LIMITS = Limits(max_num_seqs=1, context=64, num_blocks=4)
 @pytest.fixture(autouse=True)
 def slow_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of other precisions is another test's."""
-    monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: False)
-    monkeypatch.setattr(graph_choice, "ideal", lambda family: "fp32")
+    monkeypatch.setattr(choices, "operators_are_fast", lambda: False)
+    monkeypatch.setattr(choices, "ideal", lambda family: "fp32")
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:
@@ -51,13 +51,13 @@ def test_cuda_is_chosen_where_it_works() -> None:
     for device, precision in (("auto", None), ("cuda", None), ("auto", "fp16"), ("cuda", "fp16")):
         choice = chosen(FOR_BOTH, device, precision, None)
         assert choice.graphs.device == "cuda"
-        assert choice.why == ("as asked" if device == "cuda" else "CUDA works here")
+        assert choice.why == ("as chosen" if device == "cuda" else "CUDA works here")
 
 
 def test_cpu_is_chosen_where_the_bundle_or_the_person_wants_it() -> None:
     translator = dataclasses.replace(FOR_BOTH, family="seq2seq")
     for manifest, device, precision, why in (
-        (FOR_BOTH, "cpu", None, "as asked"),
+        (FOR_BOTH, "cpu", None, "as chosen"),
         (FOR_BOTH, "auto", "fp32", "without CUDA: fp32 is for the CPU"),
         (make_manifest(), "auto", None, "without CUDA: the bundle has no fp16 graphs"),
         (translator, "auto", None, "without CUDA: translation models are served on the CPU only"),
@@ -92,7 +92,7 @@ def test_auto_names_what_cuda_lacks_here(
     tiny_for_both: TinyBundle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO):
-        prepare(tiny_for_both.directory, Settings(max_num_seqs=2, threads=1))
+        Loader(tiny_for_both.directory, Settings(max_num_seqs=2, threads=1))
     said = [record for record in caplog.records if "CUDA" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
     name = tiny_for_both.manifest.name
@@ -119,7 +119,7 @@ def test_server_asked_for_cuda_ends_with_what_is_missing(tiny_for_both: TinyBund
 def test_graphs_for_cuda_are_never_opened_on_the_cpu_in_silence(tiny_for_both: TinyBundle) -> None:
     bundle = open_bundle(tiny_for_both.directory, "fp16")
     with pytest.raises(StartError, match="CUDA provider"):
-        open_engine(bundle, EngineSettings(limits=LIMITS))
+        open_engine(bundle, LIMITS)
 
 
 def test_engine_on_cuda_has_no_translations(tiny_translator: TinyBundle) -> None:
@@ -127,7 +127,7 @@ def test_engine_on_cuda_has_no_translations(tiny_translator: TinyBundle) -> None
     graphs = dataclasses.replace(translator.graphs, device="cuda")
     translator = dataclasses.replace(translator, graphs=graphs)
     with pytest.raises(StartError, match="translation models are served on the CPU only"):
-        open_engine(translator, EngineSettings(limits=LIMITS))
+        open_engine(translator, LIMITS)
 
 
 def test_card_has_memory_or_some_is_assumed() -> None:

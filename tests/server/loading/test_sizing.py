@@ -8,12 +8,12 @@ import pytest
 from quill.export.bundle.manifest import File, Graphs, Manifest, Verification
 from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
-from quill.server.loading import graph_choice
-from quill.server.loading.graph_choice import choose_graphs
-from quill.server.loading.sizing import (
+from quill.server.loading import choices
+from quill.server.loading.choices import (
     MAX_CACHE_BYTES,
-    MAX_ROWS,
+    MAX_NUM_SEQS,
     Sizing,
+    choose_graphs,
     choose_sizes,
     choose_threads,
 )
@@ -25,24 +25,24 @@ BLOCK_BYTES = BlockShape.of(MANIFEST.sizes, MANIFEST.graphs[0]).num_bytes
 LEAST = 13  # blocks, for a context of 200
 
 
-def sizes(available: int, **wishes: Any) -> Sizing:
-    wishes = {"max_num_seqs": None, "context": None, "cache_bytes": None, **wishes}
-    return choose_sizes(MANIFEST, MANIFEST.graphs[0], available, **wishes)
+def sizes(available: int, **options: Any) -> Sizing:
+    options = {"max_num_seqs": None, "context": None, "cache_bytes": None, **options}
+    return choose_sizes(MANIFEST, MANIFEST.graphs[0], available, **options)
 
 
 def test_blocks_take_half_of_what_the_model_leaves_up_to_a_limit() -> None:
     chosen = sizes(1000 + 2 * 20 * BLOCK_BYTES)
-    assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (MAX_ROWS, 200, 20)
+    assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (MAX_NUM_SEQS, 200, 20)
     assert sizes(10**12).cache_bytes <= MAX_CACHE_BYTES
 
 
-def test_wishes_are_kept_where_they_fit() -> None:
+def test_options_are_kept_where_they_fit() -> None:
     chosen = sizes(1000 + 7 * BLOCK_BYTES, max_num_seqs=2, context=100, cache_bytes=7 * BLOCK_BYTES)
     assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (2, 100, 7)
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"context": 201},
         {"context": 1},
@@ -51,13 +51,13 @@ def test_wishes_are_kept_where_they_fit() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_says_what_to_change(wishes: dict[str, int]) -> None:
+def test_what_does_not_fit_says_what_to_change(options: dict[str, int]) -> None:
     with pytest.raises(StartError, match=r"--context"):
-        sizes(100_000, **wishes)
+        sizes(100_000, **options)
 
 
 def test_too_little_memory_for_one_sequence_is_an_error() -> None:
-    with pytest.raises(StartError, match="Lower --context"):
+    with pytest.raises(StartError, match="smaller --kv-cache-mb or --context"):
         sizes(1000)
 
 
@@ -94,30 +94,30 @@ def test_quill4_is_chosen_where_it_is_proven_good(
 
 @pytest.mark.parametrize(("family", "best"), [("causal", "quill4"), ("seq2seq", "quill8")])
 def test_each_family_has_its_best(family: Any, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: None)
-    monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(choices, "operators_problem", lambda: None)
+    monkeypatch.setattr(choices, "operators_are_fast", lambda: True)
     names = ("fp32", "quill4", "quill8")
     manifest = manifest_with(*(graphs_in(name, verification=proof(20.1)) for name in names))
     choice = choose_graphs(dataclasses.replace(manifest, family=family), "cpu", None)
-    assert (choice.graphs.precision, choice.why) == (best, "as asked")
+    assert (choice.graphs.precision, choice.why) == (best, "as chosen")
 
 
 def test_what_loses_too_much_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: None)
-    monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(choices, "operators_problem", lambda: None)
+    monkeypatch.setattr(choices, "operators_are_fast", lambda: True)
     four, eight = (proof(each) for each in (25.0, 20.01))
     manifest = manifest_with(
         graphs_in("quill4", verification=four), graphs_in("quill8", verification=eight)
     )
     choice = choose_graphs(manifest, "cpu", None)
     assert choice.graphs.precision == "quill8"
-    assert choice.why == "as asked; not quill4: its perplexity is too high"
+    assert choice.why == "as chosen; not quill4: its perplexity is too high"
 
 
 def test_what_would_be_faster_is_said() -> None:
     without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
     assert without == (
-        "as asked; not quill4: the bundle has none; add it to the bundle: "
+        "as chosen; not quill4: the bundle has none; add it to the bundle: "
         "quill export CHECKPOINT --out BUNDLE --add --precision quill4"
     )
     unproven = choose_graphs(manifest_with(graphs_in("fp32"), graphs_in("quill4")), "cpu", None)
@@ -128,7 +128,7 @@ def test_what_would_be_faster_is_said() -> None:
 def test_nothing_is_served_on_the_cpu_without_operators(
     precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: "not built")
+    monkeypatch.setattr(choices, "operators_problem", lambda: "not built")
     with pytest.raises(StartError, match="nothing can be served on the CPU: not built"):
         choose_graphs(manifest_with(graphs_in("fp32")), "cpu", precision)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from quill.server.limits import Limits
-from quill.server.loading.engine_factory import EngineSettings, open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.machine import mapped_file
-from quill.server.machine.mapped_file import PIECE_BYTES, detach
+from quill.server.machine.mapped_file import CHUNK_BYTES, detach
 from tests.server.tiny_bundle import TinyBundle
 
-LENGTH = 2 * PIECE_BYTES + 5000
+LENGTH = 2 * CHUNK_BYTES + 5000
 
 
 def write(path: Path) -> bytes:
@@ -53,7 +53,7 @@ def test_link_to_the_file_will_do(tmp_path: Path) -> None:
 def test_engine_has_nothing_of_its_bundle_mapped(tiny_bundle: TinyBundle) -> None:
     bundle = open_bundle(tiny_bundle.directory, "fp32")
     limits = Limits(max_num_seqs=1, context=64, num_blocks=4)
-    engine = open_engine(bundle, EngineSettings(limits=limits, num_threads=1))
+    engine = open_engine(bundle, limits, 1)
     assert not is_mapped(tiny_bundle.directory)
     assert engine.is_idle
 

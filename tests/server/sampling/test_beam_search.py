@@ -1,193 +1,32 @@
-"""BeamParams are rows beside other people's, and the answers are those of
-model/reference/beam_search.py."""
+"""Beam search: its answers are those of model/reference/beam_search.py, alone or batched.
+
+Random batches with searches are in tests/server/engine/test_batch_invariance.py.
+"""
 
 import dataclasses
 import random
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quill.model.reference.beam_search import BeamParameters, beam_search, search
-from quill.server.engine.engine import Engine
-from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError, RequestError
-from quill.server.limits import Limits
-from quill.server.outputs import FailEvent, FinishEvent, HypothesisEvent, TokenEvent
-from quill.server.request import BeamParams, Request, SamplingParams
+from quill.model.reference.beam_search import beam_search
+from quill.model.reference.sampling import log_probabilities
+from quill.server.errors import CancelledError, DeadlineError, InvalidFieldError
+from quill.server.request import BeamParams, Request
+from quill.server.sampling.beam_search import Beam, Search, rank
 from tests.operators import SERVED
-from tests.server.fake_session import VOCAB_SIZE, FakeSession, logits_after, oracle
+from tests.server import engine_harness
+from tests.server.engine_harness import Harness, reference_search
+from tests.server.fake_session import oracle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 
-NUM_BLOCKS = 64
-Found = list[tuple[HypothesisEvent, FinishEvent]]
 
-
-class Results:
-    """What came of some requests: searches' hypotheses, others' tokens, errors."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Found] = defaultdict(list)
-        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self.failed: dict[str, RequestError] = {}
-        self._told: dict[tuple[str, int], HypothesisEvent] = {}
-
-    def step(self, engine: Engine) -> None:
-        for event in engine.step().events:
-            if isinstance(event, TokenEvent):
-                self.tokens[event.request_id, event.sequence].append(event.token_id)
-            elif isinstance(event, HypothesisEvent):
-                self._told[event.request_id, event.sequence] = event
-            elif isinstance(event, FailEvent):
-                self.failed[event.request_id] = event.error
-            elif isinstance(event, FinishEvent) and event.score is not None:
-                told = self._told[event.request_id, event.sequence]
-                self.found[event.request_id].append((told, event))
-
-    def run(self, engine: Engine) -> None:
-        for _ in range(10_000):
-            if engine.is_idle:
-                return
-            self.step(engine)
-        raise AssertionError("the engine never comes to rest")
-
-
-def parameters_of(request: Request) -> BeamParameters:
-    assert request.beams is not None
-    names: dict[str, Any] = {"heuristic": False, "at_once": True, "never": "never"}
-    return BeamParameters(
-        num_beams=request.beams.num_beams,
-        length_penalty=request.beams.length_penalty,
-        early_stopping=names[request.beams.early_stopping],
-        num_return_sequences=request.num_sequences,
-        max_new_tokens=request.max_new_tokens,
-        stop_ids=request.all_stop_ids,
-        min_new_tokens=request.min_new_tokens,
+def _searching(**changes: Any) -> Request:
+    request = Request(
+        request_id="r", prompt_ids=(1, 2, 3), beams=BeamParams(num_beams=3), max_new_tokens=20
     )
-
-
-def check_found(found: Found, expected: Sequence[Any]) -> None:
-    assert [told.token_ids for told, _ in found] == [each.token_ids for each in expected]
-    scores = [finish.score for _, finish in found]
-    assert scores == pytest.approx([each.score for each in expected], abs=1e-4)
-    for told, finish in found:
-        assert finish.usage.generated == len(told.token_ids)
-        if told.logprobs:
-            assert [each.token_id for each in told.logprobs] == list(told.token_ids)
-
-
-def fake_search(request: Request) -> Sequence[Any]:
-    def next_logits(rows: Sequence[Sequence[int]], parents: Sequence[int]) -> Any:
-        return np.stack([logits_after([*(request.source_ids or ()), *row]) for row in rows])
-
-    max_length = min(request.max_new_tokens, CONTEXT - len(request.prompt_ids))
-    return search(next_logits, request.prompt_ids, parameters_of(request), max_length)
-
-
-BEAMS = st.builds(
-    BeamParams,
-    num_beams=st.integers(2, 4),
-    length_penalty=st.sampled_from([1.0, 0.0, 2.5, -1.0]),
-    early_stopping=st.sampled_from(["heuristic", "at_once", "never"]),
-)
-
-
-@st.composite
-def requests(draw: st.DrawFn, name: str, translates: bool) -> Request:
-    ids = tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)))
-    beams = draw(st.none() | BEAMS)
-    most = 3 if beams is None else beams.num_beams
-    max_new_tokens = draw(st.integers(1, 12))
-    return Request(
-        request_id=name,
-        prompt_ids=(0,) if translates else ids,
-        source_ids=ids if translates else None,
-        beams=beams,
-        sampling=SamplingParams(temperature=draw(st.sampled_from([0.0, 1.0])))
-        if not beams
-        else SamplingParams(),
-        num_sequences=draw(st.integers(1, most)),
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=draw(st.integers(0, max_new_tokens)),
-        eos_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8))),
-        stop_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))),
-        logprobs=draw(st.sampled_from([None, 2])),
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(4, 7), st.integers(24, 40), st.booleans())
-def test_any_batch_with_beams_gets_the_oracles_answers(
-    data: st.DataObject, max_num_seqs: int, num_blocks: int, translates: bool
-) -> None:
-    engine = Engine(
-        FakeSession(num_blocks),
-        Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks),
-    )
-    results, asked, ended = Results(), list[Request](), set[str]()
-    for number in range(data.draw(st.integers(1, 6))):
-        asked.append(data.draw(requests(str(number), translates)))
-        engine.submit(asked[-1], 0.0)
-        for _ in range(data.draw(st.integers(0, 6))):
-            results.step(engine)
-        if data.draw(st.integers(0, 9)) == 0:
-            gone = data.draw(st.sampled_from(asked)).request_id
-            ended.add(gone)
-            engine.end(gone, None, "cancelled")
-    results.run(engine)
-    for request in asked:
-        name = request.request_id
-        if name in ended and name not in results.found:
-            continue
-        if request.beams is None:
-            answers = [results.tokens[name, i] for i in range(request.num_sequences)]
-            assert name in ended or answers == oracle(request, CONTEXT)
-        else:
-            check_found(results.found[name], fake_search(request))
-
-
-@pytest.mark.parametrize("precision", SERVED)
-@pytest.mark.parametrize("family", ["causal", "seq2seq"])
-def test_beams_in_batch_are_those_of_the_reference_and_of_the_request_alone(
-    tiny_bundle: TinyBundle, tiny_translator: TinyBundle, family: str, precision: str
-) -> None:
-    bundle = tiny_bundle if family == "causal" else tiny_translator
-    rng = random.Random(3)
-    asked = [_random_request(str(number), family, rng) for number in range(16)]
-    engine, plain = (
-        Engine(
-            bundle.session(precision, num_blocks),
-            Limits(max_num_seqs=num_rows, context=CONTEXT, num_blocks=num_blocks),
-        )
-        for num_rows, num_blocks in ((10, 40), (4, 40))
-    )
-    crowd = Results()
-    for request in asked:
-        engine.submit(request, 0.0)
-        for _ in range(rng.randint(0, 5)):
-            crowd.step(engine)
-    crowd.run(engine)
-    for request in asked:
-        alone = Results()
-        plain.submit(request, 0.0)
-        alone.run(plain)
-        name = request.request_id
-        assert crowd.tokens[name, 0] == alone.tokens[name, 0]
-        assert [told for told, _ in crowd.found[name]] == [told for told, _ in alone.found[name]]
-        scores = [[finish.score for _, finish in each.found[name]] for each in (crowd, alone)]
-        assert scores[0] == scores[1], "to the last bit"
-        if request.beams is not None and precision == "fp32":
-            expected = beam_search(
-                bundle.model,
-                request.prompt_ids,
-                parameters_of(request),
-                source_ids=request.source_ids,
-                cached=True,
-            )
-            check_found(crowd.found[name], expected)
+    return dataclasses.replace(request, **changes)
 
 
 def _random_request(name: str, family: str, rng: random.Random) -> Request:
@@ -212,69 +51,130 @@ def _random_request(name: str, family: str, rng: random.Random) -> Request:
     )
 
 
-def _searching(**changes: Any) -> Request:
-    request = Request(
-        request_id="r", prompt_ids=(1, 2, 3), beams=BeamParams(num_beams=3), max_new_tokens=20
+@pytest.mark.parametrize("precision", SERVED)
+@pytest.mark.parametrize("family", ["causal", "seq2seq"])
+def test_batched_beams_are_those_of_the_reference_and_of_the_request_alone(
+    tiny_bundle: TinyBundle, tiny_translator: TinyBundle, family: str, precision: str
+) -> None:
+    bundle = tiny_bundle if family == "causal" else tiny_translator
+    rng = random.Random(3)
+    requests = [_random_request(str(number), family, rng) for number in range(16)]
+    batched, alone = (
+        Harness(num_seqs, 40, session=bundle.session(precision, 40), context=CONTEXT)
+        for num_seqs in (10, 4)
     )
-    return dataclasses.replace(request, **changes)
-
-
-def _engine(max_num_seqs: int = 4, session: FakeSession | None = None) -> Engine:
-    limits = Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=NUM_BLOCKS)
-    return Engine(session or FakeSession(NUM_BLOCKS), limits, clock=lambda: 5.0)
+    for request in requests:
+        batched.submit(request)
+        for _ in range(rng.randint(0, 5)):
+            batched.step()
+    batched.run()
+    for request in requests:
+        name = request.request_id
+        alone.submit(request)
+        alone.run()
+        assert batched.tokens[name, 0] == alone.tokens[name, 0]
+        assert batched.found[name] == alone.found[name], "logprobs to the last bit"
+        for i in range(request.num_sequences):
+            assert batched.finished[name, i].score == alone.finished[name, i].score
+        if request.beams is not None and precision == "fp32":
+            parameters = engine_harness.beam_parameters(request)
+            expected = beam_search(
+                *(bundle.model, request.prompt_ids, parameters),
+                source_ids=request.source_ids,
+                cached=True,
+            )
+            batched.check_search(request, expected)
 
 
 def test_search_that_is_ended_has_no_answer_and_frees_its_sequences() -> None:
-    engine, results = _engine(), Results()
-    engine.submit(_searching(request_id="gone"), 0.0)
-    engine.submit(_searching(request_id="late", deadline_s=5.0), 0.0)
-    engine.submit(_searching(request_id="after"), 0.0)
+    harness = Harness()
+    harness.now_s = 5.0
+    after = _searching(request_id="after")
+    late = _searching(request_id="late", deadline_s=5.0)
+    for request in (_searching(request_id="gone"), late, after):
+        harness.submit(request)
     for _ in range(4):
-        results.step(engine)
-    engine.end("gone", None, "cancelled")
-    results.run(engine)
-    assert isinstance(results.failed["gone"], CancelledError)
-    assert isinstance(results.failed["late"], DeadlineError)
-    assert "before the search was over" in str(results.failed["late"])
-    check_found(results.found["after"], fake_search(_searching()))
+        harness.step()
+    harness.engine.end("gone", None, "cancelled")
+    harness.run()
+    assert isinstance(harness.failed["gone"], CancelledError)
+    assert isinstance(harness.failed["late"], DeadlineError)
+    assert "before the search was over" in str(harness.failed["late"])
+    harness.check_search(after, reference_search(after))
 
 
-def test_logits_that_are_not_finite_fail_the_search_and_nobody_else() -> None:
-    session = FakeSession(NUM_BLOCKS)
-    engine, results = _engine(5, session), Results()
+def test_logits_that_are_not_finite_fail_the_search_and_no_other_request() -> None:
+    harness = Harness(max_num_seqs=5)
     other = Request(request_id="other", prompt_ids=(4, 5), max_new_tokens=9)
-    engine.submit(_searching(), 0.0)
-    engine.submit(other, 0.0)
+    harness.submit(_searching())
+    harness.submit(other)
     for _ in range(4):
-        results.step(engine)
-    session.poisoned = {1}
-    results.step(engine)
-    session.poisoned = set()
-    results.run(engine)
-    assert set(results.failed) == {"r"}
-    assert [results.tokens["other", 0]] == oracle(other, CONTEXT)
+        harness.step()
+    harness.session.poisoned = {1}
+    harness.step()
+    harness.session.poisoned = set()
+    harness.run()
+    assert set(harness.failed) == {"r"}
+    assert harness.answer(other) == oracle(other, engine_harness.CONTEXT)
 
 
 def test_beams_share_all_but_the_block_that_they_write_into() -> None:
-    session = FakeSession(NUM_BLOCKS)
-    engine, results = _engine(4, session), Results()
-    prompt = tuple(range(40))
-    engine.submit(_searching(prompt_ids=prompt, max_new_tokens=40), 0.0)
+    harness = Harness()
+    request = _searching(prompt_ids=tuple(range(40)), max_new_tokens=40)
+    harness.submit(request)
     most = 0
-    while not engine.is_idle:
-        results.step(engine)
-        most = max(most, engine._scheduler.num_blocks_used)
-    check_found(results.found["r"], fake_search(_searching(prompt_ids=prompt, max_new_tokens=40)))
+    while not harness.engine.is_idle:
+        queue = harness.step().queue
+        assert queue is not None
+        most = max(most, queue.num_blocks)
+    harness.check_search(request, reference_search(request))
     assert most <= 2 + 3 * 3, "two full blocks of the prompt, and each beam's own"
 
 
 @pytest.mark.parametrize("penalty", [10.5, float("nan")])
-def test_length_penalty_out_of_range_is_refused_by_name(penalty: float) -> None:
+def test_length_penalty_out_of_range_is_rejected_by_name(penalty: float) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         BeamParams(num_beams=2, length_penalty=penalty)
     assert caught.value.field == "length_penalty"
 
 
-def test_more_answers_than_beams_are_refused() -> None:
+def test_more_answers_than_beams_are_rejected() -> None:
     with pytest.raises(InvalidFieldError, match="at most num_beams, which is 3"):
         _searching(num_sequences=4)
+
+
+def _search(num_beams: int, logprobs: int | None = None) -> Search:
+    request = Request(
+        request_id="r", prompt_ids=(1,), beams=BeamParams(num_beams=num_beams), logprobs=logprobs
+    )
+    found = Search(request, 8)
+    found.running = [Beam((i,), -float(i)) for i in range(num_beams)]
+    return found
+
+
+def test_the_best_of_all_beams_are_found_in_any_rows() -> None:
+    logits_RV = np.random.default_rng(0).normal(size=(7, 5000)).round(1).astype(np.float32)
+    rows, searches = [6, 2, 0, 4, 4], [_search(2), _search(3, logprobs=1)]
+    rankings = rank(logits_RV, searches, rows)
+    assert not rankings.not_finite
+    for each, ranked, own in zip(searches, rankings.ranked, ([6, 2], [0, 4, 4]), strict=True):
+        totals = [
+            beam.logprob + log_probabilities(logits_RV[row])
+            for beam, row in zip(each.running, own, strict=True)
+        ]
+        order = np.argsort(-np.concatenate(totals).round(9), kind="stable")[: each.num_ranked]
+        assert [(one.parent, one.token) for one in ranked] == [divmod(i, 5000) for i in order]
+        reports = [one.report for one in ranked]
+        assert all((report is None) == (each.request.logprobs is None) for report in reports)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_beams_that_are_not_finite_are_named_and_leave_something_to_go_on_with(bad: float) -> None:
+    logits_RV = np.random.default_rng(1).normal(size=(4, 300)).astype(np.float32)
+    logits_RV[2, 7] = bad
+    searches = [_search(2), _search(2, logprobs=2)]
+    rankings = rank(logits_RV, searches)
+    assert rankings.not_finite == {2}
+    assert [len(ranked) for ranked in rankings.ranked] == [each.num_ranked for each in searches]
+    alone = rank(logits_RV[:2], searches[:1])
+    assert rankings.ranked[0] == alone.ranked[0]

@@ -14,7 +14,7 @@ import pytest
 
 from quill.export.bundle.manifest import write_manifest
 from quill.server.errors import StartError
-from quill.server.loading import graph_choice
+from quill.server.loading import choices
 from quill.server.serve.default_model import default_bundle
 from tests.export.bundle.test_manifest import make_bundle
 
@@ -40,8 +40,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def fast_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has."""
-    monkeypatch.setattr(graph_choice, "operators_problem", lambda: None)
-    monkeypatch.setattr(graph_choice, "operators_are_fast", lambda: True)
+    monkeypatch.setattr(choices, "operators_problem", lambda: None)
+    monkeypatch.setattr(choices, "operators_are_fast", lambda: True)
 
 
 @pytest.fixture

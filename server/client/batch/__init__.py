@@ -1,1 +1,0 @@
-"""Many requests from a file, or from rows of somebody else's pipeline."""

@@ -1,0 +1,1 @@
+"""Operator tools on top of the SDK: `quill batch` and `quill top`."""

@@ -1,1 +1,0 @@
-"""What all servers do at the moment, for those who run them."""

@@ -1,1 +1,0 @@
-"""The paths that clients of OpenAI and vLLM know."""
