@@ -42,11 +42,6 @@ class ReplicaServer(Server):
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
 
-    @property
-    def num_requests(self) -> int:
-        """Running or waiting."""
-        return len(self.dispatcher)
-
     async def start(self, host: str) -> None:
         """Loads, listens at `host`, and only then joins the cluster."""
         await self.health.begin()
