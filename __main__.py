@@ -1,7 +1,7 @@
-"""The front door: one command, `quill`, with a subcommand for each job.
+"""One command, `quill`, with a subcommand for each job.
 
-Knows: which rooms there are. Does not know: their arguments, or what they import.
-Each room has a `commands` module that declares its subcommands with argparse alone; the
+Knows: which packages there are. Does not know: their arguments, or what they import.
+Each package has a `commands` module that declares its subcommands with argparse alone; the
 module that does the work is imported only when its subcommand runs.
 """
 
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-ROOMS = ("model", "export", "server", "loadtest")
+PACKAGES = ("model", "export", "server", "loadtest")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,8 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`quill COMMAND --help` explains each command.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for room in ROOMS:
-        importlib.import_module(f"quill.{room}.commands").register(subparsers)
+    for package in PACKAGES:
+        importlib.import_module(f"quill.{package}.commands").register(subparsers)
     return parser
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Imports the module behind the subcommand and hands it the arguments.
 
-    A room's own errors carry `exit_code`; they are for people and print as one line.
+    A package's own errors carry `exit_code`; they are for people and print as one line.
     `environment` is for libraries that read it when they are imported; the user's own goes first.
     """
     for name, value in getattr(args, "environment", {}).items():

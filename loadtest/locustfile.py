@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +148,25 @@ def on_init(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def on_test_start(environment: Environment, **_: Any) -> None:
-    """The process without a master completes the options; workers get them complete."""
+    """The process without a master picks a seed and calls GetModel; its workers get both.
+
+    The given options stay as they are: the page's next test may have another host or seed.
+    """
     options, runner = environment.parsed_options, environment.runner
     assert options is not None
     QuillUser.access, QuillUser.protocol = read_access(options), options.protocol
     if not isinstance(runner, WorkerRunner):
-        options.seed = options.seed or new_seed()
-        options.model_info = options.model_info or get_model_info(environment)
-        options.num_parts = 1
-        logger.info("%s, with seed %d", options.scenario, options.seed)
+        seed, text = options.seed or new_seed(), options.model_info or get_model_info(environment)
+        options.shared = {"seed": seed, "model_info": text, "num_parts": 1}
+        logger.info("%s, with seed %d", options.scenario, seed)
+    shared = options.shared
     if isinstance(runner, MasterRunner):
-        options.num_parts = Shared.collector.start_workers()
+        shared["num_parts"] = Shared.collector.start_workers()
         return
     part = runner.worker_index if isinstance(runner, WorkerRunner) else 0
-    info = ModelInfo(**json.loads(options.model_info))
-    Shared.schedule = Schedule(Plan.from_options(options), info, part, options.num_parts)
+    plan = replace(Plan.from_options(options), seed=shared["seed"])
+    info = ModelInfo(**json.loads(shared["model_info"]))
+    Shared.schedule = Schedule(plan, info, part, shared["num_parts"])
     Shared.collector.watch(Shared.schedule)
 
 

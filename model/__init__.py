@@ -1,4 +1,4 @@
-"""What the network is: Transformer, tokenizer, corpora, training, other people's checkpoints.
+"""The network, tokenizer, corpora, training, import of checkpoints.
 
-Imports nothing of the other rooms, and nothing at all until a module is asked for.
+Imports no other package of Quill, and nothing before a module is imported.
 """

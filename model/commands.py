@@ -1,4 +1,4 @@
-"""The subcommands of this room and their arguments.
+"""The subcommands of model and their arguments.
 
 Imports nothing heavy: `--help` must answer at once, with no torch loaded.
 Each subcommand names the function that does the work as `module:function`.
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: "Subparsers") -> None:
-    """Adds this room's subcommands to the front door."""
+    """Adds the subcommands to the command line."""
     _add_train(subparsers)
     _add_eval(subparsers)
     _add_train_speed(subparsers)
     _add_import(subparsers)
-    _add_attend(subparsers)
+    _add_attention(subparsers)
     _add_average(subparsers)
 
 
@@ -67,8 +67,8 @@ def _add_eval(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "eval",
         help="score a checkpoint on held-out text",
-        description="Perplexity and bits per byte for a causal model; the share of hidden tokens "
-        "that an encoder finds; BLEU and chrF for a seq2seq model, next to copying the source.",
+        description="Perplexity and bits per byte for a causal model; an encoder's accuracy "
+        "on masked tokens; BLEU and chrF for a seq2seq model, next to copying the source.",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run's directory")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -76,7 +76,7 @@ def _add_eval(subparsers: "Subparsers") -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="tokens that each window counts; the rest of it is past (default half the context)",
+        help="tokens scored in each window; the rest is context (default: half the context)",
     )
     parser.add_argument("--part", choices=("held-out", "test"), default="test", help="of the pairs")
     parser.add_argument("--beams", type=int, default=4, metavar="N", help="1 is greedy only")
@@ -95,7 +95,7 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "train-speed",
         help="compare training speed with a plain nanoGPT-style loop",
-        description="Trains the tiny preset both ways in turns, and prints tokens a second.",
+        description="Trains the tiny preset with both loops, alternately; prints tokens a second.",
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="best of N (default 5)")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="in each round")
@@ -103,10 +103,13 @@ def _add_train_speed(subparsers: "Subparsers") -> None:
 
 
 def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
-    recipe.add_argument("--steps", type=int, metavar="N", help="in all, from the beginning")
+    recipe.add_argument("--steps", type=int, metavar="N", help="in total, also of a resumed run")
     recipe.add_argument("--batch-tokens", type=int, metavar="N", help="in one step, overall")
     recipe.add_argument(
-        "--micro-batches", type=int, metavar="N", help="parts that a batch is computed in"
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches of a batch (gradient accumulation)",
     )
     recipe.add_argument("--learning-rate", type=float, metavar="R", help="the peak")
     recipe.add_argument("--schedule", choices=("cosine", "inverse_sqrt"))
@@ -123,7 +126,7 @@ def _add_recipe(recipe: argparse._ArgumentGroup) -> None:
 def _add_import(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "import",
-        help="bring in other people's weights",
+        help="import a GGUF file or a Hugging Face model",
         description="Turns a GGUF file or a Hugging Face directory into a checkpoint.",
     )
     parser.add_argument(
@@ -141,14 +144,14 @@ def _add_import(subparsers: "Subparsers") -> None:
     parser.set_defaults(run="quill.model.importers.import_weights:run", extra="train")
 
 
-def _add_attend(subparsers: "Subparsers") -> None:
+def _add_attention(subparsers: "Subparsers") -> None:
     parser = subparsers.add_parser(
         "attention",
-        help="draw what a network looks at",
-        description="Draws a network's attention for a text: one map for each layer and head. For "
-        "a seq2seq model, what the target looks at in the source.",
+        help="plot attention maps",
+        description="Plots a network's attention maps for a text, one for each layer and head; for "
+        "a seq2seq model the cross-attention from target to source.",
     )
-    parser.add_argument("text", metavar="TEXT", help="what the network reads")
+    parser.add_argument("text", metavar="TEXT", help="the input")
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="trained or imported"
     )

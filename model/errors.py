@@ -1,6 +1,6 @@
-"""What can go wrong in this room because of the world, not because of a bug.
+"""Errors whose cause is the input or the machine, not a bug.
 
-Every message says what was given, what is allowed, and what to do. The front door prints it as
+Every message has what was given, what is allowed, and what to do. The command line prints it as
 one line and exits with `exit_code`.
 """
 
@@ -14,7 +14,7 @@ def first_few(names: Sequence[str]) -> str:
 
 
 class ModelError(Exception):
-    """The root of this room's errors."""
+    """The root of the package's errors."""
 
     exit_code = 1
 
@@ -38,12 +38,12 @@ class UnsupportedError(ModelError):
 
 
 class RequestError(ModelError):
-    """Something asked of a network that it can't do: a setting, a prompt, a layer."""
+    """A request that the network can't execute: a setting, a prompt, a layer."""
 
     exit_code = 2
 
 
 class InterruptedWorkError(ModelError):
-    """The person, or the system, asked the work to stop, and it did so in good order."""
+    """A signal stopped the work, and everything is saved."""
 
     exit_code = 130

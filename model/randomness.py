@@ -1,8 +1,8 @@
 """The random number behind each token: a pure function of a seed and a position.
 
-Knows: integers. Does not know: tokens, models, who draws.
+Knows: integers. Does not know: tokens, models, sampling.
 
-Nothing is kept between two calls, so the same request gives the same tokens alone, in a crowd,
+Nothing is kept between two calls, so the same request gives the same tokens alone, batched,
 or replayed from its middle. The generator is SplitMix64 (Steele, Lea, Flood 2014), which counts:
 its n-th output is a scramble of seed + n x GAMMA. Everything is arithmetic modulo 2**64, so every
 language and every vector unit gives the same bits.

@@ -1,4 +1,4 @@
-"""What can go wrong in this room because of the world, and the gRPC status of each.
+"""The server's errors, and the gRPC status of each.
 
 Knows: the one tree of errors, the one table to status codes. Imports nothing.
 Does not know: gRPC itself; the servicer turns the names into codes.
@@ -9,7 +9,7 @@ is, so it never quotes a prompt.
 
 
 class ServerError(Exception):
-    """The root of this room's errors. The front door prints it and exits with `exit_code`."""
+    """The root of the server's errors. `quill` prints it and exits with `exit_code`."""
 
     exit_code = 1
 
@@ -19,7 +19,7 @@ class StartError(ServerError):
 
 
 class RequestError(ServerError):
-    """Why one request ended without an answer. The others go on."""
+    """One request ended without an answer. All others go on."""
 
 
 class InvalidFieldError(RequestError):
@@ -88,7 +88,7 @@ class UnavailableError(RequestError):
 
 
 class StepError(RequestError):
-    """A step failed: a bug of ours, or of the runtime. The log has the story."""
+    """A step failed: a bug of Quill, or of ONNX Runtime. The log has the traceback."""
 
 
 STATUS: dict[type[RequestError], str] = {

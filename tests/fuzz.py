@@ -51,7 +51,7 @@ def main() -> None:
     print(f"{num_tried:,} bad inputs in {minutes:.1f} minutes (seed {args.seed})")
     print("at the server's port:", *_lines(outcomes), sep="\n  ")
     print("at the readers of files:", *_lines(files), sep="\n  ")
-    print("no crash, no hang, no INTERNAL, no other answer, no slot or descriptor kept")
+    print("no crash, no hang, no INTERNAL, no other answer, no sequence or descriptor kept")
 
 
 def fuzz_server(directory: Path, seed: int, numbers: range, minutes: float) -> Outcomes:

@@ -86,10 +86,18 @@ def copy_tree(root: Path, copy: Path) -> None:
     (copy / ".link" / "quill").symlink_to(copy)
 
 
-def run_tests(tests: Sequence[str], copy: Path, python: str) -> "subprocess.CompletedProcess[str]":
-    paths = [f"tests/server/{each}" if "/" in each else each for each in tests]
-    return subprocess.run(
-        [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths],
+class Ended(NamedTuple):
+    code: int
+    failed: list[str]
+    printed: str
+
+
+def run_tests(tests: Sequence[str], copy: Path, python: str) -> Ended:
+    paths = [
+        each if each[0] == "-" or "/" not in each else f"tests/server/{each}" for each in tests
+    ]
+    ended = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy / ".link"), "OMP_NUM_THREADS": "1"},
         timeout=MAX_S,
@@ -97,29 +105,31 @@ def run_tests(tests: Sequence[str], copy: Path, python: str) -> "subprocess.Comp
         text=True,
         check=False,
     )
+    lines = ended.stdout.splitlines()
+    failed = [line.split()[1] for line in lines if line.startswith(("FAILED tests", "ERROR tests"))]
+    return Ended(ended.returncode, failed, ended.stdout[-500:] + ended.stderr[-500:])
 
 
-def run(mutant: Mutant, copy: Path, python: str) -> str:
-    """ "caught", "survived", or what prevented the mutant."""
+def run(mutant: Mutant, copy: Path, python: str, broken: Sequence[str]) -> str:
+    """ "caught", "survived", or what prevented the mutant. `broken` tests fail without it."""
     path = copy / mutant.path
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before.count(mutant.old) != 1:
         return f"not applied: its text is {before.count(mutant.old)} times in {mutant.path}"
     path.write_text(before.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        ended = run_tests(mutant.tests.split(), copy, python)
+        ended = run_tests(["-x", *_deselect(broken), *mutant.tests.split()], copy, python)
     except subprocess.TimeoutExpired:
         return "caught (by the time limit)"
     finally:
         path.write_text(before, encoding="utf-8")
-    if ended.returncode not in (0, 1):  # pytest's own: no such test, a usage error
-        return f"not tested: {ended.stdout.strip().splitlines()[-1:]} {ended.stderr[-200:]}"
-    failed = [
-        line
-        for line in ended.stdout.splitlines()
-        if line.startswith(("FAILED tests", "ERROR tests"))
-    ]
-    return f"caught by {failed[0].split()[1]}" if failed else "survived"
+    if ended.code not in (0, 1):  # pytest's own: no such test, a usage error
+        return f"not tested: {ended.printed}"
+    return f"caught by {ended.failed[0]}" if ended.failed else "survived"
+
+
+def _deselect(tests: Sequence[str]) -> list[str]:
+    return [f"--deselect={each}" for each in tests]
 
 
 def run_all(mutants: Sequence[Mutant], root: Path, python: str) -> int:
@@ -129,12 +139,11 @@ def run_all(mutants: Sequence[Mutant], root: Path, python: str) -> int:
         copy = Path(folder).resolve() / "copy"
         copy_tree(root, copy)
         files = {word for mutant in mutants for word in mutant.tests.split() if "/" in word}
-        unchanged = run_tests(sorted(files), copy, python)
-        if unchanged.returncode:
-            print(unchanged.stdout[-3000:], "these tests fail without any mutant", sep="\n")
-            return len(mutants)
+        broken = run_tests(sorted(files), copy, python).failed
+        for name in broken:
+            print(f"left out, since it fails without any mutant: {name}", flush=True)
         for mutant in mutants:
-            outcomes.append(run(mutant, copy, python))
+            outcomes.append(run(mutant, copy, python, broken))
             print(f"{mutant.name:32} {outcomes[-1]}", flush=True)
     num_caught = sum(outcome.startswith("caught") for outcome in outcomes)
     print(f"{num_caught} of {len(mutants)} mutants were caught")

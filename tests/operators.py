@@ -1,4 +1,4 @@
-"""Whether Quill's own operators can be tested here: `make test` builds them."""
+"""Whether Quill's custom operators can be tested here: `make test` builds them."""
 
 import pytest
 

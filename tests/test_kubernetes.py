@@ -73,12 +73,12 @@ def queries() -> Iterator[str]:
 def test_kustomizations_list_every_file() -> None:
     assert FOLDERS == ["autoscaling", "base", "bundle-image", "monitoring"]
     for folder in FOLDERS:
-        told = yaml.safe_load((PLACE / folder / "kustomization.yaml").read_text())
-        files = [file for each in told.get("configMapGenerator", []) for file in each["files"]]
-        files += [each["path"] for each in told.get("patches", [])]
-        named = {*told["resources"], *files, "kustomization.yaml"}
-        there = {path.name for path in (PLACE / folder).iterdir()}
-        assert {name for name in named if not name.startswith("../")} == there
+        content = yaml.safe_load((PLACE / folder / "kustomization.yaml").read_text())
+        files = [file for each in content.get("configMapGenerator", []) for file in each["files"]]
+        files += [each["path"] for each in content.get("patches", [])]
+        named = {*content["resources"], *files, "kustomization.yaml"}
+        found = {path.name for path in (PLACE / folder).iterdir()}
+        assert {name for name in named if not name.startswith("../")} == found
         assert all((PLACE / folder / name).exists() for name in named)
 
 
@@ -117,12 +117,15 @@ def test_ports_are_the_servers_own() -> None:
 
 def test_probes_check_health_at_the_servers_ports() -> None:
     words = container()["startupProbe"]["exec"]["command"]
-    asked = build_parser().parse_args(words[1:])
-    assert asked.run == "quill.server.cli.operator:health"
-    assert asked.address == f"localhost:{settings().port}"
+    parsed = build_parser().parse_args(words[1:])
+    assert parsed.run == "quill.server.cli.operator:health"
+    assert parsed.address == f"localhost:{settings().port}"
     for probe in ("readinessProbe", "livenessProbe"):
-        asks = container()[probe]["httpGet"]
-        assert asks == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+        assert container()[probe]["httpGet"] == {
+            "path": "/health",
+            "port": "http",
+            "scheme": "HTTPS",
+        }
 
 
 def test_selectors_find_the_pods_and_the_service() -> None:
@@ -207,10 +210,10 @@ def test_kubectl_builds_every_folder(folder: str) -> None:
     command = ["kubectl", "kustomize", str(PLACE / folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = {
+    built = {
         f"{each['kind']}/{each['metadata']['name']}" for each in yaml.safe_load_all(done.stdout)
     }
-    assert told >= set(documents(folder))
+    assert built >= set(documents(folder))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
@@ -266,8 +269,8 @@ def _expected(name: str) -> list[Json]:
         "{{ $value | humanizePercentage }}": "10%",
         "{{ $value | humanizeDuration }}": "8.75s",
     }
-    said = rule["annotations"]
+    texts = rule["annotations"]
     for template, value in filled.items():
-        said = {key: text.replace(template, value) for key, text in said.items()}
+        texts = {key: text.replace(template, value) for key, text in texts.items()}
     own = {"job": "quill", "pod": "a"} if name == "QuillNotServing" else {}
-    return [{"exp_labels": {**rule["labels"], **own}, "exp_annotations": said}]
+    return [{"exp_labels": {**rule["labels"], **own}, "exp_annotations": texts}]

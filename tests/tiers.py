@@ -32,7 +32,8 @@ def is_slow(test_file: Path) -> bool:
             continue
         seen.add(path)
         names = _imports(path)
-        slow = (*SLOW, *SLOW_IN_TESTS) if path.is_relative_to(TESTS) else SLOW
+        in_product = path.is_relative_to(ROOT) and not path.is_relative_to(TESTS)
+        slow = SLOW if in_product else (*SLOW, *SLOW_IN_TESTS)
         if any(name == each or name.startswith(f"{each}.") for name in names for each in slow):
             return True
         waiting += [source for source in map(_source, names) if source is not None]

@@ -1,1 +1,1 @@
-"""The format that the server reads. It needs the standard library alone."""
+"""The format that the server reads. It imports only the standard library."""

@@ -1,4 +1,4 @@
-"""Adds to a bundle that stands: what it holds is kept, byte for byte.
+"""Adds graphs to an existing bundle, whose files stay byte for byte.
 
 Knows: when two exports are of one model, how files are carried over without copying them.
 Does not know: how graphs are made.
@@ -16,8 +16,7 @@ from torch import Tensor
 from quill.export.bundle.manifest import Manifest, check_files
 from quill.export.errors import BundleError
 
-# What may differ: each export has its own of these.
-_OWN = {"graphs", "files", "left_out", "name"}
+_MAY_DIFFER = {"graphs", "files", "left_out", "name"}
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -40,10 +39,10 @@ def check_addable(out: Path, existing: Manifest, new: Manifest) -> None:
     if existing.onnxruntime != new.onnxruntime:
         raise BundleError(
             f"{out} was verified with ONNX Runtime {existing.onnxruntime}, and this is "
-            f"{new.onnxruntime}: one bundle is proven with one version. Export it again without "
+            f"{new.onnxruntime}: one bundle is verified with one version. Export it again without "
             "--add"
         )
-    names = [each.name for each in fields(Manifest) if each.name not in _OWN]
+    names = [each.name for each in fields(Manifest) if each.name not in _MAY_DIFFER]
     different = [name for name in names if getattr(existing, name) != getattr(new, name)]
     if different:
         raise BundleError(

@@ -5,17 +5,17 @@ Imports no package: the server uses it.
 
 Format version 2. T new tokens of all sequences, one sequence after another; S sequences, B blocks
 of the longest, L logits; a pool of N blocks with P positions each, K key/value heads, head size H,
-which values may have less of (V; H if nothing is said):
+which values may have less of (V; by default H):
 
     decoder   input_ids (T) int64 · positions (T) int64: past_lengths[s] + 0, 1, 2 …
               query_starts (S + 1) int32: where each sequence's new tokens begin; the last is T
               past_lengths (S) int32: how many positions of it are in its blocks before this step
               block_table (S, B) int32: its blocks; beyond its need any number from 0 to N - 1
-              logit_indices (L) int64: which of the T tokens want logits; L may be 0
+              logit_indices (L) int64: which of the T tokens need logits; L may be 0
               key_cache_i, value_cache_i: the pool, for each layer i
               -> logits (L, vocab_size) float32 · new_key_cache_i, new_value_cache_i
-              of a causal model for the CPU also, if the manifest says `hidden`,
-              hidden_indices (M) int64: which of the T tokens want hidden states; M may be 0
+              of a causal model for the CPU also, if the manifest has `hidden`,
+              hidden_indices (M) int64: which of the T tokens need hidden states; M may be 0
               -> hidden (M, D) float32: the last ones, after the final norm
               Bind what is new to the memory of what was: the update is in place.
     decoder   of a seq2seq model, also

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quill.export.bundle.json_records import RecordError, from_json
 from quill.export.errors import BundleError
 from quill.export.precisions import MAX_PERPLEXITY_RATIO, Device, Family, Precision
+from quill.json_records import RecordError, from_json
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
@@ -33,7 +33,7 @@ NOT_BUNDLES = ("run.json", "config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The network's shape, as far as somebody who runs it needs to know."""
+    """The network's shape, as far as a server needs it."""
 
     vocab_size: int
     context: int  # the longest sequence in tokens; for seq2seq on each side
@@ -62,12 +62,12 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Invariance:
-    """Batch invariance: whether a row's logits, keys and values are the same bits whatever else is
-    in the step, and wherever its prompt is cut; measured at export."""
+    """Batch invariance: whether a sequence's logits, keys and values are the same bits in every
+    batch, and however its prompt is chunked; measured at export."""
 
     holds: bool
-    rows: tuple[int, ...]  # the numbers of rows that were compared
-    num_cut_tokens: int  # the length of the prompt that was cut, in mixed steps
+    rows: tuple[int, ...]  # the batch sizes that were compared
+    num_cut_tokens: int  # the length of the prompt that was chunked, in mixed steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class Verification:
 
     worst_difference: float  # of any logit, in standard deviations of its position's logits
     greedy_agreement: float  # the share of positions with PyTorch's most likely token
-    perplexity: float  # of an encoder: of hidden tokens (export/verify/encoder_proof.py)
+    perplexity: float  # of an encoder: of masked tokens (export/verify/verifier.py)
     reference_perplexity: float  # PyTorch's, in float32, on the same tokens
     text: str  # where those tokens came from
     num_tokens: int
-    step_ms: float  # one decode step of one row, or one text, on the machine that exported
+    step_ms: float  # one decode step of one sequence, or one text, on the exporting machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ class Graphs:
 
     @property
     def is_good(self) -> bool:
-        """Whether a server takes them by itself."""
+        """Whether a server chooses the precision by itself."""
         if self.precision == "fp32":
             return True
-        proof = self.verification
+        measured = self.verification
         return (
-            proof is not None
-            and proof.perplexity <= MAX_PERPLEXITY_RATIO * proof.reference_perplexity
+            measured is not None
+            and measured.perplexity <= MAX_PERPLEXITY_RATIO * measured.reference_perplexity
         )
 
     @property
@@ -141,12 +141,12 @@ class Manifest:
     generation: dict[str, int | float]  # the author's sampling defaults
     provenance: dict[str, Any]
     weights_sha256: str | None = None  # the checkpoint's; None: it wasn't recorded yet
-    tokenizer: str | None  # None: the model speaks token ids only
+    tokenizer: str | None  # None: the model takes token ids only
     graphs: tuple[Graphs, ...]
     files: tuple[File, ...]  # all but manifest.json itself
     left_out: tuple[str, ...] = ()  # precisions that were tried here and weren't good enough
     pooling: Pooling | None = None  # how Embed makes one vector of a text's; None: by their mean
-    normalize: bool = False  # whether Embed's vectors have the length 1 unless told otherwise
+    normalize: bool = False  # whether Embed normalizes embeddings by default
 
     def graphs_in(self, precision: str) -> Graphs:
         for graphs in self.graphs:

@@ -1,4 +1,4 @@
-"""`quill inspect`: what is in a bundle, for a person to read.
+"""`quill inspect`: shows what is in a bundle.
 
 Knows: the manifest, the graphs' operators. Does not know: torch, how bundles are made.
 """
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import Graphs, Invariance, Manifest, check_files, read_manifest
-from quill.export.cli.speed import ROWS, measure_baseline, measure_speed
+from quill.export.cli.speed import BATCH_SIZES, measure_baseline, measure_speed
 from quill.export.errors import BundleError
 from quill.export.operators.library import operators_problem
 
@@ -46,12 +46,12 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
 
 
 def speed_table(directory: Path, manifest: Manifest) -> Table:
-    """Tokens a second, and in brackets the share of the yardstick, which is in float32: integers
-    are smaller to read and faster to multiply, so theirs may be far above 100%."""
-    table = Table(title="tokens a second, and share of a bare matrix product", title_justify="left")
+    """Tokens a second, and in brackets the share of the baseline, which is in float32: quantized
+    weights are smaller and faster, so theirs may be far above 100%."""
+    table = Table(title="tokens a second, and share of a matrix product", title_justify="left")
     table.add_column("precision")
-    for num_rows in ROWS:
-        table.add_column(f"{num_rows} row{'s' if num_rows > 1 else ''}", justify="right")
+    for size in BATCH_SIZES:
+        table.add_column(f"batch of {size}", justify="right")
     table.add_column("prefill", justify="right")
     best = measure_baseline(manifest.sizes)
     problem = operators_problem()
@@ -62,7 +62,7 @@ def speed_table(directory: Path, manifest: Manifest) -> Table:
     for graphs in manifest.graphs:
         if graphs.device == "cpu" and problem is None:
             speed = measure_speed(directory, manifest, graphs)
-            steps = [_share(speed.decode[rows], best.decode[rows]) for rows in ROWS]
+            steps = [_share(speed.decode[size], best.decode[size]) for size in BATCH_SIZES]
             table.add_row(graphs.precision, *steps, _share(speed.prefill, best.prefill))
     return table
 
@@ -72,7 +72,7 @@ def _share(found: float, best: float) -> str:
 
 
 def network(manifest: Manifest) -> list[tuple[str, str]]:
-    """What is the same in all precisions."""
+    """The rows that are the same in all precisions."""
     sizes = manifest.sizes
     layers = str(sizes.num_layers or sizes.num_encoder_layers)
     if manifest.family == "seq2seq":
@@ -106,23 +106,23 @@ def _listed(entries: Mapping[str, object]) -> str:
 
 
 def described(directory: Path, manifest: Manifest, graphs: Graphs) -> list[tuple[str, str]]:
-    """What belongs to one precision."""
+    """The rows of one precision."""
     per_token = manifest.cache_bytes_per_token(graphs.cache_type)
     sides = 2 if manifest.family == "seq2seq" else 1
     full = sides * per_token * manifest.sizes.context
     rows: list[tuple[str, str]] = [("meant for", graphs.device)]
-    if full:  # an encoder keeps nothing
+    if full:  # an encoder has no KV cache
         per_context = f"{full / 1e6:.1f} MB ({per_token / 1e3:.1f} KB a token)"
-        rows.append(("memory of a full context", per_context))
+        rows.append(("KV cache of a full context", per_context))
     rows.append(("quantization", graphs.quantization or "none"))
-    rows += list(_proof(graphs))
+    rows += list(_verification(graphs))
     for role, name in (("decoder", graphs.decoder), ("encoder", graphs.encoder)):
         if name is not None:
             rows.append((f"{role}'s operators", _operators(directory / name)))
     return rows
 
 
-def _proof(graphs: Graphs) -> Iterator[tuple[str, str]]:
+def _verification(graphs: Graphs) -> Iterator[tuple[str, str]]:
     found = graphs.verification
     if found is None:
         yield "verified", "no"
@@ -136,26 +136,26 @@ def _proof(graphs: Graphs) -> Iterator[tuple[str, str]]:
     )
     yield "measured on", f"{found.num_tokens:,} tokens: {found.text}"
     yield "one step", f"{found.step_ms:.1f} ms"
-    yield "invariance", _invariance(graphs.invariance)
+    yield "batch invariance", _invariance(graphs.invariance)
 
 
 def _invariance(found: Invariance | None) -> str:
     if found is None:
         return "not measured: it needs the device"
     if not found.holds:
-        return "broken: a row's logits depend on what else is in the batch"
-    rows = ", ".join(map(str, found.rows))
+        return "broken: a sequence's logits depend on what else is in the batch"
+    sizes = ", ".join(map(str, found.rows))
     if not found.num_cut_tokens:
-        return f"bit-identical for {rows} texts in one step"
+        return f"bit-identical for batches of {sizes}"
     return (
-        f"bit-identical for {rows} rows, and for a prompt of {found.num_cut_tokens} tokens cut "
-        "anywhere, in mixed steps"
+        f"bit-identical for batches of {sizes}, and for a prompt of {found.num_cut_tokens} tokens "
+        "in chunks of any size"
     )
 
 
 def _operators(path: Path) -> str:
     try:
-        # The format is said, or onnx would guess it from the name.
+        # With an explicit format: onnx would derive it from the name.
         model = onnx.load(path, format="protobuf", load_external_data=False)
     except DecodeError as error:
         raise BundleError(f"{path} is no ONNX graph: {error}. Export the bundle again") from error

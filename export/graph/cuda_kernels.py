@@ -4,7 +4,7 @@ Knows: which operators and types that provider registers, as far as Quill's grap
 Does not know: whether the kernels compute the right thing: that takes a GPU.
 
 The table was taken from ONNX Runtime's published list of kernels (docs/OperatorKernels.md, 1.30
-development), for opset 23. The runtime can't be asked: without a device it doesn't register them.
+development), for opset 23. The runtime can't list them: without a device it doesn't register them.
 A node without a kernel would run on the CPU, with copies to and fro at every step.
 """
 

@@ -1,11 +1,11 @@
-"""Layers that write Quill's own operators into the graph.
+"""Layers that emit Quill's custom operators.
 
 Knows: quill::Linear and quill::Embedding. Does not know: how they compute (export/operators/), how
 their weights are laid out (export/quantize/quill_layout.py), files.
 
-ONNX Runtime starts its threads anew for every operator, and a small model's step is mostly such
-starts. So an operator does all that belongs to a matrix: the norm before it, the rounding of its
-inputs, the product, the gate or the sum after it. A layer of SmolLM2 becomes five nodes.
+ONNX Runtime dispatches threads for every operator, which is most of a small model's step. So one
+operator computes all that belongs to a matrix: the norm before it, the rounding of its inputs, the
+product, the gate or the sum after it. A layer of SmolLM2 becomes five nodes.
 """
 
 import torch
@@ -105,22 +105,22 @@ def can_fuse(config: ModelConfig) -> bool:
 
 
 class FusedLayer(nn.Module):
-    """A layer whose linear layers are own ones already, with nothing around them. A half that is
-    of another shape stays as it is."""
+    """A layer whose custom linear layers compute the norms, gates and sums, too. A half of another
+    shape stays as it is."""
 
     def __init__(self, layer: EncoderLayer) -> None:
         super().__init__()
         attention, feed_forward = layer.attention, layer.feed_forward
         self.attention: nn.Module | None = None
         if isinstance(attention, SelfAttention):
-            self.qkv, self.out = _own(attention.qkv), _own(attention.out)
+            self.qkv, self.out = _custom(attention.qkv), _custom(attention.out)
             self.qk_norm = attention.qk_norm
             self.qkv.take_norm(layer.attention_residual.norm)
         else:
             self.attention, self.attention_residual = attention, layer.attention_residual
         self.feed_forward: nn.Module | None = None
         if isinstance(feed_forward, FeedForward):
-            self.up, self.down = _own(feed_forward.up), _own(feed_forward.down)
+            self.up, self.down = _custom(feed_forward.up), _custom(feed_forward.down)
             self.up.take_norm(layer.feed_forward_residual.norm)
         else:
             self.feed_forward = feed_forward
@@ -140,6 +140,6 @@ class FusedLayer(nn.Module):
         return y_RTD
 
 
-def _own(layer: nn.Module) -> CustomLinear:
+def _custom(layer: nn.Module) -> CustomLinear:
     assert isinstance(layer, CustomLinear)
     return layer

@@ -1,10 +1,10 @@
-"""Experts and the heads of latent attention by Quill's own operators.
+"""Experts and the heads of latent attention by Quill's custom operators.
 
 Knows: their inputs, and how many matrices of one shape are stacked. Does not know: which integers
 stand for a weight, the rest of the network.
 
 Each row needs another of the matrices; the operators put those that need the same together. The
-runtime has nothing for it whose rows keep their bits in any company.
+runtime has no batch-invariant operator for it.
 """
 
 from collections.abc import Mapping
@@ -103,7 +103,7 @@ class CustomHeadLinear(nn.Module):
 
 
 class CustomLatentAttention(LatentAttention):
-    """With what comes before and after the look at the latents by an operator of our own."""
+    """With custom operators for the projections into and out of the latent."""
 
     def __init__(self, of: LatentAttention) -> None:
         nn.Module.__init__(self)

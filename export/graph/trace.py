@@ -15,11 +15,11 @@ from quill.export.graph.graphs import Graph
 
 OPSET = 23  # the first with RMSNormalization as one node
 
-# What version 2 of our operators brought: their names, and those of attributes.
+# The operators and attributes that version 2 of Quill's operators added.
 DOMAIN, NEWER_VERSION = "quill", 2
 NEWER = {"Experts", "HeadLinear", "window", "soft_cap", "value_size", "rotary_size"}
 
-# Said by the exporter about its own inner life, whatever is exported.
+# Warnings about the exporter's internals.
 _NOISE = (
     "# The axis name: .* will not be used",
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
@@ -27,7 +27,7 @@ _NOISE = (
 
 
 def trace(graph: Graph) -> ir.Model:
-    """The module as a graph, with named inputs and outputs and no trace of this machine."""
+    """The module as a graph, with named inputs and outputs and without paths of this machine."""
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             graph.module,
@@ -41,13 +41,13 @@ def trace(graph: Graph) -> ir.Model:
         )
     assert program is not None
     _forget_origin(program.model)
-    _ask_for_operators(program.model)
+    _set_operator_version(program.model)
     return program.model
 
 
-def _ask_for_operators(model: ir.Model) -> None:
-    """Names the version of Quill's operators: the first that knows all of the graph. Older ones
-    would compute something else without a word."""
+def _set_operator_version(model: ir.Model) -> None:
+    """Requires the first version of Quill's operators that has all of the graph's: older ones would
+    silently compute something else."""
     nodes = [node for node in model.graph if node.domain == DOMAIN]
     if any(node.op_type in NEWER or NEWER & set(node.attributes) for node in nodes):
         model.opset_imports[DOMAIN] = NEWER_VERSION

@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 class WeightsFile:
-    """Takes tensors out of graphs and remembers where it put their bytes."""
+    """Moves tensors out of graphs into one file, each distinct one once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,1 +1,1 @@
-"""Quill's own operators: where their library is, and how it is built from kernels/."""
+"""Quill's custom operators: their library, and how it is built from kernels/."""

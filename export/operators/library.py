@@ -1,4 +1,4 @@
-"""Where Quill's own operators are on this machine, and what they make of its processor.
+"""Finds the library of Quill's custom operators, and the kernels that it chooses.
 
 Knows: the library that `make operators` builds from export/operators/kernels/. Does not know:
 graphs, how to build it (export/operators/build.py). The server finds the library through this
@@ -17,11 +17,11 @@ HOW_TO_BUILD = (
     "`make operators` or `python -m quill.export.operators.build` does; it takes g++, clang++ or "
     "`pip install ziglang`"
 )
-PLAIN = "plain"  # kernels without vectors: right, and slow
+PLAIN = "plain"  # kernels without vector instructions: correct, and slow
 
 
 def library_path() -> Path:
-    """Named by its sources and how they are compiled: a library of others isn't this one."""
+    """Named by the hash of its sources and of how they are compiled."""
     digest = hashlib.sha256()
     for path in (BUILDER, *sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -29,7 +29,7 @@ def library_path() -> Path:
 
 
 def seal(library: Path) -> None:
-    """Writes down what the library is: a damaged one would end the process that loads it."""
+    """Records the library's hash: loading a damaged one would end the process."""
     _seal_of(library).write_text(_hash(library), encoding="ascii")
 
 
@@ -42,21 +42,21 @@ def _hash(library: Path) -> str:
 
 
 def operators_problem() -> str | None:
-    """Why there are no operators here, in words. None: there are."""
+    """The reason why the operators can't be loaded; None if they can."""
     library = library_path()
     if not library.exists():
-        return f"Quill's own operators aren't built here ({HOW_TO_BUILD})"
+        return f"Quill's custom operators aren't built here ({HOW_TO_BUILD})"
     try:
         if _seal_of(library).read_text(encoding="ascii") != _hash(library):
-            return "Quill's own operators are damaged (`make operators` builds them again)"
+            return "Quill's custom operators are damaged (`make operators` builds them again)"
         kernels(library)
     except (OSError, AttributeError) as error:
-        return f"Quill's own operators can't be loaded (`make operators` builds them): {error}"
+        return f"Quill's custom operators can't be loaded (`make operators` builds them): {error}"
     return None
 
 
 def operators_are_fast() -> bool:
-    """Whether this processor has what they were written for."""
+    """Whether this processor has the vector instructions that the kernels use."""
     return operators_problem() is None and kernels(library_path()) != PLAIN
 
 

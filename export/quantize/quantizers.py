@@ -1,6 +1,6 @@
-"""Finds small integers for weights that come in full precision.
+"""Quantizes weights of full precision.
 
-Knows: the search for 4 bits that ONNX Runtime brings along, rounding to 8.
+Knows: ONNX Runtime's k-quant for 4 bits, rounding to 8.
 Does not know: layers, graphs, how the integers are stored.
 
 k-quant is the best of what the runtime has. Perplexity above float32's, with the vocabulary's
@@ -8,7 +8,7 @@ matrices at 8 bits (51,200 tokens of held-out `sotu`, 6,456 of held-out German):
 
                         preset tiny    preset seq2seq-tiny
     round to nearest       +0.10%         +0.83%
-    HQQ                    +0.11%         +0.76%     and slower: its zero points are no integers
+    HQQ                    +0.11%         +0.76%     and slower: its zero points aren't integers
     k-quant                +0.08%         +0.51%
 
 The runtime's GPTQ (1.31.1) reads a column of an upper triangular matrix where it means a row, so no
@@ -30,7 +30,7 @@ from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
 
 @contextlib.contextmanager
 def _logging_left_alone() -> Iterator[None]:
-    """The runtime's quantizers turn on everybody's INFO messages when they are imported."""
+    """Importing the runtime's quantizers enables INFO messages of all loggers; this undoes it."""
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
         yield

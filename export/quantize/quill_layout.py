@@ -1,4 +1,4 @@
-"""Quantized weights in the layout of Quill's own operators, without changing a single value.
+"""Quantized weights in the layout of Quill's custom operators, with the same values.
 
 Knows: the records that export/operators/kernels/matrix.h describes.
 Does not know: graphs, compilers.
@@ -34,7 +34,7 @@ class Records(NamedTuple):
 
 
 def lay_out(weight: QuantizedWeight, gated: bool = False) -> Records:
-    """`gated`: the first half of the columns gates the second. Their groups take turns."""
+    """`gated`: the first half of the columns gates the second. Their groups alternate."""
     values_NI = weight.values_NI()
     scale_NG, minimum_NG = weight.scale_NG, weight.minimum_NG
     if weight.kind == "q4_0":
@@ -61,7 +61,7 @@ def lay_out_floats(weight_NI: Tensor) -> Tensor:
 
 def gated_rows(num_stacked: int, num_columns: int) -> Tensor:
     """Stacked matrices, of each of which the first half of the columns gates the second: the order
-    in which their groups take turns. A stack of them can then be laid out as one matrix."""
+    in which their groups alternate. A stack of them can then be laid out as one matrix."""
     places = torch.arange(num_stacked * num_columns).reshape(num_stacked, 2, -1, COLUMNS)
     return places.transpose(1, 2).flatten()
 

@@ -1,1 +1,1 @@
-"""The proof that the files compute what PyTorch computes."""
+"""Verification: the graphs compute what PyTorch computes, within a tolerance."""

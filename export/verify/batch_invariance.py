@@ -53,7 +53,7 @@ def _prompts(passages: Sequence[Passage]) -> list[Passage]:
 
 
 def _sources_agree(runner: Runner, prompts: list[Passage]) -> bool:
-    """Whether sources that are encoded together are what each is alone. They stay in the cache."""
+    """Whether sources in one batch give the same bits as each alone. They stay cached."""
     if not prompts[0].source:
         return True
     runner.encode({slot: prompt.source for slot, prompt in enumerate(prompts)})

@@ -21,7 +21,7 @@ from quill.model.checkpoint.run_directory import source_of
 from quill.model.data.batches import IGNORED, mix
 from quill.model.data.corpora import load_pairs_file
 from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenize_pairs
-from quill.model.data.masking import Marks, hide
+from quill.model.data.masking import MaskingTokens, mask_tokens
 from quill.model.data.source import DataSource
 from quill.model.data.splits import Pair
 from quill.model.data.tokenizer import Tokenizer
@@ -188,7 +188,7 @@ def mask_passages(checkpoint: Checkpoint, text: HeldOut) -> list[MaskedText]:
     special, masked = checkpoint.special_tokens, []
     if special.mask is None:
         return [MaskedText(passage.ids, (), ()) for passage in text.passages]
-    marks = Marks(
+    tokens = MaskingTokens(
         special.mask if special.bos is None else special.bos,
         special.mask if special.eos is None else special.eos,
         special.mask,
@@ -197,7 +197,7 @@ def mask_passages(checkpoint: Checkpoint, text: HeldOut) -> list[MaskedText]:
     for number, passage in enumerate(text.passages):
         for turn in range(NUM_MASKS):
             generator = torch.Generator().manual_seed(mix(MASK_SEED, number, turn))
-            batch = hide(torch.tensor([passage.ids]), marks, generator)
+            batch = mask_tokens(torch.tensor([passage.ids]), tokens, generator)
             targets = batch.targets_BT[0].tolist()
             places = [place for place, target in enumerate(targets) if target != IGNORED]
             ids = tuple(batch.inputs_BT[0].tolist())

@@ -164,7 +164,7 @@ class DecoderVerifier(Verifier):
 
 
 class EncoderVerifier(Verifier):
-    """Of encoders: hidden states and masked tokens, of texts alone and of texts in one run."""
+    """Of encoders: hidden states and masked tokens, of single texts and of packed texts."""
 
     def __init__(self, checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tick) -> None:
         super().__init__(checkpoint, sizes, text)
@@ -186,7 +186,7 @@ class EncoderVerifier(Verifier):
         single = [runner.encode([each.ids], [each.places])[0] for each in texts]
         packed = self._run_packed(runner)
         comparisons = itertools.chain(
-            _compare_encoder("alone", single, outputs),
+            _compare_encoder("single", single, outputs),
             _compare_encoder("packed", packed[: len(texts)], outputs),
         )
         worst = check_comparisons(comparisons, candidate.precision)

@@ -12,8 +12,7 @@ from pathlib import Path
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.loadtest.bench.experiment import Entry
-from quill.loadtest.environment.machine import num_cores
-from quill.loadtest.environment.process import ROOT
+from quill.loadtest.environment.process import ROOT, num_cores
 from quill.loadtest.errors import BackendError, OptionError
 from quill.server.serve.default_model import NAME as MODEL
 

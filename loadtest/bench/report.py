@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quill.loadtest.bench.experiment import Column, Experiment, Measured, Results, run_experiment
-from quill.loadtest.environment.machine import machine_info
+from quill.loadtest.environment.process import machine_info
 from quill.loadtest.errors import LoadtestError
 
 # Okabe and Ito's: colour-blind people can tell them apart.

@@ -49,8 +49,8 @@ def run_translate(args: argparse.Namespace) -> None:
     if args.checkpoint is not None:
         entries += [
             peer_entry(
-                "ctranslate2_translator",
-                *(str(args.checkpoint), kind, num_threads(args)),
+                "ctranslate2",
+                *(str(args.checkpoint), kind, num_threads(args), "translate"),
                 python=args.peers_python,
             )
             for kind in ("float32", "int8")

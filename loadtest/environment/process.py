@@ -1,12 +1,15 @@
-"""Processes that the load test starts or samples: ports, their end, memory, processor time.
+"""This machine, and processes on it that the load test starts or samples.
 
-Knows: subprocess, sockets, threads, Linux's /proc. Does not know: what a process does.
+Knows: subprocess, sockets, threads, git, Linux's /proc. Does not know: what a process does.
 """
 
 import itertools
 import os
+import platform
+import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,3 +134,55 @@ def _sample_if_running(pid: int | None) -> ProcessSample | None:
         return None if pid is None else sample_process(pid)
     except (OSError, KeyError):  # it has ended, or is about to
         return None
+
+
+def machine_info() -> dict[str, str]:
+    """What is printed beside every number, in this order."""
+    return {
+        "machine": f"{cpu_name()}, {num_cores()} cores, {memory_gib():.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "commit": commit(),
+        "command": shlex.join(["quill", *sys.argv[1:]]),
+    }
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def commit() -> str:
+    """Of the source that runs, and whether it was changed since."""
+    name = _git("rev-parse", "--short=12", "HEAD")
+    if not name:
+        return "unknown: not a git checkout"
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{name} (with changes)" if changed else name
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from quill.loadtest.environment.metrics import MetricsSample
 from quill.loadtest.environment.process import ProcessSample, busy_cores
+from quill.loadtest.environment.server import MetricsSample
 from quill.loadtest.results.slo import SHARE, RateTrial
 from quill.loadtest.workload.records import RequestRecord
 

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from quill.loadtest.environment.metrics import MetricsSample, write_samples
 from quill.loadtest.environment.process import ProcessSample, busy_cores
+from quill.loadtest.environment.server import MetricsSample, write_samples
 from quill.loadtest.results import plots
 from quill.loadtest.results.plots import Plot
 from quill.loadtest.results.slo import SHARE, RateTrial, Slo, best

@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quill.loadtest.environment.machine import machine_info
-from quill.loadtest.environment.metrics import MetricsSample, derive_url, watch_server
-from quill.loadtest.environment.process import ProcessSample, watch_process
+from quill.loadtest.environment.process import ProcessSample, machine_info, watch_process
 from quill.loadtest.environment.server import (
     HTTP_OFFSET,
+    MetricsSample,
+    derive_url,
     offset_port,
     start_server,
     wait_until_healthy,
+    watch_server,
 )
 from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
 from quill.loadtest.protocols.grpc import CallError, GrpcClient

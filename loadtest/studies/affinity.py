@@ -22,8 +22,7 @@ from typing import Any
 from quill.loadtest.bench.backends.protocol import BackendInfo, serve
 from quill.loadtest.bench.experiment import Column, Entry, Experiment, Measured, Turn, Workload
 from quill.loadtest.bench.report import LABEL, number, run_and_report
-from quill.loadtest.environment.metrics import fetch_metrics
-from quill.loadtest.environment.server import StartedServer, start_server
+from quill.loadtest.environment.server import StartedServer, fetch_metrics, start_server
 from quill.loadtest.errors import BackendError
 from quill.loadtest.protocols.connect import PoolClient
 from quill.loadtest.protocols.grpc import GrpcClient

@@ -3,12 +3,16 @@
 Knows: threads, the clock. Does not know: servers, protocols.
 """
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from quill.loadtest.errors import BackendError
 
 Send = Callable[[Sequence[int]], int]  # sends a prompt; returns the number of tokens received
+ANSWER_TIMEOUT_S = 600.0
 IsOver = Callable[[], bool]
 User = Callable[[int, IsOver], None]  # the user's number
 
@@ -61,3 +65,32 @@ def run_users(user: User, num_users: int) -> None:
         each.join()
     if errors:
         raise errors[0]
+
+
+class Streamed(NamedTuple):
+    """One answer, as its client received it."""
+
+    num_tokens: int
+    first_token_s: float  # after the request was sent
+
+
+def run_load(
+    stream: Callable[[Sequence[int]], Streamed],
+    prompts: Sequence[Sequence[int]],
+    num_users: int,
+    num_new: int,
+    duration_s: float,
+) -> dict[str, Any]:
+    """All users stream answers of `num_new` tokens until the time is over."""
+    first_tokens_s: list[float] = []
+
+    def send(ids: Sequence[int]) -> int:
+        num_tokens, first_token_s = stream(ids)
+        if num_tokens < num_new:
+            given = f"{num_tokens} tokens instead of {num_new}"
+            raise BackendError(f"a prompt of {len(ids)} tokens was answered with {given}")
+        first_tokens_s.append(first_token_s)
+        return num_tokens
+
+    served = closed_loop(send, prompts, num_users, duration_s)
+    return served._asdict() | {"first_token_s": statistics.median(first_tokens_s)}

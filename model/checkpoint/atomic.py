@@ -26,7 +26,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path_inside in (*temporary.rglob("*"), temporary):
-            # Some writers keep files to themselves; a server may run as somebody else.
+            # Some writers make files private; a server may run as another user.
             path_inside.chmod(0o755 if path_inside.is_dir() else 0o644)
             _fsync(path_inside)
         _rename_over(temporary, path)

@@ -12,7 +12,6 @@ files beside them), where weights come from.
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
-from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.data.tokenizer import SpecialTokens, Tokenizer
 from quill.model.errors import CheckpointError, ConfigError, first_few
 from quill.model.network.config import ModelConfig
@@ -38,13 +37,28 @@ TOKENIZER_FILE = "tokenizer.json"
 Pooling = Literal["mean", "first", "last"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The entries of config.json beside the format and the model."""
+
+    special_tokens: SpecialTokens
+    prepend_bos: bool = False
+    append_eos: bool = False
+    stop_ids: tuple[int, ...]
+    chat_template: str | None = None
+    generation: dict[str, float | int]
+    provenance: dict[str, Any]
+    pooling: Pooling | None = None
+    normalize: bool = False
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Everything that export, evaluation and decoding need."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    tokenizer: Tokenizer | None = None  # None: the model speaks token ids only
+    tokenizer: Tokenizer | None = None  # None: the model takes token ids only
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
     append_eos: bool = False  # whether an encoder's text ends with eos, as in its training
@@ -101,18 +115,11 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         _save_quantized(directory / QUANTIZED_FILE, checkpoint.quantized)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
+    settings = {field.name: getattr(checkpoint, field.name) for field in fields(Settings)}
     description = {
-        "format": FORMAT,
-        "model": checkpoint.config.to_dict(),
+        **{"format": FORMAT, "model": checkpoint.config.to_dict()},
+        **settings,
         "special_tokens": asdict(checkpoint.special_tokens),
-        "prepend_bos": checkpoint.prepend_bos,
-        "append_eos": checkpoint.append_eos,
-        "stop_ids": list(checkpoint.stop_ids),
-        "chat_template": checkpoint.chat_template,
-        "generation": checkpoint.generation,
-        "provenance": checkpoint.provenance,
-        "pooling": checkpoint.pooling,
-        "normalize": checkpoint.normalize,
     }
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -128,53 +135,27 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
             "damaged; import or train it again"
         ) from error
-    values = TypedValues(description, str(path / CONFIG_FILE))
-    special_tokens = _special_tokens(values)
+    config, settings = _read_settings(path, description)
     tokenizer_file, tokenizer = path / TOKENIZER_FILE, None
     if tokenizer_file.exists():
-        tokenizer = Tokenizer.load(tokenizer_file, special_tokens)
+        tokenizer = Tokenizer.load(tokenizer_file, settings.special_tokens)
     return Checkpoint(
-        config=_config(values, path),
+        config=config,
         weights=weights,
         tokenizer=tokenizer,
-        special_tokens=special_tokens,
-        prepend_bos=values.flag("prepend_bos", False),
-        append_eos=values.flag("append_eos", False),
-        stop_ids=tuple(values.integers("stop_ids")),
-        chat_template=values.text("chat_template", "") or None,
-        generation=values.numbers("generation"),
-        provenance=values.mapping("provenance"),
         quantized=quantized,
-        pooling=_pooling(values),
-        normalize=values.flag("normalize", False),
         path=path,
+        **{field.name: getattr(settings, field.name) for field in fields(Settings)},
     )
 
 
-def _pooling(values: TypedValues) -> Pooling | None:
-    name = values.text("pooling", "")
-    for known in get_args(Pooling):
-        if name == known:
-            pooling: Pooling = known
-            return pooling
-    if not name:
-        return None
-    raise CheckpointError(f"pooling is {name!r}; it must be one of {', '.join(get_args(Pooling))}")
-
-
-def _config(values: TypedValues, path: Path) -> ModelConfig:
+def _read_settings(path: Path, description: dict[str, Any]) -> tuple[ModelConfig, Settings]:
+    values = {name: value for name, value in description.items() if name != "format"}
     try:
-        return ModelConfig.from_dict(values.mapping("model"))
-    except ConfigError as error:
-        raise CheckpointError(f"{path / CONFIG_FILE} describes no network: {error}") from error
-
-
-def _special_tokens(values: TypedValues) -> SpecialTokens:
-    parts = values.mapping("special_tokens")
-    names = {field.name for field in fields(SpecialTokens)}
-    if not set(parts) <= names or not all(type(v) in (int, NoneType) for v in parts.values()):
-        raise CheckpointError(f"special_tokens is {parts}; it must give ids for {sorted(names)}")
-    return SpecialTokens(**parts)
+        config = ModelConfig.from_dict(values.pop("model", None))
+        return config, from_json(Settings, values)
+    except (ConfigError, RecordError) as error:
+        raise CheckpointError(f"{path / CONFIG_FILE} is damaged: {error}") from error
 
 
 def read_description(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a run leaves on disk so that it can go on exactly where it was.
 
-    RUN/run.json                what was asked for: shape, recipe, data
+    RUN/run.json                the settings: shape, recipe, data
     RUN/step-00000500/          a checkpoint, plus the optimizer's state
     RUN/log.jsonl               a line for each measurement
     RUN/loss.png, samples.txt   to look at
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.atomic import atomic_directory, atomic_file
 from quill.model.checkpoint.checkpoint import Checkpoint, write_files
 from quill.model.data.source import DataSource
@@ -64,8 +65,8 @@ def source_of(checkpoint: Checkpoint) -> DataSource | None:
     corpus = checkpoint.provenance.get("data", {}).get("corpus")
     if corpus is None:
         raise CorpusError(
-            "the model was trained on files of somebody's own, and no run.json beside the "
-            "checkpoint says which"
+            "the model was trained on a user's files, and no run.json beside the "
+            "checkpoint names them"
         )
     return DataSource(corpus)
 
@@ -108,8 +109,8 @@ def read_run(run: Path) -> dict[str, Any]:
 def read_source(run: Path) -> DataSource:
     """The data that a run was begun with, and what it held then."""
     try:
-        return DataSource.from_dict(read_run(run)["data"])
-    except (KeyError, TypeError) as error:
+        return from_json(DataSource, read_run(run)["data"])
+    except (KeyError, RecordError) as error:
         raise not_a_run(run, error) from error
 
 
@@ -128,7 +129,7 @@ def save_step(run: Path, checkpoint: Checkpoint, state: TrainingState, keep: int
             (directory / PROGRESS_FILE).write_text(progress, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"can't write the checkpoint {path}: {error}. The last good one is intact; make room "
+            f"can't write the checkpoint {path}: {error}. The last good one is intact; free space "
             f"and continue with `quill train --resume {run}`"
         ) from error
     for old in step_directories(run)[:-keep]:

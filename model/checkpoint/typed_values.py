@@ -1,4 +1,4 @@
-"""Looks up values that somebody else wrote, and insists on their types.
+"""Reads values of imported files, and checks their types.
 
 Knows: names, types, defaults. Does not know: files, or what any name means.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 from quill.model.errors import CorpusError
 from quill.model.randomness import GAMMA, MAX_SEED, scramble
 
-# B rows · T tokens · S source tokens
+# B sequences · T tokens · S source tokens
 
 IGNORED = -100  # a target that counts for nothing: padding
 
@@ -65,19 +65,19 @@ class Batches(Protocol):
 class TextBatches:
     """Windows of one long stream of tokens. Each epoch cuts it elsewhere and shuffles anew."""
 
-    def __init__(self, ids: Tensor, context: int, num_rows: int, seed: int) -> None:
+    def __init__(self, ids: Tensor, context: int, num_sequences: int, seed: int) -> None:
         self._ids = ids
         self._context = context
-        self._num_rows = num_rows
+        self._num_sequences = num_sequences
         self._seed = seed
         # The cut moves by less than a window, so one window fewer always fits.
         self._num_windows = (len(ids) - 1) // context - 1
-        self.steps_per_epoch = self._num_windows // num_rows
+        self.steps_per_epoch = self._num_windows // num_sequences
         if self.steps_per_epoch < 1:
             raise CorpusError(
-                f"the training text has {len(ids):,} tokens; one step of {num_rows} rows of "
-                f"{context} tokens needs at least {(num_rows + 1) * context + 1:,}. Give more "
-                "text, or lower --batch-tokens or --context"
+                f"the training text has {len(ids):,} tokens; a step of {num_sequences} sequences "
+                f"of {context} tokens needs at least {(num_sequences + 1) * context + 1:,}. Give "
+                "more text, or lower --batch-tokens or --context"
             )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
@@ -86,7 +86,7 @@ class TextBatches:
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._starts = epoch, self._shuffle(epoch)
-        starts_B = self._starts[index * self._num_rows : (index + 1) * self._num_rows]
+        starts_B = self._starts[index * self._num_sequences : (index + 1) * self._num_sequences]
         rows_BT = self._ids[starts_B[:, None] + torch.arange(self._context + 1)].to(torch.int64)
         return Batch(rows_BT[:, :-1], rows_BT[:, 1:])
 
@@ -107,7 +107,7 @@ class TokenPair:
 class PairBatches:
     """Pairs of similar length together, so that little is padding; batches by token count.
 
-    Pairs are sorted by length with chance deciding among equals. The lengths alone decide where
+    Pairs are sorted by length with random order among equals. Only the lengths decide where
     one batch ends, so every epoch has the same number of batches, in another order.
     """
 

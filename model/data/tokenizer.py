@@ -7,8 +7,8 @@ The round trip is exact for any Unicode text: no normalizer, no prefix space, no
 whole tokenizer is one `tokenizer.json`; which special token plays which part is kept beside it by
 whoever saves it.
 
-Special tokens inside text are plain text unless the caller asks: a document or a user that writes
-"<|endoftext|>" must not end anything.
+Special tokens inside text are plain text unless the caller sets parse_special: a document or a user
+that writes "<|endoftext|>" must not end anything.
 
 Written twice on purpose: server/text/tokenizer.py reads the same tokenizer.json, imports nothing
 from here, and must give the same ids and the same text.
@@ -112,7 +112,7 @@ def train_bpe(
 ) -> Tokenizer:
     """Learns a byte-level BPE. Ids: special tokens, the 256 bytes, merges by rank.
 
-    The vocabulary is smaller than asked for when the texts don't have that many repeated pieces.
+    The vocabulary is smaller than requested if the texts don't have that many repeated parts.
     """
     smallest = NUM_BYTES + len(special_tokens)
     if vocab_size < smallest:
@@ -175,7 +175,7 @@ def _special_by_name(inner: tokenizers.Tokenizer) -> SpecialTokens:
 
 
 def _read_json(path: Path) -> str:
-    """The file's text, looked at first: of a wrong one the library says little."""
+    """The file's text, checked first: the library's errors are vague."""
     try:
         text = path.read_text("utf-8")
         content = json.loads(text)

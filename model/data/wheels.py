@@ -43,7 +43,7 @@ HOMEASSISTANT = Wheel(
     "2026.2.3",
     "8167820cac4b8defe895fd2c36ac23402a445d1fe6028e8cde24caabb935282c",
     51_240_053,
-    # It is only read, never installed: that it wants a newer Python doesn't matter.
+    # The wheel is only read, never installed, so its Python version doesn't matter.
     ("--python-version", "3.14"),
 )
 BIBLE_KJV = Wheel(

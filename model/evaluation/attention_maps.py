@@ -1,7 +1,7 @@
 """Shows what a trained network looks at: `quill attention`.
 
-Knows: how to record attention weights, which layers and heads were asked for.
-Does not know: how a picture is drawn (see model/evaluation/attention_picture.py).
+Knows: how to record attention weights, which layers and heads to record.
+Does not know: how a picture is made (see model/evaluation/attention_picture.py).
 
 A causal model shows its self-attention: which earlier tokens each token looks at. A seq2seq model
 shows its encoder-decoder attention: which source tokens it looks at while it writes each token of
@@ -54,7 +54,7 @@ DEFAULT_NUM_LAYERS = 4
 def run(args: argparse.Namespace) -> None:
     checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
     if checkpoint.config.family == "encoder":
-        raise RequestError("attention is drawn of causal and seq2seq models; this is an encoder")
+        raise RequestError("attention maps exist for causal and seq2seq models; this is an encoder")
     layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
     heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
     looks = find_looks(checkpoint, args.text, args.target)
@@ -79,18 +79,18 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: {num_maps} maps of {len(looks.rows)} x {len(looks.columns)} tokens")
 
 
-def choose_indices(kind: str, asked: str | None, number: int) -> list[int]:
-    """The layers or heads of "0,5" or "all". None asked for: a few, from first to last."""
-    if asked == "all":
+def choose_indices(kind: str, given: str | None, number: int) -> list[int]:
+    """The layers or heads of "0,5" or "all". None: a few, from first to last."""
+    if given == "all":
         return list(range(number))
-    if asked is None:
+    if given is None:
         steps = min(number, DEFAULT_NUM_LAYERS)
         return [index * (number - 1) // max(1, steps - 1) for index in range(steps)]
     try:
-        chosen = [int(part) for part in asked.split(",")]
+        chosen = [int(part) for part in given.split(",")]
     except ValueError as error:
         raise RequestError(
-            f"{kind}s are {asked!r}; write numbers with commas, like 0,5, or all"
+            f"{kind}s are {given!r}; write numbers with commas, like 0,5, or all"
         ) from error
     for index in chosen:
         if not 0 <= index < number:
@@ -169,7 +169,7 @@ def _check_length(name: str, ids: Sequence[int], model: Network) -> None:
 
 
 def write_numbers(path: Path, looks: Looks, weights: Sequence[WeightsArray]) -> None:
-    """The same as numbers, for others to draw: of each layer all heads, row by row."""
+    """The same as numbers, as JSON: of each layer all heads."""
     found = {
         "rows": token_labels(looks.tokenizer, looks.rows),
         "columns": token_labels(looks.tokenizer, looks.columns),

@@ -60,12 +60,12 @@ class Size(NamedTuple):
     cell: float
 
 
-def picture_size(num_layers: int, num_heads: int, num_rows: int, num_columns: int) -> Size:
+def picture_size(num_layers: int, num_heads: int, num_sequences: int, num_columns: int) -> Size:
     """Large cells for a few tokens, never smaller than their labels need; or a refusal."""
-    num_tokens = max(num_rows, num_columns)
+    num_tokens = max(num_sequences, num_columns)
     cell = min(0.22, max(0.11, 3.3 / num_tokens))
     width = num_heads * (num_columns * cell + 0.15) + MARGIN_INCHES
-    height = num_layers * (num_rows * cell + 1.1) + 0.8
+    height = num_layers * (num_sequences * cell + 1.1) + 0.8
     num_pixels = width * height * DPI**2
     if num_pixels > MAX_PIXELS or max(width, height) * DPI > MAX_SIDE_PIXELS:
         raise RequestError(

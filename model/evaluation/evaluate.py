@@ -14,7 +14,7 @@ from rich.table import Table
 from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from quill.model.checkpoint.run_directory import resolve_checkpoint, source_of
 from quill.model.data.dataset import encode_stream
-from quill.model.data.masking import Marks
+from quill.model.data.masking import MaskingTokens
 from quill.model.data.source import DataSource, choose_source
 from quill.model.data.splits import Pair, PairCorpus
 from quill.model.data.tokenizer import Tokenizer
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _source(args: argparse.Namespace, checkpoint: Checkpoint) -> DataSource:
-    """What was asked for; else what the run was trained on, of which the held-out part counts."""
-    asked = args.corpus or args.text or args.pairs
-    trained_on = None if asked else source_of(checkpoint)
+    """The given data; by default the data of the training run, whose held-out part is scored."""
+    given = args.corpus or args.text or args.pairs
+    trained_on = None if given else source_of(checkpoint)
     family = checkpoint.config.family
     return trained_on or choose_source(family, args.corpus, args.text, args.pairs)
 
@@ -84,7 +84,7 @@ def _evaluate_masked(
         )
     if args.stride is not None:
         raise ConfigError("--stride is for language models; an encoder's windows don't overlap")
-    marks = Marks.of(checkpoint.special_tokens, checkpoint.config.vocab_size)
+    marks = MaskingTokens.of(checkpoint.special_tokens, checkpoint.config.vocab_size)
     ids = encode_stream(_source(args, checkpoint).load_text().held_out, tokenizer)
     if not len(ids):
         raise CorpusError("there is too little text to score: at least one token is needed")

@@ -63,14 +63,14 @@ class NanoGPT(nn.Module):
 class NanoLoop:
     """One training step after another on random windows of a token stream."""
 
-    def __init__(self, model: NanoGPT, ids: Tensor, context: int, num_rows: int) -> None:
+    def __init__(self, model: NanoGPT, ids: Tensor, context: int, num_sequences: int) -> None:
         self._model = model
         self._ids = ids.numpy()
         self._context = context
-        self._num_rows = num_rows
+        self._num_sequences = num_sequences
         decay = [p for p in model.parameters() if p.dim() >= 2]
         no_decay = [p for p in model.parameters() if p.dim() < 2]
-        # nanoGPT asks for the fused optimizer on CUDA only.
+        # nanoGPT uses the fused optimizer on CUDA only.
         self._optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
             lr=1e-3,
@@ -87,6 +87,6 @@ class NanoLoop:
         return loss.item()
 
     def _get_batch(self) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(self._ids) - self._context, (self._num_rows,)).tolist()
+        starts = torch.randint(len(self._ids) - self._context, (self._num_sequences,)).tolist()
         rows = [torch.from_numpy(self._ids[i : i + self._context + 1]).long() for i in starts]
         return torch.stack([r[:-1] for r in rows]), torch.stack([r[1:] for r in rows])

@@ -1,6 +1,6 @@
 """`quill train-speed`: the tiny preset's training against a plain nanoGPT-style loop.
 
-Each contender is measured in a process of its own, in turns, on the same tokens; the best round
+Each loop is measured in a separate process, alternately, on the same tokens; the best round
 of each counts. Knows: both loops, the clock. Does not know: files, quality.
 """
 
@@ -83,16 +83,16 @@ def make_contender(name: str) -> Contender:
     torch.manual_seed(0)
     config, recipe = preset("tiny"), RECIPES["tiny"]
     ids = torch.randint(0, config.vocab_size, (NUM_TOKENS,), dtype=torch.int32)
-    num_rows = recipe.batch_tokens // config.context
+    num_sequences = recipe.batch_tokens // config.context
     if name == PLAIN:
         plain = NanoGPT(
             config.vocab_size, config.context, config.d_model, config.num_layers, config.num_heads
         )
         size = sum(parameter.numel() for parameter in plain.parameters())
-        return Contender(NanoLoop(plain, ids, config.context, num_rows).run_step, size)
+        return Contender(NanoLoop(plain, ids, config.context, num_sequences).run_step, size)
     keep_freed_memory()  # as `quill train` does
     shape = config if name == "quill tiny" else _gpt_shape(config)
-    batches = TextBatches(ids, config.context, num_rows, seed=0)
+    batches = TextBatches(ids, config.context, num_sequences, seed=0)
     peers = Peers(rank=0, num_processes=1, device=torch.device("cpu"))
     trainer = Trainer(Transformer(shape), batches, recipe, peers)
     return Contender(trainer.run_step, trainer.model.num_parameters())

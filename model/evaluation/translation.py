@@ -85,8 +85,8 @@ class Translator:
 
     def source_ids(self, source: str) -> list[int]:
         """A source that is too long is cut: a score needs an answer for every line."""
-        room = self._model.config.context - 1
-        return [*self._tokenizer.encode(source)[:room], self._special.eos]
+        max_length = self._model.config.context - 1
+        return [*self._tokenizer.encode(source)[:max_length], self._special.eos]
 
 
 def beams_name(num_beams: int) -> str:
@@ -122,7 +122,7 @@ def evaluate_translation(
 def write_answers(
     file: TextIO, model: Network, tokenizer: Tokenizer, pairs: Sequence[Pair], found: Evaluation
 ) -> None:
-    """One line of JSON for each pair: `quill bench reference` asks a server the same."""
+    """One line of JSON for each pair: `quill bench reference` sends the same to a server."""
     translator = Translator(model, tokenizer, 1)
     for number, pair in enumerate(pairs):
         line = {

@@ -1,1 +1,1 @@
-"""Other people's weights."""
+"""The import of GGUF files and Hugging Face models."""

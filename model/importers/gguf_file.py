@@ -42,7 +42,7 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """A file whose header was read and found to be sound. The tensors stay on disk until asked."""
+    """A file with a valid header. The tensors stay on disk until they are read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -86,7 +86,7 @@ class _HeaderReader:
         for _ in range(self._num_entries):
             name = self._string()
             if name in metadata:
-                raise self._damaged(f"the metadata says {name!r} twice")
+                raise self._damaged(f"the metadata has {name!r} twice")
             metadata[name] = self._value(self._number("I"))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -130,8 +130,8 @@ class _HeaderReader:
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block_size:
             raise self._damaged(
-                f"tensor {name} has the shape {shape}; {kind.name} needs rows of a multiple of "
-                f"{block_size}"
+                f"tensor {name} has the shape {shape}; {kind.name} needs a last dimension that is "
+                f"a multiple of {block_size}"
             )
         return math.prod(shape) // int(block_size) * int(block_bytes)
 

@@ -54,13 +54,15 @@ def _read_weight(file: GgufFile, parts: list[Part]) -> Weight:
     is_matrix = len(parts[0].shape) == 2
     if len(set(kinds)) == 1 and is_matrix:
         return decode_rows(np.concatenate(raws), kinds[0], parts[0].name)
-    pieces = [decode_rows(*each) for each in zip(raws, kinds, (p.name for p in parts), strict=True)]
-    values = torch.cat([piece.values for piece in pieces])
+    decoded = [
+        decode_rows(*each) for each in zip(raws, kinds, (p.name for p in parts), strict=True)
+    ]
+    values = torch.cat([part.values for part in decoded])
     return Weight(values if is_matrix else values.flatten())
 
 
 def _unpermuted(rows_N: Raw, num_heads: int) -> Raw:
-    """llama.cpp turns neighbouring rows (0, 1), (2, 3), … together; we turn row i with i + H/2."""
+    """llama.cpp rotates adjacent rows (0, 1), (2, 3), … together; Quill row i with i + H/2."""
     if num_heads == 0:
         return rows_N
     return rows_N.reshape(num_heads, -1, 2, rows_N.shape[1]).swapaxes(1, 2).reshape(rows_N.shape)

@@ -24,9 +24,9 @@ class PreTokenizer(NamedTuple):
 
     pattern: str | None  # None: GPT-2's own, which the library has built in
     individual_digits: bool = False
-    ignore_merges: bool = False  # a piece that is a token stays one, whatever the merges say
+    ignore_merges: bool = False  # a word that is a token isn't merged again
     composed: bool = False  # Unicode's NFC first
-    prepend_bos: bool = False  # unless the file says otherwise
+    prepend_bos: bool = False  # unless the file overrides it
 
 
 def _cl100k(digits: str) -> str:
@@ -48,7 +48,7 @@ PRE_TOKENIZERS = {
 
 
 class Vocabulary(NamedTuple):
-    """Everything that the file says about text."""
+    """The file's text settings."""
 
     tokenizer: Tokenizer
     prepend_bos: bool
@@ -61,7 +61,7 @@ def read_vocabulary(metadata: TypedValues, vocab_size: int) -> Vocabulary:
     tokens = metadata.texts("tokenizer.ggml.tokens")
     if len(tokens) != vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {len(tokens):,} tokens, the embedding {vocab_size:,} rows"
+            f"the tokenizer has {len(tokens):,} tokens, the embedding {vocab_size:,}"
         )
     types = _token_types(metadata, len(tokens))
     special = _special_tokens(metadata, len(tokens))

@@ -114,9 +114,9 @@ def bert_layout(config: ModelConfig, names: Collection[str]) -> Layout:
         "segment_embedding": ("token_type_embeddings", config.num_segments),
     }
     layout: Layout = {
-        f"{ours}.weight": [Part(f"{prefix}embeddings.{theirs}.weight", (num_rows, d_model))]
-        for ours, (theirs, num_rows) in tables.items()
-        if num_rows
+        f"{ours}.weight": [Part(f"{prefix}embeddings.{theirs}.weight", (num_sequences, d_model))]
+        for ours, (theirs, num_sequences) in tables.items()
+        if num_sequences
     }
     layout |= norm("embedding_norm", f"{prefix}embeddings")
     for index in range(config.num_encoder_layers):

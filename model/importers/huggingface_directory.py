@@ -105,7 +105,7 @@ def read_settings(directory: Path) -> TypedValues:
 
 
 def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
-    """The whole checkpoint. Without a tokenizer.json it speaks token ids only."""
+    """The whole checkpoint. Without a tokenizer.json it takes token ids only."""
     settings, sentence = read_settings(directory), read_sentence(directory)
     config = read_config(settings)
     provenance = _provenance(directory)
@@ -179,8 +179,8 @@ def _prepared(tensor: Tensor, part: Part) -> Tensor:
         return tensor.T
     if part.interleaved_heads:
         heads = torch.unflatten(tensor, 0, (part.interleaved_heads, -1))
-        still, turned = heads[:, : -part.interleaved_rows], heads[:, -part.interleaved_rows :]
-        return torch.cat((still, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
+        nope, rope = heads[:, : -part.interleaved_rows], heads[:, -part.interleaved_rows :]
+        return torch.cat((nope, rope[:, 0::2], rope[:, 1::2]), dim=1).flatten(0, 1)
     return tensor + part.plus if part.plus else tensor
 
 

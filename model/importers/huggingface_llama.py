@@ -53,7 +53,7 @@ def _qwen3_moe(settings: TypedValues) -> ModelConfig:
     plain = settings.integers("mlp_only_layers") if settings.get("mlp_only_layers") else []
     if sorted(plain) != list(range(len(plain))):
         raise UnsupportedError(
-            f"the model's mlp_only_layers are {plain}; Quill knows plain layers at the beginning"
+            f"the model's mlp_only_layers are {plain}; Quill has plain layers only before others"
         )
     experts = Experts(
         number=settings.integer("num_experts", settings.integer("num_local_experts", 128)),
@@ -217,7 +217,7 @@ def _deepseek(settings: TypedValues, **experts: Any) -> ModelConfig:
     num_heads = settings.integer("num_attention_heads")
     return _family(
         settings,
-        num_kv_heads=num_heads,  # all have their own, whatever is said
+        num_kv_heads=num_heads,  # no grouping, whatever the config has
         head_size=latent.nope_size + latent.rope_size,
         latent=latent,
         experts=Experts(
@@ -237,7 +237,7 @@ def _family(
     rotary: TypedValues | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Llama's settings, and those that an architecture has of its own or in their place."""
+    """Llama's settings, and those that an architecture adds or replaces."""
     activation = settings.text("hidden_act", "silu")
     if "activation" not in own and activation not in ("silu", "swish"):
         raise UnsupportedError(f"the model's hidden_act is {activation!r}; Quill knows 'silu'")
@@ -345,7 +345,9 @@ def _object(settings: TypedValues, name: str) -> dict[str, Any]:
 def _rotary_scaling(rotary: TypedValues, context: int) -> RotaryScaling | None:
     kind = rotary.text("rope_type", rotary.text("type", "default"))
     if rotary.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedError("the model turns only part of each head; Quill turns all of it")
+        raise UnsupportedError(
+            "the model sets partial_rotary_factor; Quill applies RoPE to whole heads"
+        )
     if kind == "default":
         return None
     if kind == "linear":

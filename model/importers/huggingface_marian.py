@@ -34,7 +34,7 @@ _USUAL = {
     "normalize_embedding": False,
     "add_final_layer_norm": False,
 }
-BANNED = -1e4  # the bias of a token that is never to be said; a number that halves can hold
+BANNED = -1e4  # the bias of a token that is never generated; float16 can represent it
 
 # Whose inputs, and whose outputs, are the model's columns.
 _READERS = ("embedding", "attention.qkv", "cross.query", "cross.key_value", "feed_forward.up")
@@ -149,7 +149,7 @@ def _order(d_model: int) -> Tensor:
 
 
 def banned_tokens(generation: dict[str, Any], vocab_size: int) -> Iterable[int]:
-    """The single tokens that the author never wants to see, such as padding."""
+    """The single tokens that the author forbids, such as padding."""
     words = generation.get("bad_words_ids") or []
     for word in words if isinstance(words, list) else []:
         is_token = isinstance(word, list) and len(word) == 1 and type(word[0]) is int

@@ -1,4 +1,4 @@
-"""Reads what a sentence-embedding directory says beside its model: how one vector is made of many.
+"""Reads a sentence-embedding directory: how hidden states are pooled to one embedding.
 
 Knows: modules.json, the pooling's config.json, and the spellings of sentence-transformers.
 Does not know: tensors, tokens, the shape of the model.
@@ -26,7 +26,7 @@ _POOLINGS: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class Sentence:
-    """How texts become vectors. Without a directory's word nothing is said."""
+    """Pooling and normalization of embeddings, if the directory has them."""
 
     pooling: Pooling | None = None
     normalize: bool = False
@@ -77,7 +77,7 @@ def _pooling(path: Path) -> Pooling:
         chosen = [values.text("pooling_mode")]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise UnsupportedError(
-            f"{path} asks for pooling by {', '.join(chosen) or 'nothing'}; Quill knows one of "
+            f"{path} sets pooling by {', '.join(chosen) or 'nothing'}; Quill supports one of "
             f"{', '.join(_POOLINGS)}"
         )
     return _POOLINGS[chosen[0]]

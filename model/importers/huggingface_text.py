@@ -1,4 +1,4 @@
-"""Reads what a Hugging Face directory says about text: tokenizer, chat template, defaults.
+"""Reads the text settings of a Hugging Face directory: tokenizer, chat template, defaults.
 
 Knows: tokenizer.json, tokenizer_config.json, generation_config.json and their older spellings.
 Does not know: tensors, the shape of the model.
@@ -27,7 +27,7 @@ _WITHIN = {
 
 
 class Text(NamedTuple):
-    """Everything that the directory says about text."""
+    """The directory's text settings."""
 
     tokenizer: Tokenizer | None
     special_tokens: SpecialTokens
@@ -126,7 +126,7 @@ def _special_tokens(
 
 
 def _ids(value: object, vocab_size: int) -> set[int]:
-    """The ids in a number or a list of them. One beyond the vocabulary can never be said."""
+    """The ids in a number or a list of them. Ids beyond the vocabulary are dropped."""
     listed = value if isinstance(value, list) else [value]
     return {index for index in listed if type(index) is int and 0 <= index < vocab_size}
 
@@ -148,7 +148,7 @@ def _placed_id(tokenizer_json: dict[str, Any], ids: dict[str, int], place: int) 
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """A file of its own is the newest spelling and wins."""
+    """A separate file is the newest format and has priority."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8", errors="replace")
@@ -164,7 +164,7 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
 def _defaults(generation: dict[str, Any], samples: bool) -> dict[str, float | int]:
     """The author's settings. Without sampling the answer is greedy: temperature 0.
 
-    `samples`: whether a model samples whose author says nothing about it.
+    `samples`: whether the model samples if the author doesn't specify it.
     """
     greedy = not generation.get("do_sample", samples)
     names = _PENALTIES if greedy else (*_SAMPLING, *_PENALTIES)

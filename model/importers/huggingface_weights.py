@@ -49,7 +49,7 @@ class WeightFiles:
             part = self._files[file].get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{INDEX} says that {name} is in {file}, but it isn't: {error}"
+                f"{INDEX} lists {name} in {file}, but it isn't there: {error}"
             ) from error
         if part.get_dtype() not in _FLOATS:
             raise UnsupportedError(

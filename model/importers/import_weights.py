@@ -1,4 +1,4 @@
-"""`quill import`: brings in somebody else's weights as a checkpoint of ours.
+"""`quill import`: makes a checkpoint of a GGUF file or a Hugging Face directory.
 
 Knows: where weights may come from, what to do about an output that exists, what to tell the user.
 Does not know: formats (model/importers/gguf_llama.py, model/importers/huggingface_directory.py).
@@ -54,7 +54,7 @@ class Source:
 def run(args: argparse.Namespace) -> None:
     out = args.out or _default_out(args.source)
     source = find_source(args.source)
-    existing = _standing_hashes(out)
+    existing = _existing_hashes(out)
     if existing == source.sha256 and not args.force:
         print(f"{out} holds this import already; --force makes it anew")
         return
@@ -107,7 +107,7 @@ def _gguf_source(path: Path) -> Source:
 
 def _huggingface_source(path: Path) -> Source:
     if _is_checkpoint(path):
-        raise CheckpointError(f"{path} is a checkpoint of Quill's own already: use it as it is")
+        raise CheckpointError(f"{path} is a checkpoint of Quill's already: use it as it is")
     huggingface_config.read_config(read_settings(path))
     inner = read_sentence(path).model or path
     files = [inner / "config.json", inner / "tokenizer.json", *weight_paths(inner)]
@@ -134,7 +134,7 @@ def _sha256(paths: Sequence[Path]) -> dict[str, str]:
     return hashes
 
 
-def _standing_hashes(out: Path) -> dict[str, str] | None:
+def _existing_hashes(out: Path) -> dict[str, str] | None:
     """What the import that stands at `out` was made from; None if nothing stands there.
 
     Only an import may be replaced: never a training run, never a user's own files.

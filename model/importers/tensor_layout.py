@@ -1,4 +1,4 @@
-"""Which tensors of somebody else's checkpoint make up each of ours.
+"""Which tensors of an imported checkpoint make up each of Quill's.
 
 Knows: our names and shapes, and the order of what we fuse: queries, keys, values; gate, value.
 Does not know: files, number formats.

@@ -28,12 +28,19 @@ class KeyValue(NamedTuple):
     k_BKSH: Tensor
     v_BKSH: Tensor
 
+    def reordered(self, order_B: Tensor) -> "KeyValue":
+        return KeyValue(self.k_BKSH[order_B], self.v_BKSH[order_B])
+
 
 class CrossKeyValue(NamedTuple):
     """The source's keys and values for each decoder layer, and which aren't padding."""
 
     layers: list[KeyValue]
     mask_BS: Tensor
+
+    def reordered(self, order_B: Tensor) -> "CrossKeyValue":
+        layers = [layer.reordered(order_B) for layer in self.layers]
+        return CrossKeyValue(layers, self.mask_BS[order_B])
 
 
 class AttentionImplementation(Protocol):
@@ -214,7 +221,7 @@ def attend_across(q_BTE: Tensor, cross: CrossKeyValue, layer: int, head_size: in
     return _attend(q_BNTH, cross.layers[layer], mask=cross.mask_BS[:, None, None, :])
 
 
-class CachedAttention:
+class CachedAttention(UncachedAttention):
     """Causal attention of new tokens to a growing KV cache: decoding.
 
     All sequences of the batch have the same length: the reference for faster implementations.
@@ -226,9 +233,7 @@ class CachedAttention:
         rotary: RotaryTables | None,
         cross: CrossKeyValue | None = None,
     ) -> None:
-        self._config = config
-        self._rotary = rotary
-        self._cross = cross
+        super().__init__(config, rotary, cross)
         self._layers: dict[int, KeyValue] = {}
         self._length = 0
         self._num_new = 0
@@ -253,10 +258,6 @@ class CachedAttention:
         q_BNTH, new = split_qkv(qkv_BTE, self._config, rotary, self._length)
         return attend_to_past(self._config, layer, q_BNTH, self._append(layer, new))
 
-    def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
-        assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
-        return attend_across(q_BTE, self._cross, layer, self._config.head_size)
-
     def _append(self, layer: int, new: KeyValue) -> KeyValue:
         past = self._layers.get(layer)
         if past is not None:
@@ -269,10 +270,6 @@ class CachedAttention:
 
     def reorder(self, order_B: Tensor) -> None:
         """Reorders the cache's batch: beam search does so when beams change places."""
-        self._layers = {
-            layer: KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B])
-            for layer, kv in self._layers.items()
-        }
+        self._layers = {layer: kv.reordered(order_B) for layer, kv in self._layers.items()}
         if self._cross is not None:
-            layers = [KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B]) for kv in self._cross.layers]
-            self._cross = CrossKeyValue(layers, self._cross.mask_BS[order_B])
+            self._cross = self._cross.reordered(order_B)

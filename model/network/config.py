@@ -1,4 +1,4 @@
-"""The shape of a network: one frozen value that says everything a network is built from.
+"""The shape of a network: one frozen value that defines the network.
 
 Knows: which settings exist and which go together.
 Does not know: tensors, training, where a checkpoint comes from.
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
+from quill.json_records import RecordError, from_json
 from quill.model.errors import ConfigError
 
 Family = Literal["causal", "seq2seq", "encoder"]
@@ -93,7 +94,7 @@ class Experts:
     groups: int = 1  # a token's experts come from `top_groups` of so many groups
     top_groups: int = 1
     group_best: int = 1  # a group is as good as so many of its best experts together
-    balanced: bool = False  # a number for each, learnt from its load, is added when it's chosen
+    balanced: bool = False  # a bias for each, adjusted by its load, is added to its score
     dense_layers: int = 0  # the first so many have a plain feed-forward
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class Latent:
 
     rank: int  # of the latent
     query_rank: int = 0  # queries come through a bottleneck of this size; 0: they don't
-    rope_size: int  # of a head's part that is turned to its position
+    rope_size: int  # of a head's rotary part
     nope_size: int  # of the part that isn't
     value_size: int  # of a head's values
 
@@ -137,7 +138,7 @@ class ModelConfig:
     vocab_size: int
     context: int  # the longest sequence, in tokens, on each side
     d_model: int
-    num_layers: int  # of the decoder; an encoder alone has none
+    num_layers: int  # of the decoder; 0 for an encoder
     num_encoder_layers: int = 0
     num_heads: int
     num_kv_heads: int  # fewer than num_heads: each K/V head serves a group of query heads
@@ -152,7 +153,7 @@ class ModelConfig:
     ff_bias: bool = False
     dropout: float = 0.0  # on embeddings and on each sublayer's output, as in the paper
     tied_embeddings: bool = True
-    output_bias: bool = False  # every token's logit has a number of its own added
+    output_bias: bool = False  # a bias of each token's logit
     scale_embeddings: bool = False  # multiply embeddings by sqrt(d_model), as in the paper
     norm_eps: float = 1e-5
     rotary_base: float = 10_000.0
@@ -161,7 +162,7 @@ class ModelConfig:
     embedding_norm: bool = False  # a norm after the sum of embeddings
     masked_head: bool = False  # dense, activation and norm before an encoder's projection
     recurrence: Recurrence | None = None  # not a Transformer, but what there was before it
-    # What came later. None of it is written where it says nothing: older versions read that, too.
+    # Later additions, which aren't written at their defaults: older versions read such files.
     qk_norm: QueryKeyNorm = "none"  # an RMS norm of queries and keys: of each head, or of all
     window: int = 0  # a token sees so many, itself included; 0: all of its past
     window_pattern: int = 0  # every so many layers one sees all in spite of it; 0: none does
@@ -214,7 +215,7 @@ class ModelConfig:
         if self.family == "encoder" and self.num_layers:
             raise ConfigError(
                 f"an encoder with {self.num_layers} decoder layers; its num_layers is 0, and "
-                "num_encoder_layers says how many it has"
+                "num_encoder_layers is its number of layers"
             )
         if self.family != "encoder" and (self.num_segments or self.masked_head):
             raise ConfigError(
@@ -279,23 +280,23 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of attention scores."""
         return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def rotary_size(self) -> int:
-        """The last so many numbers of a head are turned."""
+        """The size of the rotary part, which is the last of a head."""
         return self.head_size if self.latent is None else self.latent.rope_size
 
     @property
     def cached(self) -> "CachedSizes":
-        """What is kept of a token in each layer."""
+        """The sizes of a token's KV cache in each layer."""
         if self.latent is None:
             return CachedSizes(self.num_kv_heads, self.head_size, self.head_size)
         return CachedSizes(1, self.latent.rank + self.latent.rope_size, self.latent.rank)
 
     def window_of(self, layer: int) -> int:
-        """How many tokens a layer's tokens see; 0: all of their past."""
+        """The sliding window of a layer; 0: none."""
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
         return 0 if sees_all else self.window
 
@@ -308,15 +309,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Builds a config from JSON, refusing unknown, missing and mistyped entries by name."""
-        values = dict(values)
-        for name, kind in _PARTS.items():
-            part = values.get(name)
-            if part is not None:
-                if not isinstance(part, dict):
-                    raise ConfigError(f"{name} is {part!r}; it must be an object or null")
-                values[name] = kind(**_checked_fields(kind, part))
-        return cls(**_checked_fields(cls, values))
+        """Builds a config from JSON. An error names an unknown, missing or mistyped entry."""
+        try:
+            return from_json(cls, values)
+        except RecordError as error:
+            raise ConfigError(f"the model's config: {error}") from error
 
 
 class CachedSizes(NamedTuple):
@@ -328,12 +325,6 @@ class CachedSizes(NamedTuple):
 
 
 _Part = RotaryScaling | Recurrence | Experts | Latent
-_PARTS: dict[str, type[_Part]] = {
-    "rotary_scaling": RotaryScaling,
-    "recurrence": Recurrence,
-    "experts": Experts,
-    "latent": Latent,
-}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 _LATER = list(_DEFAULTS)[list(_DEFAULTS).index("rotary_scaling") + 1 :]
 _CAUSAL_ONLY = (
@@ -356,33 +347,3 @@ def _require_within(config: ModelConfig | _Part, name: str, least: int, most: in
     value = getattr(config, name)
     if not least <= value <= most:
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")
-
-
-def _checked_fields(cls: type[ModelConfig] | type[_Part], values: dict[str, Any]) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ConfigError(f"unknown settings in the model's config: {', '.join(unknown)}")
-    missing = sorted(
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in values
-    )
-    if missing:
-        raise ConfigError(f"settings missing from the model's config: {', '.join(missing)}")
-    hints = get_type_hints(cls)
-    for name, value in values.items():
-        hint = hints[name]
-        if hint == (float | None) and value is not None:
-            hint = float
-        if hint in (int, float, bool) and not _has_type(value, hint):
-            raise ConfigError(f"{name} is {value!r}; it must be of type {hint.__name__}")
-    return values
-
-
-def _has_type(value: object, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)

@@ -33,7 +33,7 @@ class ExpertFeedForward(nn.Module):
             self.shared = FeedForward(config, experts.num_shared * d_expert)
         if experts.balanced:
             self.register_buffer("balance_E", torch.zeros(number))
-        self.load_E: Tensor | None = None  # how many tokens each had, while training counts
+        self.load_E: Tensor | None = None  # tokens of each expert, counted while training
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_RD = x_BTD.flatten(0, -2)
@@ -41,8 +41,8 @@ class ExpertFeedForward(nn.Module):
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def _chosen(self, x_RD: Tensor) -> Tensor:
-        """Each token's experts, weighted. Rows are put in the experts' order and back again, so
-        that nothing is added up in an order that could change."""
+        """Each token's experts, weighted. Tokens are sorted by expert and back again, so that sums
+        always have the same order."""
         scores_RE = router_scores(self.router(x_RD).float(), self.experts)
         chosen_RK = self.choose(scores_RE)
         weights_RK = expert_weights(scores_RE, chosen_RK, self.experts).to(x_RD.dtype)
@@ -78,7 +78,7 @@ class ExpertFeedForward(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor, rate: float) -> None:
-        """Those that had too many tokens become a little less likely, the others more so."""
+        """Lowers the scores of experts with too many tokens, raises the others."""
         load_E = load_E.to(self.balance_E)
         self.balance_E += rate * torch.sign(load_E.mean() - load_E)
 
@@ -90,7 +90,7 @@ def router_scores(logits_RE: Tensor, experts: Experts) -> Tensor:
 
 
 def expert_weights(scores_RE: Tensor, chosen_RK: Tensor, experts: Experts) -> Tensor:
-    """What each of a token's experts counts for."""
+    """The weight of each of a token's experts."""
     weights_RK = scores_RE.gather(-1, chosen_RK)
     if experts.normalize:
         weights_RK = weights_RK / weights_RK.sum(dim=-1, keepdim=True)

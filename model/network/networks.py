@@ -1,4 +1,4 @@
-"""From a config to its network.
+"""Makes the network of a config.
 
 Knows: which kinds there are. Does not know: what they are made of.
 """
@@ -10,5 +10,5 @@ from quill.model.network.transformer import Transformer
 
 
 def make_network(config: ModelConfig) -> Network:
-    """With weights to begin training from."""
+    """The network with initial weights."""
     return Transformer(config) if config.recurrence is None else Recurrent(config)

@@ -1,6 +1,6 @@
 """Where a token stands: sinusoidal and rotary tables, and how rotary ones turn a vector.
 
-Knows: the formulas. Does not know: caches, batches, who asks.
+Knows: the formulas. Does not know: caches, batches.
 """
 
 import math
@@ -47,7 +47,7 @@ def _tables(context: int, frequency_F: Tensor) -> RotaryTables:
 
 
 def tables_of(rotary: RotaryTables | None, config: ModelConfig, layer: int) -> RotaryTables | None:
-    """What a layer turns its queries and keys by."""
+    """The rotary tables of a layer."""
     if rotary is not None and rotary.local is not None and config.window_of(layer):
         return rotary.local
     return rotary

@@ -198,8 +198,7 @@ class CachedStates:
             [State(h_BD[order_B], c_BD[order_B]) for h_BD, c_BD in states]
             for states in self._states
         ]
-        layers = [KeyValue(kv.k_BKSH[order_B], kv.v_BKSH[order_B]) for kv in self._cross.layers]
-        self._cross = CrossKeyValue(layers, self._cross.mask_BS[order_B])
+        self._cross = self._cross.reordered(order_B)
 
 
 class Recurrent(Network):

@@ -1,1 +1,1 @@
-"""The reference: slow, obvious, right."""
+"""The reference: slow and obvious decoding, sampling and beam search."""

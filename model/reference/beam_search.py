@@ -14,13 +14,13 @@ The rules are those of the `transformers` library, so that scores compare:
 - while beams have fewer than min_new_tokens, continuations by a stop id aren't looked at;
 - the best num_beams answers are kept, and the search may end once there are that many: at once
   (early_stopping True); when the best running beam, at the length it has now, scores no better
-  than the worst answer (False, a guess that is mostly right); or when it couldn't even at the
+  than the worst answer (False, a heuristic); or when it couldn't even at the
   length that flatters it most ("never", which is exact).
 
 Ties go to the better-ranked beam, then to the lower token id.
 
 Written twice on purpose: the server's search (server/sampling/beam_search.py,
-server/sampling/beam_ranking.py) takes beams for rows of a batch, imports nothing from here, and
+server/sampling/beam_ranking.py) runs beams as sequences of a batch, imports nothing from here, and
 must find the same answers. Its tests hold it against this module.
 """
 
@@ -46,7 +46,7 @@ from quill.model.reference.sampling import log_probabilities
 
 @dataclass(frozen=True, kw_only=True)
 class BeamParameters:
-    """How wide to search, what a long answer is worth, when to be content."""
+    """The number of beams, the length penalty, when to stop."""
 
     num_beams: int = 4
     length_penalty: float = 1.0
@@ -88,7 +88,7 @@ class Hypothesis:
 
 
 class Beam(NamedTuple):
-    """An answer in the making, and the row of the step before that it continues."""
+    """An answer in the making, and the index of its parent in the step before."""
 
     token_ids: tuple[int, ...]
     logprob: float

@@ -22,7 +22,7 @@ from quill.model.network.network import Network
 from quill.model.randomness import MAX_SEED, uniform
 from quill.model.reference.sampling import SamplingParameters, choose, log_probabilities
 
-# R rows · T tokens · V vocabulary
+# R sequences · T tokens · V vocabulary
 
 FinishReason = Literal["stop", "length"]
 LogitsArray = npt.NDArray[np.float32]
@@ -83,7 +83,7 @@ def check_request(
         raise RequestError(f"a {model.config.family} model was given {given}; only seq2seq has one")
     if not 1 <= len(prompt_ids) < context:
         raise RequestError(
-            f"the prompt has {len(prompt_ids)} tokens; it must have at least 1 and leave room for "
+            f"the prompt has {len(prompt_ids)} tokens; it must have at least 1 and leave space for "
             f"an answer in the context of {context}"
         )
     if source_ids is not None and not 1 <= len(source_ids) <= context:
@@ -113,7 +113,7 @@ def open_decoder(
 
 
 class RecomputedLogits:
-    """Reads every row from its first token, alone, every time."""
+    """Runs every sequence from its first token, unbatched, every time."""
 
     def __init__(self, model: Network, cross: CrossKeyValue | None) -> None:
         self._model = model

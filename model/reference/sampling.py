@@ -22,7 +22,7 @@ order:
    candidate that crosses;
 9. min-p keeps w >= min_p. It compares with the best candidate, which no cut removes, so shares
    need not be worked out again after the cuts above;
-10. the draw takes the first candidate whose running sum of weights exceeds u x their total, where
+10. sampling takes the first candidate whose running sum of weights exceeds u x their total, where
     u in [0, 1) is the position's random number. Running sums go in candidate order, one by one.
 """
 
@@ -45,7 +45,7 @@ Mask = npt.NDArray[np.bool_]  # whether each token may be chosen
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
-    """How an answer is drawn. As it stands: from the model's own distribution, untouched."""
+    """How tokens are sampled. The defaults: from the model's distribution, unchanged."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -80,7 +80,7 @@ class SamplingParameters:
 
 
 class Candidates(NamedTuple):
-    """The tokens that may still be drawn, best first. The first weight is 1."""
+    """The tokens that may be sampled, best first. The first weight is 1."""
 
     ids_C: IntArray
     weights_C: FloatArray
@@ -117,7 +117,7 @@ def penalize(
 
 
 def truncate(scores_V: FloatArray, parameters: SamplingParameters) -> Candidates:
-    """Rules 5 to 9: who may be drawn, and with what weight."""
+    """Rules 5 to 9: which tokens may be sampled, and with what weight."""
     ids_C = np.argsort(-scores_V, kind="stable")
     with np.errstate(over="ignore"):  # a tiny temperature gives exp(-inf) = 0, as it should
         weights_C = np.exp((scores_V[ids_C] - scores_V.max()) / parameters.temperature)
@@ -131,7 +131,7 @@ def truncate(scores_V: FloatArray, parameters: SamplingParameters) -> Candidates
     return Candidates(ids_C[:num_kept], weights_C[:num_kept])
 
 
-def draw(candidates: Candidates, u: float) -> int:
+def sample(candidates: Candidates, u: float) -> int:
     """Rule 10."""
     sums_C = np.cumsum(candidates.weights_C)
     return int(candidates.ids_C[np.argmax(sums_C > u * sums_C[-1])])
@@ -151,4 +151,4 @@ def choose(
         scores_V[~mask_V] = -math.inf
     if parameters.temperature == 0:
         return int(scores_V.argmax())
-    return draw(truncate(scores_V, parameters), u)
+    return sample(truncate(scores_V, parameters), u)

@@ -56,7 +56,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda was asked for, but this PyTorch "
+            "--device cuda was given, but this PyTorch "
             f"({torch.__version__}) finds no working CUDA device. Use --device cpu or auto"
         )
     return torch.device("cuda", local_rank)
@@ -64,7 +64,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def join_peers(device_name: str) -> Iterator[Peers]:
-    """Joins the other processes if torchrun started us; alone otherwise."""
+    """Joins the other processes if torchrun started this one; otherwise there is one process."""
     if "RANK" not in os.environ:
         yield Peers(rank=0, num_processes=1, device=choose_device(device_name))
         return

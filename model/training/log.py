@@ -1,4 +1,4 @@
-"""What a run measured: JSON lines, and the loss curve drawn from them.
+"""What a run measured: JSON lines, and the plot of the loss.
 
 Knows: the lines and the picture. Does not know: how the numbers came about.
 """
@@ -87,7 +87,7 @@ def _draw_lines(axes: Any, measurements: list[Measurement]) -> None:
 
 
 def _draw_accuracy(axes: Any, measurements: list[Measurement]) -> None:
-    """On an axis of its own, on the right."""
+    """On a second axis, on the right."""
     found = [
         (m.step, 100 * m.held_out_accuracy) for m in measurements if m.held_out_accuracy is not None
     ]

@@ -38,14 +38,14 @@ class Objective(nn.Module):
 
 
 class Predicted(NamedTuple):
-    """What a network says, and what it should have said."""
+    """A network's logits, and the targets."""
 
     logits_NV: Tensor
     targets_N: Tensor
 
 
 def predict(model: Network, batch: Batch) -> Predicted:
-    """The logits at all of a batch's positions; for an encoder at those with a target alone."""
+    """The logits at all of a batch's positions; for an encoder only at those with a target."""
     targets_N = batch.targets_BT.flatten()
     if isinstance(model, Transformer) and model.config.family == "encoder":
         counts_N = targets_N != IGNORED

@@ -4,10 +4,9 @@ Knows: which numbers exist, which go together, which suit each preset.
 Does not know: data, devices, how a step is computed.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quill.model.errors import ConfigError
 
@@ -65,15 +64,12 @@ class Recipe:
         if not allowed:
             raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "inverse_sqrt":
-            # The paper's formula; with its peak written as a learning rate of its own.
+            # The paper's formula, with the peak as the learning rate.
             return self.learning_rate * math.sqrt(max(self.warmup_steps, 1) / (step + 1))
         remaining = max(self.num_steps - self.warmup_steps, 1)
         turn = math.pi * (step - self.warmup_steps) / remaining

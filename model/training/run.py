@@ -89,7 +89,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 class _StoppedError(Exception):
-    """Somebody wants the run to stop while held-out data is scored."""
+    """A signal arrived while held-out data was scored."""
 
 
 class Run:
@@ -220,7 +220,7 @@ class Run:
             prepend_bos=is_encoder,
             append_eos=is_encoder,
             stop_ids=() if special.eos is None or is_encoder else (special.eos,),
-            # Of a translation people want the likeliest, unless they say otherwise.
+            # A translation is greedy by default.
             generation={"temperature": 0.0} if model.config.family == "seq2seq" else {},
             provenance=self._provenance,
         )

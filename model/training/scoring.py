@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quill.model.data.batches import IGNORED, Batch, PairTokens, TokenPair, collate, mix
-from quill.model.data.masking import Marks, framed, hide
+from quill.model.data.masking import MaskingTokens, framed, mask_tokens
 from quill.model.network.network import Network
 from quill.model.training.loss import predict
 
-# B rows · T tokens · V vocabulary
+# B sequences · T tokens · V vocabulary
 
 SCORE_ROWS = 16
 HELD_OUT_SEED = 15  # hides the same tokens of held-out text for every network
@@ -69,7 +69,7 @@ def total_loss(model: Network, batches: Iterable[Batch], device: torch.device) -
     return Loss(nats, num_tokens, num_right)
 
 
-def text_batches(ids: Tensor, context: int, stride: int, num_rows: int) -> list[Batch]:
+def text_batches(ids: Tensor, context: int, stride: int, num_sequences: int) -> list[Batch]:
     """Windows over one stream, a stride apart. Each token counts once at the most.
 
     With a stride below the context windows overlap, and what an earlier window has counted
@@ -89,16 +89,18 @@ def text_batches(ids: Tensor, context: int, stride: int, num_rows: int) -> list[
         if start + context >= len(ids) - 1:
             break
     return [
-        Batch(torch.stack(inputs[row : row + num_rows]), torch.stack(targets[row : row + num_rows]))
-        for row in range(0, len(inputs), num_rows)
+        Batch(
+            torch.stack(inputs[row : row + num_sequences]),
+            torch.stack(targets[row : row + num_sequences]),
+        )
+        for row in range(0, len(inputs), num_sequences)
     ]
 
 
-def pair_batches(pairs: list[TokenPair], special: PairTokens, num_rows: int) -> list[Batch]:
+def pair_batches(pairs: list[TokenPair], special: PairTokens, num_sequences: int) -> list[Batch]:
     ordered = sorted(pairs, key=lambda pair: (len(pair.source), len(pair.target)))
-    return [
-        collate(ordered[row : row + num_rows], special) for row in range(0, len(ordered), num_rows)
-    ]
+    size = num_sequences
+    return [collate(ordered[at : at + size], special) for at in range(0, len(ordered), size)]
 
 
 def score_text(
@@ -116,26 +118,26 @@ def score_text(
 
 
 def masked_batches(
-    ids: Tensor, marks: Marks, context: int, stride: int, num_rows: int
+    ids: Tensor, marks: MaskingTokens, context: int, stride: int, num_sequences: int
 ) -> list[Batch]:
     """Windows over one stream, a stride apart, with the same tokens hidden at every call."""
     length = min(context - marks.num_around, len(ids))
     starts_B = torch.arange(0, len(ids) - length + 1, stride)
     rows_BT = ids[starts_B[:, None] + torch.arange(length)].to(torch.int64)
     return [
-        hide(
-            framed(rows_BT[row : row + num_rows], marks),
+        mask_tokens(
+            framed(rows_BT[row : row + num_sequences], marks),
             marks,
             torch.Generator().manual_seed(mix(HELD_OUT_SEED, row)),
         )
-        for row in range(0, len(rows_BT), num_rows)
+        for row in range(0, len(rows_BT), num_sequences)
     ]
 
 
 def score_masked(
     model: Network,
     ids: Tensor,
-    marks: Marks,
+    marks: MaskingTokens,
     device: torch.device,
     stride: int,
     track: Track = iter,

@@ -18,7 +18,7 @@ from quill.model.data.dataset import (
     fit_text_tokenizer,
 )
 from quill.model.data.dataset import Track as EncodeTrack
-from quill.model.data.masking import Marks, MaskedBatches, framed, hide
+from quill.model.data.masking import MaskedBatches, MaskingTokens, framed, mask_tokens
 from quill.model.data.source import DataSource
 from quill.model.data.splits import PairCorpus, TextCorpus
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, Tokenizer
@@ -46,7 +46,7 @@ NUM_QUICK_WINDOWS = 64  # of held-out text, while training goes on
 
 
 class Task(Protocol):
-    """Everything the training loop asks about its data."""
+    """The interface between the training loop and its data."""
 
     tokenizer: Tokenizer
     fingerprint: str
@@ -80,8 +80,8 @@ class TextTask:
         self._context = context
 
     def batches(self, recipe: Recipe) -> Batches:
-        num_rows = max(recipe.batch_tokens // self._context, 1)
-        return TextBatches(self._data.train_ids, self._context, num_rows, recipe.seed)
+        num_sequences = max(recipe.batch_tokens // self._context, 1)
+        return TextBatches(self._data.train_ids, self._context, num_sequences, recipe.seed)
 
     def describe(self) -> str:
         num_train, num_held_out = len(self._data.train_ids), len(self._data.held_out_ids)
@@ -119,14 +119,14 @@ class MaskedTask(TextTask):
         track: EncodeTrack = iter,
     ) -> None:
         super().__init__(corpus, tokenizer, context, track)
-        self._marks = Marks.of(tokenizer.special, tokenizer.vocab_size)
+        self._marks = MaskingTokens.of(tokenizer.special, tokenizer.vocab_size)
         if context <= self._marks.num_around:
-            raise ConfigError(f"--context is {context}; [CLS] and [SEP] leave no room for a text")
+            raise ConfigError(f"--context is {context}; [CLS] and [SEP] leave no space for a text")
 
     def batches(self, recipe: Recipe) -> Batches:
         length = self._context - self._marks.num_around
-        num_rows = max(recipe.batch_tokens // self._context, 1)
-        windows = TextBatches(self._data.train_ids, length, num_rows, recipe.seed)
+        num_sequences = max(recipe.batch_tokens // self._context, 1)
+        windows = TextBatches(self._data.train_ids, length, num_sequences, recipe.seed)
         return MaskedBatches(windows, self._marks, recipe.seed)
 
     def score(
@@ -141,7 +141,7 @@ class MaskedTask(TextTask):
         """The beginning of the held-out text, with what the network finds in hidden places."""
         assert isinstance(model, Transformer)
         ids = self._data.held_out_ids[: min(NUM_SAMPLE_TOKENS, self._context - 2)].to(torch.int64)
-        batch = hide(
+        batch = mask_tokens(
             framed(ids[None], self._marks), self._marks, torch.Generator().manual_seed(seed)
         )
         hidden = batch.targets_BT[0] != IGNORED

@@ -7,12 +7,13 @@ import argparse
 import dataclasses
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.checkpoint import Checkpoint, check_weights, load_checkpoint
 from quill.model.checkpoint.run_directory import (
     TrainingState,
@@ -60,7 +61,7 @@ CONFIG_ARGUMENTS = {"vocab_size": "vocab_size", "context": "context", "dropout":
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for, in full: enough to start the run again from nothing."""
+    """The complete settings of a run: enough to start the same run again."""
 
     config: ModelConfig
     recipe: Recipe
@@ -69,15 +70,15 @@ class Order:
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.config.to_dict(),
-            "recipe": self.recipe.to_dict(),
-            "data": self.source.to_dict(),
+            "recipe": asdict(self.recipe),
+            "data": asdict(self.source),
         }
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint says of itself. Names of the user's own files stay with the run."""
+        """The provenance in a checkpoint. Names of the user's files stay out of it."""
         return {
             "trained_by": "quill",
-            "recipe": self.recipe.to_dict(),
+            "recipe": asdict(self.recipe),
             "data": {"corpus": self.source.corpus},
         }
 
@@ -148,7 +149,7 @@ def _check_alone(args: argparse.Namespace) -> None:
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} can't be given with --resume, which continues a run "
-            "as it was begun; it takes --steps and --device alone"
+            "as it was begun; it takes only --steps and --device"
         )
 
 
@@ -156,8 +157,8 @@ def _read_back(path: Path) -> Order:
     description = read_run(path)
     try:
         config = ModelConfig.from_dict(description["model"])
-        recipe = Recipe(**description["recipe"])
-    except (KeyError, TypeError) as error:
+        recipe = from_json(Recipe, description["recipe"])
+    except (KeyError, RecordError) as error:
         raise not_a_run(path, error) from error
     return Order(config, recipe, read_source(path))
 
@@ -166,7 +167,7 @@ def _with_steps(order: Order, num_steps: int, num_done: int) -> Order:
     if num_steps <= num_done:
         raise ConfigError(
             f"--steps is {num_steps}, and {num_done} steps are done already; it counts from the "
-            "run's beginning, so give a larger number"
+            "run's first step, so give a larger number"
         )
     return dataclasses.replace(order, recipe=dataclasses.replace(order.recipe, num_steps=num_steps))
 
@@ -253,7 +254,7 @@ def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """A small text yields fewer pieces than asked for; the network needs no more rows than that."""
+    """A small text yields a smaller vocabulary than requested."""
     return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
 
 

@@ -79,7 +79,7 @@ class Trainer:
         return StepResult(self.step, loss, norm.item(), learning_rate, num_tokens)
 
     def _rebalance_experts(self) -> None:
-        """By what the whole batch asked of each: no loss of its own, so nothing else is pulled."""
+        """By the load of the whole batch, without an auxiliary loss."""
         experts = self.model.expert_layers() if isinstance(self.model, Transformer) else ()
         for layer in experts:
             assert layer.load_E is not None

@@ -61,7 +61,11 @@ def up(args: argparse.Namespace) -> None:
             shown = _show(local_ray.progress(), shown)
             if reloading.is_set():
                 reloading.clear()
-                _reload_and_print()
+                try:
+                    _reload_all()
+                    print(RELOADED, flush=True)
+                except ReloadError as error:  # the cluster goes on
+                    print(error, flush=True)
         print("Stopping: running calls finish first; a second signal ends them.", flush=True)
         local_ray.stop(at_once)
 
@@ -100,15 +104,6 @@ def _reload_all() -> None:
     refused = ray.get(coordinator.reload.remote())
     if refused:
         raise ReloadError(refused)
-
-
-def _reload_and_print() -> None:
-    """As a server on SIGHUP: an error is printed, and the cluster goes on."""
-    try:
-        _reload_all()
-        print(RELOADED, flush=True)
-    except ReloadError as error:
-        print(error, flush=True)
 
 
 def lines_to_type(plan: Plan) -> list[str]:

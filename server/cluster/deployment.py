@@ -77,7 +77,7 @@ class Replica:
             raise ServerError("step after step fails, or one hangs; the log has more")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        return {REQUESTS: float(self._server.num_requests)}
+        return {REQUESTS: float(len(self._server.dispatcher))}
 
     async def __del__(self) -> None:
         """Ray awaits it before it ends the process."""

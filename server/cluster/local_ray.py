@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -46,10 +45,14 @@ class Progress(NamedTuple):
 @contextmanager
 def local_ray(plan: Plan, dashboard_port: int | None = None) -> Iterator[None]:
     """Ray with room for the plan's replicas twice: new ones start while old ones stop."""
-    with _own_directory() as directory:
+    # Mode 0700. The name is short: a socket's path has 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="quill-", ignore_cleanup_errors=True) as directory:
+        token = Path(directory) / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
         os.environ |= ENVIRONMENT | {
-            "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
-            "RAY_TMPDIR": str(directory),
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_TMPDIR": directory,
             "RAY_ENABLE_AUTO_CONNECT": "0",  # a late call must not start another Ray
         }
         import ray
@@ -73,18 +76,6 @@ def local_ray(plan: Plan, dashboard_port: int | None = None) -> Iterator[None]:
             with redirect_stdout(io.StringIO()):  # Ray reports that what it ends has ended
                 serve.shutdown()
                 ray.shutdown()
-
-
-@contextmanager
-def _own_directory() -> Iterator[Path]:
-    """With this cluster's token. The name is short: a socket's path has 107 characters at most."""
-    directory = Path(tempfile.mkdtemp(prefix="quill-"))  # mode 0700
-    try:
-        (directory / "token").write_text(secrets.token_hex(32))
-        (directory / "token").chmod(0o600)
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def deploy(plan: Plan) -> None:

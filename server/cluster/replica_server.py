@@ -42,11 +42,6 @@ class ReplicaServer(Server):
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
 
-    @property
-    def num_requests(self) -> int:
-        """Running or waiting."""
-        return len(self.dispatcher)
-
     async def start(self, host: str) -> None:
         """Loads, listens at `host`, and only then joins the cluster."""
         await self.health.begin()
@@ -104,7 +99,7 @@ class ReplicaServer(Server):
     def _shown_registry(self) -> CollectorRegistry:
         return labelled(self.metrics.registry, replica=self._member.replica)
 
-    def _say_ready(self, family: Family) -> None:
+    def _log_ready(self, family: Family) -> None:
         metrics = None
         if self.metrics_port is not None:
             metrics = write_address(self._settings.host, self.metrics_port)

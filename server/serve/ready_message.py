@@ -1,6 +1,6 @@
-"""What a server says when it is ready.
+"""The command that a server prints when it is ready.
 
-Knows: what a client must give to be let in. Does not know: who reads it, how it is served.
+Knows: which options a client needs. Does not know: who reads it, how it is served.
 """
 
 import shlex

@@ -176,7 +176,7 @@ class Server:
         self.dispatcher.open()
         self._open_metrics()
         await self.health.note("loading", False)
-        self._say_ready(served.manifest.family)
+        self._log_ready(served.manifest.family)
         self.ready.set()
         return True
 
@@ -194,7 +194,7 @@ class Server:
     def _shown_registry(self) -> CollectorRegistry:
         return self.metrics.registry
 
-    def _say_ready(self, family: Family) -> None:
+    def _log_ready(self, family: Family) -> None:
         settings, metrics = self._settings, None
         if self.metrics_port is not None:
             metrics = http_url(settings, self.metrics_port, "/metrics")
@@ -208,8 +208,8 @@ class Server:
             fields = {"address": address, "metrics": metrics, "http": http}
             logger.info("serving at %s", address, extra={"fields": fields})
             return
-        _say(f"Serving at {address}. Now type:")
-        _say(f"  {line_to_type(settings, self.port, family)}")
+        _print(f"Serving at {address}. Now type:")
+        _print(f"  {line_to_type(settings, self.port, family)}")
 
     async def _drain(self) -> None:
         await self.health.note("stopping", True)
@@ -249,7 +249,7 @@ class Server:
             self._tracing.report(record)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     """A full disk, or a reader who has left, is no reason not to serve."""
     with contextlib.suppress(OSError):
         print(line, flush=True)

@@ -1,6 +1,6 @@
-"""One call, from its arrival to its end, in numbers: what the log and the metrics are told.
+"""One call from its arrival to its end, in numbers: for the log, the metrics and the traces.
 
-Knows: tokens, times, how it ended. Does not know: what was said: a prompt is never logged.
+Knows: tokens, times, how it ended. Does not know: texts: a prompt is never logged.
 """
 
 import logging
@@ -34,7 +34,7 @@ class Record:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     has_constraint: bool | None = None  # None: its answers may be anything
-    compile_ms: float | None = None  # of its form; None: it was known, or there is none
+    compile_ms: float | None = None  # of its grammar; None: it was cached, or there is none
     queue_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float = 0.0

@@ -1,6 +1,6 @@
 """How a line of the log looks: for people, or as JSON for machines.
 
-Knows: logging's records. Does not know: who writes them, what was said.
+Knows: logging's records. Does not know: who writes them.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """gRPC tells with a traceback of each call that was cancelled before it began, as happens when
-    a server stops. How a call ended is in the line of its own."""
+    """False for the traceback that gRPC logs of each call that was cancelled before it began, as
+    happens when a server stops. Each call has a line of its own."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError)
 

@@ -1,6 +1,6 @@
 """Calls as OpenTelemetry spans, joined to the caller's own trace. Off unless asked for.
 
-Knows: records of calls, OpenTelemetry. Does not know: gRPC, what was said.
+Knows: records of calls, OpenTelemetry. Does not know: gRPC, texts.
 
 Spans are made when a call has ended, from the times that its record has anyway: nothing is
 measured twice, and a server without tracing does no more than look whether it is on. Where they

@@ -8,17 +8,9 @@ import pytest
 import torch
 
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, byte_tokenizer
-from tests.export.tiny import (
-    ENCODER,
-    GPT,
-    LLAMA,
-    SEQ2SEQ,
-    Exported,
-    export,
-    make_checkpoint,
-    quantized_at_source,
-)
+from tests.export.tiny import Exported, export, make_checkpoint, quantized_at_source
 from tests.operators import OWN
+from tests.tiny_networks import ENCODER, GPT, LLAMA, SEQ2SEQ
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,7 +12,8 @@ from quill.export.exportability import check_exportable, exportability
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, Precision
 from quill.model.network.config import Experts, Latent, ModelConfig
-from tests.export.tiny import ENCODER, GPT, LLAMA, RECURRENT, SEQ2SEQ, make_checkpoint
+from tests.export.tiny import make_checkpoint
+from tests.tiny_networks import ENCODER, GPT, LLAMA, RECURRENT, SEQ2SEQ
 
 EVERY = set(ALL_PRECISIONS)
 CPU = {"fp32", "quill4", "quill8"}

@@ -22,8 +22,9 @@ from quill.export.pipeline import (
 from quill.export.verify.verifier import Tick, check_default
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.presets import preset
-from tests.export.tiny import LLAMA, Exported, make_checkpoint, quantized_at_source
+from tests.export.tiny import Exported, make_checkpoint, quantized_at_source
 from tests.operators import OWN
+from tests.tiny_networks import LLAMA
 
 FP32 = ExportOptions(precisions=("fp32",))
 

@@ -1,11 +1,18 @@
-"""Small models of transformers' with weights by chance, and their directories on disk."""
+"""Small models of transformers' with random weights, and their directories on disk."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCAB_SIZE, CONTEXT = 300, 64
 SIZES = {
@@ -26,6 +33,11 @@ def llama(**changes: Any) -> Any:
 def gpt2(**changes: Any) -> Any:
     sizes = {"vocab_size": VOCAB_SIZE, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3}
     return randomised(GPT2LMHeadModel(GPT2Config(**(sizes | {"n_head": 4} | changes))))
+
+
+def bert(kind: Any = BertForMaskedLM, **changes: Any) -> Any:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    return randomised(kind(BertConfig(**(sizes | {"num_attention_heads": 3} | changes))))
 
 
 def randomised(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small models of what came after Llama, by transformers, with weights by chance.
+"""Small models of architectures after Llama, by transformers, with random weights.
 
 Their sizes are such that Quill can export them in every precision.
 """

@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 def make_call(chance: random.Random) -> Call:
     method = chance.choice([*REQUESTS, "Generate", STREAMING, *KSERVE_REQUESTS])
-    make = chance.choice([_hostile, _hostile, _nearly_right, _mutated, _noise])
+    make = chance.choice([_adversarial, _adversarial, _nearly_right, _mutated, _noise])
     message = make(chance, (REQUESTS | KSERVE_REQUESTS)[method])
     return Call("Nothing" if chance.random() < 0.01 else method, message)
 
@@ -80,7 +80,7 @@ def _noise(chance: random.Random, _: type[Message]) -> bytes:
     return noise(chance, 64)
 
 
-def _hostile(chance: random.Random, kind: type[Message]) -> bytes:
+def _adversarial(chance: random.Random, kind: type[Message]) -> bytes:
     message = kind()
     _fill(chance, message)
     return message.SerializeToString()
@@ -139,7 +139,7 @@ def _ids(chance: random.Random) -> list[int]:
 
 
 def _mutated(chance: random.Random, kind: type[Message]) -> bytes:
-    return mutate(chance, _hostile(chance, kind)[:4000])
+    return mutate(chance, _adversarial(chance, kind)[:4000])
 
 
 def noise(chance: random.Random, most: int) -> bytes:

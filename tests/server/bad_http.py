@@ -1,6 +1,6 @@
 """HTTP that no honest client sends: JSON with anything in it, heads that lie, noise.
 
-Knows: HTTP/1.1, the fields of the door's paths. Does not know: servers.
+Knows: HTTP/1.1, the fields of each route. Does not know: servers.
 """
 
 import json
@@ -47,7 +47,7 @@ def make_http(chance: random.Random) -> Sent:
 def _request(
     path: str, body: bytes, *lines: str, verb: str = "POST", length: int | None = None
 ) -> bytes:
-    """It ends the connection, so that a reader knows when all was said."""
+    """It ends the connection, so that a reader knows where the reply ends."""
     own = ("host: 127.0.0.1", "connection: close", "content-type: application/json")
     size = f"content-length: {len(body) if length is None else length}"
     head = "\r\n".join((f"{verb} {path} HTTP/1.1", *own, size, *lines, "", ""))

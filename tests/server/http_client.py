@@ -1,4 +1,4 @@
-"""A small HTTP client for tests: it sends what it is told, right or wrong.
+"""A small HTTP client for tests: it sends anything, right or wrong.
 
 Knows: HTTP/1.1, server-sent events. Does not know: what is right.
 """
@@ -32,7 +32,7 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """What a stream said, but for its end and its comments."""
+        """The data of a stream, but for its end and its comments."""
         lines = self.body.decode().split("\n\n")
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(each) for each in data if each != "[DONE]"]

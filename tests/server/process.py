@@ -21,7 +21,7 @@ from tests.server.scripted_session import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 # With Ctrl-C as at a terminal: who was started in the background ignores it, and so do children.
-FRONT_DOOR = (
+COMMAND_LINE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from quill.__main__ import main; sys.exit(main())"
 )
@@ -74,12 +74,12 @@ class ServerProcess:
 
     @property
     def num_started(self) -> float:
-        """Requests that have had a slot."""
+        """Requests that were scheduled."""
         kinds = ("hits", "misses")
         return sum(self.metric(f"quill_prefix_cache_{kind}_total") for kind in kinds)
 
     def is_idle(self) -> bool:
-        """No slot is taken and nobody waits."""
+        """No sequence runs and no request waits."""
         return not self.metric("quill_sequences_running") and not self.metric(
             "quill_requests_waiting"
         )
@@ -127,7 +127,7 @@ def server_process(
     log: Path,
     *options: str,
     port: int = 0,
-    code: str = FRONT_DOOR,
+    code: str = COMMAND_LINE,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """`code`: what the process runs; it may put a fault in first."""
@@ -149,7 +149,7 @@ def server_process(
 
 
 def serve_command(
-    bundle: Path, options: Sequence[str], port: int = 0, code: str = FRONT_DOOR
+    bundle: Path, options: Sequence[str], port: int = 0, code: str = COMMAND_LINE
 ) -> list[str]:
     return [sys.executable, "-c", code, "serve", str(bundle), "--port", str(port), *options]
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.export.bundle.manifest import Graphs, Manifest, Sizes, SpecialTokens
 from quill.model.data.tokenizer import byte_tokenizer
+from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
@@ -252,6 +254,37 @@ def running_server(
         running.loading.set()
         running.stop_at_once()
         running.join()
+
+
+class RunningBundle(Running):
+    """A server in this process on a real bundle."""
+
+    def __init__(self, directory: Path, precision: str) -> None:
+        from quill.server.loading.loader import Loader
+
+        settings = Settings(
+            port=0,
+            http_port="off",
+            metrics_port="off",
+            max_num_seqs=8,
+            threads=1,
+            precision=precision,
+        )
+        super().__init__(Reciter(), settings, make_served())
+        self._loader = Loader(directory, settings)
+
+    def load(self) -> ModelInstance:
+        return self._loader.load()
+
+
+@contextmanager
+def served_bundle(directory: Path, precision: str = "fp32") -> Iterator[Client]:
+    running = RunningBundle(directory, precision)
+    running.start()
+    with Client(running.address) as client:
+        yield client
+    running.stop()
+    running.join()
 
 
 SERVICE = "quill.v1.TextGeneration"

@@ -32,7 +32,7 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
     standard_library_only = {
         "quill.export.bundle",
         "quill.export.bundle.graph_contract",
-        "quill.export.bundle.json_records",
+        "quill.json_records",
         "quill.export.bundle.manifest",
         "quill.export.errors",
         "quill.export.operators",

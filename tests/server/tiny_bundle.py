@@ -18,7 +18,7 @@ from quill.model.network.networks import make_network
 from quill.server.engine.kv_cache import BlockShape, KVCache
 from quill.server.engine.model_runner import OrtSession
 from quill.server.machine.onnx_session import open_graph
-from tests.export import tiny
+from tests import tiny_networks as tiny
 from tests.operators import SERVED
 
 CONTEXT = 128

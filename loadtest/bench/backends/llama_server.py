@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quill.loadtest.bench.backends.protocol import BackendInfo, serve, size_of
-from quill.loadtest.bench.backends.server_load import ANSWER_TIMEOUT_S, Streamed, run_load
 from quill.loadtest.environment.process import free_port, last_line, peak_bytes_of, stop_process
 from quill.loadtest.errors import BackendError
+from quill.loadtest.workload.closed_loop import ANSWER_TIMEOUT_S, Streamed, run_load
 
 HOST = "127.0.0.1"
 START_S = 120.0

@@ -12,7 +12,7 @@ workload that it supports, which returns seconds, a dict or a dataclass:
     score(passages) -> Score              negative log-likelihood of all tokens but each first one
     translate(sources, num_beams, num_at_once) -> Translated
     embed(texts) -> Embedded
-    load(prompts, num_users, num_new, …)  closed-loop users of a server (backends/server_load.py)
+    load(prompts, num_users, num_new, …)  closed-loop users of a server (workload/closed_loop.py)
     memory() -> bytes                     the peak, where it isn't this process's
 """
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from quill.loadtest.bench.backends.protocol import BackendInfo, serve
-from quill.loadtest.bench.backends.server_load import ANSWER_TIMEOUT_S, Streamed, run_load
 from quill.loadtest.environment.process import peak_bytes_of
 from quill.loadtest.environment.server import (
     HTTP_OFFSET,
@@ -30,7 +29,13 @@ from quill.loadtest.errors import BackendError
 from quill.loadtest.protocols.connect import connect
 from quill.loadtest.protocols.grpc import CallError, GrpcClient, ProtocolClient
 from quill.loadtest.protocols.names import ProtocolName
-from quill.loadtest.workload.closed_loop import IsOver, run_users
+from quill.loadtest.workload.closed_loop import (
+    ANSWER_TIMEOUT_S,
+    IsOver,
+    Streamed,
+    run_load,
+    run_users,
+)
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 

@@ -1,5 +1,5 @@
 // The page: what is asked, where answers stand, which part shows.
-// Knows: all parts of the page. Does not know: how answers are read or drawn.
+// Knows: all parts of the page. Does not know: how answers are read or sampled.
 
 import { getJson, Refusal, setKey, stream } from "./api.js";
 import { Answer, hidePopover, movePopover } from "./answer.js";
@@ -39,7 +39,7 @@ function request(asked) {
 
 // `asked`: all that an answer comes from: { mode, messages or prompt, options }.
 function answer(wanted, place) {
-  // Drawn here where none was given: so it is known of answers that were stopped before they began, too.
+  // Picked here where none was given, so the seed of an answer that was stopped before its first token is known, too.
   const asked = { ...wanted, options: { ...wanted.options, seed: wanted.options.seed ?? anySeed() } };
   const seeded = [
     [`Seed ${asked.options.seed}`, "Put this seed into the options", () => setOption("seed", asked.options.seed)],
@@ -47,7 +47,7 @@ function answer(wanted, place) {
     ["New seed", "Another answer", (one) => again(asked, one, { ...asked.options, seed: undefined })],
   ];
   const shown = new Answer([
-    ...(asked.options.num_beams > 1 ? [] : seeded), // a search draws nothing
+    ...(asked.options.num_beams > 1 ? [] : seeded), // beam search samples nothing
     ["Copy", "The answer's text", (one) => copy(one.text, "The answer is copied")],
     ["Share", "A link with prompt, options and seed", (one) => share(asked, one)],
   ]);
@@ -264,11 +264,11 @@ function modesOf({ family, chat_template, has_tokenizer }) {
 async function look() {
   try {
     if (!document.hidden) {
-      const crowd = dashboard.take(await getJson("stats"));
-      byId("crowd").textContent = `${crowd.running} running, ${crowd.waiting} waiting`;
+      const load = dashboard.take(await getJson("stats"));
+      byId("load").textContent = `${load.running} running, ${load.waiting} waiting`;
     }
   } catch (error) {
-    byId("crowd").textContent = error instanceof Refusal ? "" : "the server is away";
+    byId("load").textContent = error instanceof Refusal ? "" : "the server is away";
     if (error.status === 401) {
       askForKey(); // and goes on with it
       return;

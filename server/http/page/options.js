@@ -52,7 +52,7 @@ const GROUPS = [
 ];
 
 const ALL = GROUPS.flatMap(([, options]) => options);
-// As `quill chat` draws where the model's author says nothing.
+// As `quill chat` samples where the model's author says nothing.
 const CALM = { temperature: 0.4, top_p: 0.9, repetition_penalty: 1.1 };
 
 export function buildOptions(model) {

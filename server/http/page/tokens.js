@@ -43,7 +43,7 @@ export class Alignment {
   // What is there of it; "": nothing, as of a token that ends an answer; undefined: that isn't known yet.
   written(spelled) {
     const here = this.rest;
-    // At a text's beginning some tokenizers drop a token's space.
+    // At the start of a text some tokenizers drop a token's space.
     const wanted = !this.cursor && here && here[0] !== " " && spelled[0] === " " ? spelled.slice(1) : spelled;
     if (here.startsWith(wanted)) return wanted;
     return wanted.startsWith(here) ? undefined : "";

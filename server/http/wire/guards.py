@@ -1,4 +1,4 @@
-"""Who is let in: no web page of somebody else, nobody without a key.
+"""Who may call over HTTP: no page of another site, nobody without a key.
 
 Knows: headers that browsers and attackers send, keys, certificates. Does not know: what is asked.
 

@@ -13,7 +13,8 @@ from quill.export.bundle.manifest import check_files, read_manifest, write_manif
 from quill.export.errors import BundleError
 from quill.export.pipeline import ExportOptions, check_existing, write_bundle
 from quill.model.checkpoint.checkpoint import Checkpoint
-from tests.export.tiny import LLAMA, make_checkpoint, quantized_at_source
+from tests.export.tiny import make_checkpoint, quantized_at_source
+from tests.tiny_networks import LLAMA
 
 CHECKPOINT = quantized_at_source(make_checkpoint(LLAMA))
 ADD_QUILL4 = ExportOptions(precisions=("quill4",), verify=False, add=True)

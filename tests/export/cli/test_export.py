@@ -16,7 +16,8 @@ from quill.export.errors import ExportError
 from quill.export.pipeline import ExportOptions
 from quill.model.checkpoint.checkpoint import save_checkpoint
 from quill.model.network.config import ModelConfig
-from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
+from tests.export.tiny import make_checkpoint
+from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 
 @pytest.fixture

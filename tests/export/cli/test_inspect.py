@@ -27,7 +27,7 @@ def test_inspect_shows_what_is_in_a_bundle(
         "2 Attention",
         "the source's own values (q4_1, q8_0)",
         "licence: MIT",
-        "bit-identical for 1, 2, 3, 8, 32 rows, and for a prompt of 96 tokens cut anywhere",
+        "bit-identical for batches of 1, 2, 3, 8, 32, and for a prompt of 96 tokens in",
         "not measured: it needs the device",
         "0.0 MB (0.5 KB a token)",
         llama.manifest.files[0].sha256,

@@ -10,7 +10,8 @@ from quill.export.graph.cuda_kernels import KERNELS, check_cuda_kernels
 from quill.export.graph.prepare import Networks
 from quill.export.graph.trace import trace
 from quill.model.network.config import ModelConfig
-from tests.export.tiny import GPT, LLAMA, Exported, make_checkpoint
+from tests.export.tiny import Exported, make_checkpoint
+from tests.tiny_networks import GPT, LLAMA
 
 
 def load(exported: Exported, precision: str) -> ir.Model:

@@ -9,12 +9,12 @@ import onnx
 import pytest
 
 from quill.export.bundle import graph_contract
-from quill.export.errors import UnsupportedModelError
 from quill.export.graph.prepare import Networks
 from quill.export.verify.runner import Runner
 from quill.model.network.config import ModelConfig
-from tests.export.tiny import LLAMA, SEQ2SEQ, Exported, export, make_checkpoint
+from tests.export.tiny import Exported, export, make_checkpoint
 from tests.operators import SERVED, needs_operators
+from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
 
@@ -233,11 +233,6 @@ def test_half_precision_has_blocks_for_a_card_and_answers_in_float32(gpt: Export
     assert found["logits"] == (FLOAT, ["num_logits", 272])
     shown = {"hidden_indices", "hidden"}  # on the CPU only
     assert list(found) == [name for name in values(load(gpt).graph) if name not in shown]
-
-
-def test_a_translator_has_no_graphs_for_a_card() -> None:
-    with pytest.raises(UnsupportedModelError, match="a translator has no fp16 graphs"):
-        Networks(make_checkpoint(SEQ2SEQ)).prepare("fp16")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from quill.model.network.networks import make_network
-from tests.export.tiny import RECURRENT, export, make_checkpoint
+from tests.export.tiny import export, make_checkpoint
 from tests.operators import OWN, needs_operators
+from tests.tiny_networks import RECURRENT
 
 
 @needs_operators

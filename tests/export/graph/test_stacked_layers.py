@@ -6,8 +6,9 @@ from pathlib import Path
 import onnx
 
 from quill.model.network.config import Experts, Latent
-from tests.export.tiny import LLAMA, export, make_checkpoint
+from tests.export.tiny import export, make_checkpoint
 from tests.operators import OWN
+from tests.tiny_networks import LLAMA
 
 EXPERTS = Experts(number=4, per_token=2, d_expert=32, num_shared=1, balanced=True, dense_layers=1)
 LATENT = Latent(rank=16, query_rank=32, rope_size=16, nope_size=16, value_size=16)

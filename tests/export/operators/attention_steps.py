@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from quill.export.verify.runner import Array, open_session
+from tests.export.operators.custom_kernels import save_operator
 
 BLOCK = 16
 MAX_POSITIONS = 640
@@ -77,22 +77,17 @@ def save(directory: Path, shape: Shape, operator: str = "Attention", **changes: 
     given_back = [f"new_{name}" if name in CACHES else name for name in outputs]
     if "qkv" not in inputs:
         num_tables = 0
-    turning = tables(shape.rotary_size or shape.size)
-    constants = dict(zip(TABLES[:num_tables], turning, strict=False))
-    node = helper.make_node(
-        operator, [*inputs, *constants], given_back, domain="quill", **attributes
+    rotary = tables(shape.rotary_size or shape.size)
+    constants = dict(zip(TABLES[:num_tables], rotary, strict=False))
+    return save_operator(
+        directory,
+        operator,
+        [*inputs, *constants],
+        {name: _type(shape, name) for name in inputs},
+        {name: _type(shape, name) for name in given_back},
+        constants,
+        attributes,
     )
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info(name, _type(shape, name), None) for name in inputs],
-        [helper.make_tensor_value_info(name, _type(shape, name), None) for name in given_back],
-        [onnx.numpy_helper.from_array(table, name) for name, table in constants.items()],
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
-    path = directory / f"{operator}.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
 
 
 def _type(shape: Shape, name: str) -> int:
@@ -101,7 +96,7 @@ def _type(shape: Shape, name: str) -> int:
     return TensorProto.INT32 if name in (*STEP, *SOURCES) else TensorProto.FLOAT
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """What a sequence has in a step: its tokens' heads, how long it was before, its blocks."""
 
     heads: Array
@@ -127,14 +122,14 @@ class Pool:
         self.keys = np.full((*kv, shape.size, BLOCK), np.nan, shape.dtype)
         self.values = np.full((*kv, BLOCK, shape.of_values), np.nan, shape.dtype)
 
-    def feeds(self, pieces: Sequence[Piece]) -> dict[str, Array]:
+    def feeds(self, chunks: Sequence[Chunk]) -> dict[str, Array]:
         """Of a step of Attention."""
         return {
-            "qkv": np.concatenate([piece.heads for piece in pieces]),
+            "qkv": np.concatenate([chunk.heads for chunk in chunks]),
             **dict(zip(CACHES, (self.keys, self.values), strict=True)),
-            "query_starts": starts([len(piece.heads) for piece in pieces]),
-            "past_lengths": np.array([piece.length for piece in pieces], np.int32),
-            "block_table": padded([piece.blocks for piece in pieces]),
+            "query_starts": starts([len(chunk.heads) for chunk in chunks]),
+            "past_lengths": np.array([chunk.length for chunk in chunks], np.int32),
+            "block_table": padded([chunk.blocks for chunk in chunks]),
         }
 
     def run(self, feeds: Mapping[str, Array]) -> Array:
@@ -142,10 +137,10 @@ class Pool:
         assert isinstance(out, np.ndarray)
         return out
 
-    def step(self, *pieces: Piece) -> list[Array]:
-        """What each piece's tokens attended to."""
-        out = self.run(self.feeds(pieces))
-        return np.split(out, np.cumsum([len(piece.heads) for piece in pieces])[:-1])
+    def step(self, *chunks: Chunk) -> list[Array]:
+        """What each chunk's tokens attended to."""
+        out = self.run(self.feeds(chunks))
+        return np.split(out, np.cumsum([len(chunk.heads) for chunk in chunks])[:-1])
 
     def kept(self, blocks: Sequence[int], length: int) -> tuple[Array, Array]:
         """A sequence's keys and values: positions x kv heads x size."""

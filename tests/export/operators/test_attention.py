@@ -1,4 +1,4 @@
-"""Quill's own attention: numpy's numbers, the same bits in any company, no crashes."""
+"""The attention operator: numpy's results, batch invariance, no crashes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from quill.export.verify.runner import Array, open_session
 from tests.export.operators.attention_steps import (
     BLOCK,
     MAX_POSITIONS,
-    Piece,
+    Chunk,
     Pool,
     Shape,
     expected,
@@ -22,7 +22,7 @@ from tests.export.operators.attention_steps import (
     save,
     split_heads,
 )
-from tests.export.operators.custom_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import check_all_kernels_agree
 from tests.operators import needs_operators
 
 pytestmark = needs_operators
@@ -48,10 +48,10 @@ def num_blocks(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def alone(path: Path, shape: Shape, qkv: Array, num_threads: int = 2) -> Array:
-    """A sequence in one piece, with nobody else."""
+def unbatched(path: Path, shape: Shape, qkv: Array, num_threads: int = 2) -> Array:
+    """A sequence in one chunk, unbatched."""
     pool = Pool(path, shape, num_blocks(len(qkv)), num_threads)
-    return pool.step(Piece(qkv, 0, range(num_blocks(len(qkv)))))[0]
+    return pool.step(Chunk(qkv, 0, range(num_blocks(len(qkv)))))[0]
 
 
 @pytest.mark.portable
@@ -61,7 +61,7 @@ def test_it_attends_as_numpy_does_and_keeps_keys_and_values(shape: Shape, tmp_pa
     blocks = np.random.default_rng(1).permutation(40)
     places = np.split(blocks[:33], np.cumsum([num_blocks(length) for length in lengths])[:-1])
     prompts = [normal(length, shape.width, seed=length) for length in lengths]
-    found = pool.step(*(Piece(p, 0, b.tolist()) for p, b in zip(prompts, places, strict=True)))
+    found = pool.step(*(Chunk(p, 0, b.tolist()) for p, b in zip(prompts, places, strict=True)))
     for qkv, place, out in zip(prompts, places, found, strict=True):
         q, k, v = split_heads(shape, qkv)
         tolerance = 3e-3 if shape.dtype == "float16" else 2e-5
@@ -78,22 +78,22 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut(
     shape: Shape, chunk: int, tmp_path: Path
 ) -> None:
     path, qkv = save(tmp_path, shape), normal(300, shape.width)
-    whole = alone(path, shape, qkv)
+    whole = unbatched(path, shape, qkv)
     pool, blocks = Pool(path, shape, 19, num_threads=1), range(19)
     ends = [*range(chunk, 300, chunk), 300]
     parts = [
-        pool.step(Piece(qkv[start:end], start, blocks))[0]
+        pool.step(Chunk(qkv[start:end], start, blocks))[0]
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-class Crowd:
-    """Sequences of random lengths over shuffled blocks, some of which begin as others do."""
+class RandomBatch:
+    """Sequences of random lengths over shuffled blocks, some of which share a prefix."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.prompts = [normal(400, shape.width, seed=9)]  # the beginnings that are shared
+        self.prompts = [normal(400, shape.width, seed=9)]  # the shared prefix
         self.tables: list[list[int]] = []
         self.free = self.random.permutation(600).tolist()
         self.tables.append([self.free.pop() for _ in range(num_blocks(400))])
@@ -114,22 +114,22 @@ class Crowd:
 
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES[5], *SHAPES[8:]], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(
+def test_a_sequence_gets_the_same_bits_alone_and_batched(
     shape: Shape, seed: int, tmp_path: Path
 ) -> None:
-    path, crowd = save(tmp_path, shape), Crowd(shape, seed)
+    path, batch = save(tmp_path, shape), RandomBatch(shape, seed)
     pool = Pool(path, shape, 600)
-    wholes = [alone(path, shape, prompt) for prompt in crowd.prompts]
-    begun = [crowd.begun(index) for index in range(len(wholes))]
-    for prompt, table, past in zip(crowd.prompts, crowd.tables, begun, strict=True):
+    wholes = [unbatched(path, shape, prompt) for prompt in batch.prompts]
+    begun = [batch.begun(index) for index in range(len(wholes))]
+    for prompt, table, past in zip(batch.prompts, batch.tables, begun, strict=True):
         if past:
-            pool.step(Piece(prompt[:past], 0, table))
-    pieces = [
-        Piece(prompt[past:], past, table)
-        for prompt, table, past in zip(crowd.prompts, crowd.tables, begun, strict=True)
+            pool.step(Chunk(prompt[:past], 0, table))
+    chunks = [
+        Chunk(prompt[past:], past, table)
+        for prompt, table, past in zip(batch.prompts, batch.tables, begun, strict=True)
     ]
-    for order in (range(len(pieces)), crowd.random.permutation(len(pieces))):
-        found = pool.step(*(pieces[index] for index in order))
+    for order in (range(len(chunks)), batch.random.permutation(len(chunks))):
+        found = pool.step(*(chunks[index] for index in order))
         for index, out in zip(order, found, strict=True):
             np.testing.assert_array_equal(out, wholes[index][begun[index] :])
 
@@ -139,12 +139,12 @@ def test_threads_change_no_bit(window: int, tmp_path: Path) -> None:
     """One token with a long past is cut into ranges of chunks."""
     shape = replace(SHAPE, window=window)
     path, qkv = save(tmp_path, shape), normal(MAX_POSITIONS, SHAPE.width)
-    whole = alone(path, SHAPE, qkv, num_threads=1)
-    np.testing.assert_array_equal(alone(path, SHAPE, qkv), whole)
+    whole = unbatched(path, SHAPE, qkv, num_threads=1)
+    np.testing.assert_array_equal(unbatched(path, SHAPE, qkv), whole)
     for num_threads in (1, 2, 5):
         pool, blocks = Pool(path, SHAPE, 40, num_threads), range(40)
-        pool.step(Piece(qkv[:-1], 0, blocks))
-        np.testing.assert_array_equal(pool.step(Piece(qkv[-1:], 639, blocks))[0], whole[-1:])
+        pool.step(Chunk(qkv[:-1], 0, blocks))
+        np.testing.assert_array_equal(pool.step(Chunk(qkv[-1:], 639, blocks))[0], whole[-1:])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -153,15 +153,10 @@ def test_all_kernels_compute_the_same_bits(shape: Shape, tmp_path: Path) -> None
     qkv = normal(3, 170, shape.width)
     qkv[0] *= 30  # one key decides
     qkv[1, :, ::7] *= 1e-6  # halves that have lost their leading one
-    pieces = [Piece(heads, 0, range(11 * i, 11 * i + 11)) for i, heads in enumerate(qkv)]
+    chunks = [Chunk(heads, 0, range(11 * i, 11 * i + 11)) for i, heads in enumerate(qkv)]
     pool.keys, pool.values = np.zeros_like(pool.keys), np.zeros_like(pool.values)
-    feeds = pool.feeds(pieces)
-    found = {kernels: computed_with(kernels, path, feeds) for kernels in KERNELS}
-    plain = found.pop("plain")
-    assert plain is not None
-    for outputs in found.values():
-        if outputs is not None:
-            np.testing.assert_array_equal(outputs, plain)
+    feeds = pool.feeds(chunks)
+    check_all_kernels_agree(path, feeds)
 
 
 @pytest.mark.portable
@@ -172,8 +167,8 @@ def test_what_is_behind_a_sequence_is_never_looked_at(dtype: str, tmp_path: Path
     pool = Pool(save(tmp_path, shape), shape, 30)
     for length in (20, 129, 150):
         qkv = normal(length, SHAPE.width)
-        assert np.isfinite(pool.step(Piece(qkv, 0, range(3, 13)))[0]).all()
-        assert np.isfinite(pool.step(Piece(qkv[-1:], length - 1, range(3, 13)))[0]).all()
+        assert np.isfinite(pool.step(Chunk(qkv, 0, range(3, 13)))[0]).all()
+        assert np.isfinite(pool.step(Chunk(qkv[-1:], length - 1, range(3, 13)))[0]).all()
         keys, values = pool.kept(range(3, 13), 160)
         assert np.isnan(keys[length:]).all()
         assert np.isnan(values[length:]).all()
@@ -187,10 +182,10 @@ def test_what_is_not_finite_spoils_no_other_and_is_not_hidden(
 ) -> None:
     """All of a token, a value of the second group of heads, a key of the first."""
     path, qkv = save(tmp_path, SHAPE), normal(3, 160, SHAPE.width)
-    pieces = [Piece(heads, 0, range(10 * i, 10 * i + 10)) for i, heads in enumerate(qkv)]
-    good = Pool(path, SHAPE, 30).step(*pieces)
+    chunks = [Chunk(heads, 0, range(10 * i, 10 * i + 10)) for i, heads in enumerate(qkv)]
+    good = Pool(path, SHAPE, 30).step(*chunks)
     qkv[1, 4, part] = bad
-    found = Pool(path, SHAPE, 30).step(*pieces)
+    found = Pool(path, SHAPE, 30).step(*chunks)
     for index in (0, 2):
         np.testing.assert_array_equal(found[index], good[index])
     np.testing.assert_array_equal(found[1][:4], good[1][:4])
@@ -224,7 +219,7 @@ def test_heads_that_do_not_fit_are_errors_not_crashes(
 ) -> None:
     with pytest.raises(Exception, match=words):
         Pool(save(tmp_path, SHAPE, **changes), SHAPE, 3).step(
-            Piece(normal(3, SHAPE.width), 0, range(3))
+            Chunk(normal(3, SHAPE.width), 0, range(3))
         )
 
 
@@ -246,7 +241,7 @@ def test_sequences_that_do_not_fit_are_errors_not_crashes(
     length: int, blocks: Sequence[int], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=words):
-        Pool(save(tmp_path, SHAPE), SHAPE, 40).step(Piece(normal(3, SHAPE.width), length, blocks))
+        Pool(save(tmp_path, SHAPE), SHAPE, 40).step(Chunk(normal(3, SHAPE.width), length, blocks))
 
 
 @pytest.mark.parametrize(
@@ -267,13 +262,13 @@ def test_numbers_that_do_not_fit_are_errors_not_crashes(
     name: str, value: list[int], words: str, tmp_path: Path
 ) -> None:
     pool = Pool(save(tmp_path, SHAPE), SHAPE, 4)
-    feeds = pool.feeds([Piece(normal(3, SHAPE.width), 0, range(4))])
+    feeds = pool.feeds([Chunk(normal(3, SHAPE.width), 0, range(4))])
     with pytest.raises(Exception, match=words):
         pool.run(feeds | {name: np.array(value, np.int32)})
 
 
 def test_a_cache_of_another_shape_is_an_error(tmp_path: Path) -> None:
-    pool, piece = Pool(save(tmp_path, SHAPE), SHAPE, 4), Piece(normal(3, SHAPE.width), 0, [0])
+    pool, chunk = Pool(save(tmp_path, SHAPE), SHAPE, 4), Chunk(normal(3, SHAPE.width), 0, [0])
     keys, values = pool.keys, pool.values
     for bad_keys, bad_values in [
         (values, keys),
@@ -283,7 +278,7 @@ def test_a_cache_of_another_shape_is_an_error(tmp_path: Path) -> None:
     ]:
         pool.keys, pool.values = bad_keys, bad_values
         with pytest.raises(Exception, match="a cache of another size"):
-            pool.step(piece)
+            pool.step(chunk)
 
 
 @pytest.mark.parametrize("name", ["key_cache", "value_cache", "new_key_cache", "new_value_cache"])

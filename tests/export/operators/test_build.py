@@ -1,4 +1,4 @@
-"""Building Quill's own operators: the right sources, and words instead of traces."""
+"""Building the custom operators: the right sources, and messages instead of tracebacks."""
 
 import os
 import subprocess

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
 
 from quill.export.graph.stacked_layers import CustomExperts, CustomHeadLinear
 from quill.export.quantize.quantizers import eight_bits, k_quant
@@ -16,9 +14,13 @@ from quill.export.verify.runner import Array, open_session
 from quill.model.network.config import Experts, ModelConfig
 from quill.model.network.experts import ExpertFeedForward
 from quill.model.network.latent import by_head
-from tests.export.operators.custom_kernels import KERNELS, computed_with
-from tests.export.tiny import LLAMA
+from tests.export.operators.custom_kernels import (
+    FLOAT,
+    check_all_kernels_agree,
+    save_operator,
+)
 from tests.operators import needs_operators
+from tests.tiny_networks import LLAMA
 
 pytestmark = needs_operators
 
@@ -76,19 +78,16 @@ def save_node(
     constants: dict[str, torch.Tensor],
     attributes: dict[str, Any],
 ) -> Path:
-    node = helper.make_node(operator, [*inputs, *constants], ["y"], domain="quill")
-    node.attribute.extend(helper.make_attribute(name, each) for name, each in attributes.items())
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inputs],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [onnx.numpy_helper.from_array(each.numpy(), name) for name, each in constants.items()],
+    return save_operator(
+        directory,
+        operator,
+        [*inputs, *constants],
+        dict.fromkeys(inputs, FLOAT),
+        {"y": FLOAT},
+        {name: tensor.numpy() for name, tensor in constants.items()},
+        attributes,
+        version=2,
     )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 2)]
-    path = directory / f"{operator}.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
 
 
 def tokens(layer: ExpertFeedForward, num: int) -> dict[str, Array]:
@@ -104,7 +103,7 @@ def run(path: Path, feeds: dict[str, Array], num_threads: int = 2) -> Array:
 
 @pytest.mark.portable
 @pytest.mark.parametrize(("experts", "bits"), CASES, ids=str)
-def test_they_compute_what_pytorch_does_in_any_company(
+def test_they_compute_what_pytorch_does_batch_invariantly(
     experts: Experts, bits: int, tmp_path: Path
 ) -> None:
     layer, own = mixture(experts, bits)
@@ -123,12 +122,7 @@ def test_they_compute_what_pytorch_does_in_any_company(
 def test_all_kernels_compute_the_same_bits(experts: Experts, bits: int, tmp_path: Path) -> None:
     layer, own = mixture(experts, bits)
     path, feeds = save(tmp_path, own), tokens(layer, 23)
-    found = {kernels: computed_with(kernels, path, feeds) for kernels in KERNELS}
-    plain = found.pop("plain")
-    assert plain is not None
-    for outputs in found.values():
-        if outputs is not None:
-            np.testing.assert_array_equal(outputs, plain)
+    check_all_kernels_agree(path, feeds)
 
 
 def test_a_token_that_is_not_finite_spoils_no_other(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
-"""Quill's own operators: the source's values, the same bits alone and in a crowd, no crashes."""
+"""The operators Linear and Embedding: the source's values, batch invariance, no crashes."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -18,7 +16,11 @@ from quill.export.graph.trace import trace
 from quill.export.quantize.quill_layout import lay_out, with_halves
 from quill.export.verify.runner import Array, open_session
 from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
-from tests.export.operators.custom_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import (
+    FLOAT,
+    check_all_kernels_agree,
+    save_operator,
+)
 from tests.operators import needs_operators
 
 pytestmark = [needs_operators, pytest.mark.portable]
@@ -89,7 +91,7 @@ def run(path: Path, *arguments: Array, num_threads: int = 2) -> Array:
 # More columns than fill their groups, an odd number of groups, fewer columns than one group.
 @pytest.mark.parametrize("num_outputs", [50, 48, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_own_layer_multiplies_with_the_sources_values(
+def test_a_custom_layer_multiplies_with_the_sources_values(
     kind: Kind, num_outputs: int, tmp_path: Path
 ) -> None:
     weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
@@ -142,18 +144,18 @@ def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "gated"), [("q4_1", True), ("q4_1", False), ("q8_0", False), ("q8_1", False)]
 )
-def test_a_row_gets_the_same_bits_alone_and_in_a_crowd(
+def test_a_row_gets_the_same_bits_alone_and_batched(
     kind: Kind, gated: bool, tmp_path: Path
 ) -> None:
     linear = CustomLinear(make_weight(kind, 1600, 192), gated=gated)
     linear.take_norm(nn.RMSNorm(192, eps=1e-5))
     x = normal(300, 192)  # more than are rounded at a time
     path = save(linear, tmp_path, x)
-    crowd = run(path, x)
+    batched = run(path, x)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 257):
         for num_threads in (1, 2):
             found = run(path, x[-num_rows:], num_threads=num_threads)
-            np.testing.assert_array_equal(found, crowd[-num_rows:])
+            np.testing.assert_array_equal(found, batched[-num_rows:])
 
 
 @pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False), ("q8_1", True)])
@@ -166,14 +168,9 @@ def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Pa
     x[5] = 0
     x[6, 7], x[7, 8] = np.inf, np.nan
     path = save(linear, tmp_path, x)
-    found = {kernels: computed_with(kernels, path, {"x": x}) for kernels in KERNELS}
-    plain = found.pop("plain")
-    assert plain is not None
+    plain = check_all_kernels_agree(path, {"x": x})
     assert np.isfinite(plain[[0, 1, 2, 3, 4, 5, 8]]).all()
     assert np.isnan(plain[6:8]).all()
-    for y in found.values():
-        if y is not None:
-            np.testing.assert_array_equal(y, plain)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -196,7 +193,7 @@ def test_no_rows_give_no_rows(tmp_path: Path) -> None:
     assert run(path, normal(0, 96)).shape == (0, 48)
 
 
-def test_an_own_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) -> None:
+def test_a_custom_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) -> None:
     weight = make_weight("q8_0", 50, 96)
     path = save(CustomEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
     ids = np.array([0, 5, 49, 5, 16])
@@ -207,35 +204,20 @@ def test_an_own_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) ->
 
 
 def hand_made(directory: Path, **changes: Any) -> Path:
-    """A graph of one operator as somebody else may have written it."""
+    """A graph of one operator that the exporter wouldn't write."""
     attributes = {"inputs": 96, "columns": 48, "bits": 8, "halves": 0, "gated": 0, "epsilon": 1e-5}
     records = np.zeros(changes.pop("num_bytes", 3 * 3 * 576), np.uint8)
     gains = np.ones(changes.pop("num_gains", 96), np.float32)
     constant = changes.pop("constant", True)
-    width = changes.pop("width", 96)
-    node = helper.make_node("Linear", ["x", "records", "gains", "residual"], ["y"], domain="quill")
-    for name, value in (attributes | changes).items():
-        node.attribute.append(helper.make_attribute(name, value))
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, width]),
-        helper.make_tensor_value_info("residual", TensorProto.FLOAT, [None, None]),
-    ]
-    if not constant:  # an input that has a value of its own can be given another
-        inputs.append(helper.make_tensor_value_info("gains", TensorProto.FLOAT, None))
-    graph = helper.make_graph(
-        [node],
-        "one",
-        inputs,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            onnx.numpy_helper.from_array(records, "records"),
-            onnx.numpy_helper.from_array(gains, "gains"),
-        ],
+    changes.pop("width", None)  # of the inputs
+    inputs = {"x": FLOAT, "residual": FLOAT}
+    if not constant:  # an input with a default value can be given another
+        inputs["gains"] = FLOAT
+    names = ["x", "records", "gains", "residual"]
+    constants = {"records": records, "gains": gains}
+    return save_operator(
+        directory, "Linear", names, inputs, {"y": FLOAT}, constants, attributes | changes
     )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
-    path = directory / "one.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
 
 
 def test_a_graph_made_by_hand_runs(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""Quill's own operators for recurrent networks, against plain numpy."""
+"""The operators of recurrent networks, against plain numpy."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from quill.export.verify.runner import Array, open_session
 from tests.export.operators.attention_steps import normal, padded, starts
-from tests.export.operators.custom_kernels import KERNELS, computed_with
+from tests.export.operators.custom_kernels import (
+    FLOAT,
+    INT32,
+    check_all_kernels_agree,
+    save_operator,
+)
 from tests.operators import needs_operators
 
 pytestmark = needs_operators
@@ -37,22 +40,9 @@ def save(
     names = list(given)
     for index, name in enumerate(constants, 1):
         names.insert(index, name)
-    node = helper.make_node(operator, names, outputs, domain="quill", **attributes)
-    types = {
-        name: TensorProto.INT32 if array.dtype == np.int32 else TensorProto.FLOAT
-        for name, array in given.items()
-    }
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info(name, type_, None) for name, type_ in types.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("quill", 1)]
-    path = directory / f"{operator}.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return path
+    types = {name: INT32 if array.dtype == np.int32 else FLOAT for name, array in given.items()}
+    results = dict.fromkeys(outputs, FLOAT)
+    return save_operator(directory, operator, names, types, results, constants, attributes)
 
 
 def run(path: Path, given: Mapping[str, Array], num_threads: int = 2) -> list[Array]:
@@ -160,7 +150,7 @@ def attend(directory: Path, who: list[int], q: Array) -> tuple[Path, dict[str, A
 
 
 @pytest.mark.portable
-def test_additive_attention_looks_at_a_source_alone_and_in_a_crowd(tmp_path: Path) -> None:
+def test_additive_attention_looks_at_a_source_alone_and_batched(tmp_path: Path) -> None:
     who = [3, 0, 3, 1, 2]
     q, score = normal(len(who), SIZE), normal(SIZE, seed=9).astype(np.float64)
     together = run(*attend(tmp_path, who, q))[0]
@@ -213,10 +203,7 @@ def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
         path = save(directory, "Recurrence", given, ["states"], weights(kind), **cell)
         graphs.append((path, given))
     for path, given in graphs:
-        found = [computed_with(kernels, path, given) for kernels in KERNELS]
-        for outputs in found[1:]:
-            if outputs is not None:
-                np.testing.assert_array_equal(outputs, found[0])
+        check_all_kernels_agree(path, given)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Quill's own attention to sources: in an encoder, kept in blocks, and looked at by a decoder."""
+"""Attention to sources: in an encoder, written to blocks, and cross-attention of a decoder."""
 
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def look(directory: Path, shape: Shape, pool: Pool, who: list[int], q: list[Arra
 
 @pytest.mark.portable
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_decoder_looks_at_its_source_alone_and_in_a_crowd(shape: Shape, tmp_path: Path) -> None:
+def test_a_decoder_looks_at_its_source_alone_and_batched(shape: Shape, tmp_path: Path) -> None:
     """Beams look at the same source, with one token or several."""
     pool, keys, values = stored(tmp_path, shape)
     who, counts = [3, 0, 3, 1, 3, 2, 0, 4, 3, 3], [1, 1, 2, 1, 30, 5, 1, 1, 1, 1]

@@ -4,7 +4,8 @@ import torch
 
 from quill.export.quantize.quantization import dequantized, quantize
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
-from tests.export.tiny import GPT, LLAMA, make_checkpoint, quantized_at_source
+from tests.export.tiny import make_checkpoint, quantized_at_source
+from tests.tiny_networks import GPT, LLAMA
 
 
 def test_the_sources_own_integers_are_taken_as_they_are() -> None:

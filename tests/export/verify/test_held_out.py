@@ -17,7 +17,7 @@ from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, by
 from quill.model.errors import CorpusError
 from quill.model.training.recipes import RECIPES
 from quill.model.training.train import Order
-from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint, quantized_at_source
+from tests.export.tiny import make_checkpoint, quantized_at_source
 from tests.model.runs import (
     last_checkpoint,
     log_lines,
@@ -27,6 +27,7 @@ from tests.model.runs import (
     write_pairs,
     write_text,
 )
+from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 
 def test_the_users_text_is_cut_into_passages_of_the_context(text: Path) -> None:

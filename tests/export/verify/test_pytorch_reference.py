@@ -6,7 +6,8 @@ import torch
 
 from quill.export.verify.held_out import Passage
 from quill.export.verify.pytorch_reference import PyTorchReference, concatenate, score_sequence
-from tests.export.tiny import LLAMA, SEQ2SEQ, make_checkpoint
+from tests.export.tiny import make_checkpoint
+from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 
 def test_the_nll_of_a_fair_coin_is_one_bit_a_toss() -> None:

@@ -14,8 +14,9 @@ from quill.export.verify.batch_invariance import measure_encoder_invariance
 from quill.export.verify.held_out import HeldOut, Passage, held_out, mask_passages
 from quill.export.verify.runner import EncoderOutput, EncoderRunner
 from quill.export.verify.verifier import Candidate, EncoderVerifier, enough
-from tests.export.tiny import ENCODER, Exported, export, make_checkpoint
+from tests.export.tiny import Exported, export, make_checkpoint
 from tests.operators import OWN, SERVED
+from tests.tiny_networks import ENCODER
 
 TEXT = HeldOut("chance", [Passage((0, *range(10, 40), 1)), Passage((0, 50, 51, 52, 1))])
 

@@ -14,12 +14,12 @@ from quill.__main__ import build_parser, main
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import server as bench
 from quill.loadtest.bench.backends.quill_streams import Streams
-from quill.loadtest.bench.backends.server_load import Streamed, run_load
 from quill.loadtest.bench.experiment import Entry
 from quill.loadtest.bench.server import ServerLoad
 from quill.loadtest.environment.process import ROOT
 from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import BackendError, OptionError
+from quill.loadtest.workload.closed_loop import Streamed, run_load
 from tests.loadtest.fake_llama_server import make_program
 
 LOAD = ServerLoad(num_users=4, num_shared=10, num_new=5, context=74, duration_s=0.1)

@@ -1,6 +1,6 @@
 """What belongs beside every number."""
 
-from quill.loadtest.environment.machine import machine_info, memory_gib, num_cores
+from quill.loadtest.environment.process import machine_info, memory_gib, num_cores
 
 
 def test_machine_info_say_where_and_on_what() -> None:

@@ -2,14 +2,14 @@
 
 import threading
 
-from quill.loadtest.environment.metrics import (
+from quill.loadtest.environment.process import free_port
+from quill.loadtest.environment.server import (
     MetricsSample,
+    StartedServer,
     as_sample,
     derive_url,
     watch_server,
 )
-from quill.loadtest.environment.process import free_port
-from quill.loadtest.environment.server import StartedServer
 from quill.server.prometheus_text import read_samples
 
 PAGE = """# HELP quill_requests_waiting Requests that wait

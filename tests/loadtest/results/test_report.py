@@ -10,8 +10,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quill.loadtest.environment.metrics import MetricsSample
 from quill.loadtest.environment.process import ProcessSample
+from quill.loadtest.environment.server import MetricsSample
 from quill.loadtest.results import plots
 from quill.loadtest.results.report import PAGE, RECORDS, Run, write_report
 from quill.loadtest.results.slo import RateTrial, Slo

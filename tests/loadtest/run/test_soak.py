@@ -14,8 +14,7 @@ from quill.loadtest.environment.process import (
     slope_mb_per_minute,
 )
 from quill.loadtest.results.verify import Verdict
-from quill.loadtest.run.soak import soak
-from quill.loadtest.run.soak_verdict import SoakResult, judge
+from quill.loadtest.run.soak import SoakResult, judge, soak
 from quill.loadtest.workload.records import RequestRecord
 
 REFUSAL = {"method": "GenerateStream", "outcome": "RESOURCE_EXHAUSTED", "total_ms": 0.4}

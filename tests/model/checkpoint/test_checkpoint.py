@@ -24,23 +24,10 @@ from quill.model.checkpoint.checkpoint import (
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.errors import CheckpointError
-from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
+from tests.tiny_networks import tiny
 
-SMALL = ModelConfig(
-    family="causal",
-    vocab_size=257,
-    context=16,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=8,
-    d_ff=32,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+SMALL = tiny(257, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, d_ff=32)
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ SPECIAL = PairTokens(bos=1, eos=2, pad=0)
 
 
 def make_text(seed: int = 0) -> TextBatches:
-    return TextBatches(torch.arange(1000, dtype=torch.int32), context=16, num_rows=3, seed=seed)
+    return TextBatches(
+        torch.arange(1000, dtype=torch.int32), context=16, num_sequences=3, seed=seed
+    )
 
 
 def make_pairs(seed: int = 0, batch_tokens: int = 40) -> PairBatches:
@@ -49,7 +51,7 @@ def test_an_epoch_of_text_sees_no_token_twice_and_nearly_all_of_them() -> None:
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
     with pytest.raises(CorpusError, match=r"33 tokens.*at least 65"):
-        TextBatches(torch.arange(33), context=16, num_rows=3, seed=0)
+        TextBatches(torch.arange(33), context=16, num_sequences=3, seed=0)
 
 
 def test_an_epoch_of_pairs_sees_each_pair_once() -> None:

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from quill.model.data.batches import IGNORED, TextBatches
-from quill.model.data.masking import CUTS, Marks, MaskedBatches, framed, hide
+from quill.model.data.masking import CUTS, MaskedBatches, MaskingTokens, framed, mask_tokens
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
 from quill.model.errors import CorpusError
 
-MARKS = Marks(first=0, last=1, mask=2, vocab_size=500)
+MARKS = MaskingTokens(first=0, last=1, mask=2, vocab_size=500)
 
 
 def make(seed: int = 0) -> MaskedBatches:
     ids = 3 + torch.arange(2000, dtype=torch.int32) % 497
-    return MaskedBatches(TextBatches(ids, context=12, num_rows=4, seed=seed), MARKS, seed)
+    return MaskedBatches(TextBatches(ids, context=12, num_sequences=4, seed=seed), MARKS, seed)
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:
@@ -28,7 +28,7 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
 
 def test_shares_are_those_of_the_paper() -> None:
     ids_BT = torch.randint(3, 500, (200, 500), generator=torch.Generator().manual_seed(0))
-    batch = hide(ids_BT, MARKS, torch.Generator().manual_seed(1))
+    batch = mask_tokens(ids_BT, MARKS, torch.Generator().manual_seed(1))
     chosen = batch.targets_BT != IGNORED
     masked = batch.inputs_BT == MARKS.mask
     kept = chosen & (batch.inputs_BT == ids_BT)
@@ -54,13 +54,13 @@ def test_every_text_is_framed_and_has_something_to_find() -> None:
 def test_marks_are_never_hidden() -> None:
     ids_BT = framed(torch.tensor([[MARKS.first, 7, MARKS.mask, MARKS.last]]), MARKS)
     for seed in range(20):
-        batch = hide(ids_BT, MARKS, torch.Generator().manual_seed(seed))
+        batch = mask_tokens(ids_BT, MARKS, torch.Generator().manual_seed(seed))
         assert (batch.targets_BT != IGNORED).nonzero().tolist() == [[0, 2]]
 
 
 def test_a_tokenizer_without_a_mask_is_refused() -> None:
     special = byte_tokenizer(ENCODER_SPECIAL_TOKENS).special
     assert special == SpecialTokens(bos=0, eos=1, mask=2)
-    assert Marks.of(special, 259).mask == 2
+    assert MaskingTokens.of(special, 259).mask == 2
     with pytest.raises(CorpusError, match=r"no \[CLS\], \[SEP\] and \[MASK\]"):
-        Marks.of(byte_tokenizer().special, 257)
+        MaskingTokens.of(byte_tokenizer().special, 257)

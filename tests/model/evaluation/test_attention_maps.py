@@ -20,21 +20,9 @@ from quill.model.evaluation.attention_maps import (
 )
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
+from tests.tiny_networks import tiny
 
-CAUSAL = ModelConfig(
-    family="causal",
-    vocab_size=259,
-    context=24,
-    d_model=16,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    d_ff=20,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+CAUSAL = tiny(259, 24, num_layers=3)
 SEQ2SEQ = dataclasses.replace(
     CAUSAL, family="seq2seq", num_encoder_layers=1, positions="sinusoidal"
 )

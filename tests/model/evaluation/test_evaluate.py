@@ -119,5 +119,5 @@ def test_a_run_is_not_scored_on_data_that_has_changed_or_that_nobody_knows(
     assert "it has changed" in capfd.readouterr().err
     alone = shutil.copytree(last_checkpoint(tmp_path / "run"), tmp_path / "alone")
     assert main(["eval", str(alone)]) == 1
-    assert "no run.json beside the checkpoint says which" in capfd.readouterr().err
+    assert "no run.json beside the checkpoint names them" in capfd.readouterr().err
     assert main(["eval", str(alone), "--text", str(data)]) == 0

@@ -11,7 +11,7 @@ from quill.model.evaluation.train_speed import CONTENDERS, make_contender
 def test_the_plain_loop_learns() -> None:
     torch.manual_seed(0)
     ids = torch.arange(2000, dtype=torch.int32) * 7 % 64
-    loop = NanoLoop(NanoGPT(64, 16, 64, 2, 4), ids, context=16, num_rows=8)
+    loop = NanoLoop(NanoGPT(64, 16, 64, 2, 4), ids, context=16, num_sequences=8)
     losses = [loop.run_step() for _ in range(60)]
     assert losses[-1] < losses[0] / 2
 

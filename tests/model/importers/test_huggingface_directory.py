@@ -32,6 +32,7 @@ from tests.model.huggingface_models import (
     randomised,
     saved,
 )
+from tests.model.successors import SUCCESSORS
 
 TOLERANCE = 1e-4
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
@@ -62,14 +63,29 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: randomised(Qwen2ForCausalLM(Qwen2Config(**SIZES))),
     "gpt-2": gpt2,
     "gpt-2 untied": lambda: gpt2(tie_word_embeddings=False, n_inner=100),
-    "gpt-2 with another bend": lambda: gpt2(activation_function="gelu", layer_norm_epsilon=1e-3),
+    "gpt-2 with gelu": lambda: gpt2(activation_function="gelu", layer_norm_epsilon=1e-3),
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_logits_are_those_of_transformers(tmp_path: Path, make: Callable[[], Any]) -> None:
-    model = make()
-    assert difference(saved(model, tmp_path), model) < TOLERANCE
+@pytest.mark.parametrize("name", [*MODELS, *SUCCESSORS])
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """At once, and with a KV cache in chunks."""
+    theirs = (MODELS | SUCCESSORS)[name]()
+    ours = read_huggingface(saved(theirs, tmp_path)).build()
+    sizes = theirs.config
+    ids_BT = torch.randint(
+        sizes.vocab_size,
+        (2, sizes.max_position_embeddings),
+        generator=torch.Generator().manual_seed(3),
+    )
+    with torch.inference_mode():
+        expected, found = theirs(ids_BT).logits, ours(ids_BT)
+        cache = ours.cached()
+        chunks = torch.tensor_split(ids_BT, (50, 51, 52), dim=1)
+        cached = torch.cat([ours.project(ours.hidden(ids, cache)) for ids in chunks], dim=1)
+    assert expected.std() > 0.1
+    for logits in (found, cached):
+        assert float((logits - expected).abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("rope", [LINEAR, LLAMA3], ids=["linear", "llama3"])
@@ -194,7 +210,7 @@ def test_the_chat_template_is_found_in_every_spelling(chatty: Path, spelling: st
     assert read_huggingface(chatty).chat_template == "new"
 
 
-def test_without_a_tokenizer_the_model_speaks_ids_only(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_model_takes_ids_only(tmp_path: Path) -> None:
     checkpoint = read_huggingface(saved(llama(eos_token_id=[7, 5]), tmp_path))
     assert checkpoint.tokenizer is None
     assert checkpoint.stop_ids == (5, 7)

@@ -14,7 +14,7 @@ from quill.model.network.attention import (
     split_heads,
 )
 
-# B rows · N heads · K key/value heads · T queries · S keys · H head size
+# B sequences · N heads · K key/value heads · T queries · S keys · H head size
 
 
 def rounded(rows: Tensor) -> list[list[float]]:

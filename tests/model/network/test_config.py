@@ -136,14 +136,14 @@ LATENT = {"rank": 16, "rope_size": 8, "nope_size": 8, "value_size": 8}
         ({"window_pattern": 2}, "need a window"),
         ({"attention_soft_cap": -1.0}, r"attention_soft_cap is -1\.0"),
         ({"attention_scale": 0.0}, r"attention_scale is 0\.0"),
-        ({"attention_scale": "1"}, "attention_scale is '1'; it must be of type float"),
+        ({"attention_scale": "1"}, "attention_scale is '1'; it must be a finite number"),
         ({"qk_norm": "layer"}, "it must be one of none, head, width"),
         ({"experts": {"number": 4, "per_token": 5, "d_expert": 8}}, "per_token is 5"),
         (
             {"experts": {"number": 4, "per_token": 1, "d_expert": 8, "groups": 3}},
             "4 experts can't be cut into 3 groups",
         ),
-        ({"experts": {"number": 4, "per_token": 1}}, "settings missing .*: d_expert"),
+        ({"experts": {"number": 4, "per_token": 1}}, r"experts\.d_expert is missing"),
         ({"latent": LATENT | {"rope_size": 10}}, "nope_size \\+ rope_size, 18"),
         ({"latent": LATENT | {"rank": 0}}, "rank is 0"),
     ],
@@ -164,15 +164,15 @@ def test_rotary_scaling_survives_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"colour": "red", "age": 3}, "unknown settings in the model's config: age, colour"),
-        ({"d_model": "256"}, "d_model is '256'; it must be of type int"),
-        ({"d_model": 256.5}, r"d_model is 256\.5; it must be of type int"),
-        ({"d_model": True}, "d_model is True; it must be of type int"),
-        ({"dropout": "0"}, "dropout is '0'; it must be of type float"),
-        ({"qkv_bias": 1}, "qkv_bias is 1; it must be of type bool"),
+        ({"colour": "red", "age": 3}, "age is unknown"),
+        ({"d_model": "256"}, "d_model is '256'; it must be a whole number"),
+        ({"d_model": 256.5}, r"d_model is 256\.5; it must be a whole number"),
+        ({"d_model": True}, "d_model is True; it must be a whole number"),
+        ({"dropout": "0"}, "dropout is '0'; it must be a finite number"),
+        ({"qkv_bias": 1}, "qkv_bias is 1; it must be true or false"),
         ({"family": None}, "family is None"),
-        ({"rotary_scaling": 2.0}, r"rotary_scaling is 2\.0; it must be an object or null"),
-        ({"rotary_scaling": {"kind": "linear"}}, "settings missing .*: factor"),
+        ({"rotary_scaling": 2.0}, r"rotary_scaling is 2\.0; it must be an object"),
+        ({"rotary_scaling": {"kind": "linear"}}, r"rotary_scaling\.factor is missing"),
     ],
 )
 def test_json_that_is_no_config_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -183,7 +183,7 @@ def test_json_that_is_no_config_is_refused_by_name(changes: dict[str, Any], mess
 def test_missing_settings_are_listed() -> None:
     values = CAUSAL.to_dict()
     del values["norm"], values["d_ff"]
-    with pytest.raises(ConfigError, match=r"settings missing from the model's config: d_ff, norm$"):
+    with pytest.raises(ConfigError, match="d_ff is missing"):
         ModelConfig.from_dict(values)
 
 

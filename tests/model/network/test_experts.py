@@ -4,23 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quill.model.network.config import Experts, ModelConfig
+from quill.model.network.config import Experts
 from quill.model.network.experts import ExpertFeedForward, expert_weights, router_scores
+from tests.tiny_networks import tiny
 
-SHAPE = ModelConfig(
-    family="causal",
-    vocab_size=16,
-    context=16,
-    d_model=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_size=8,
-    d_ff=8,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+SHAPE = tiny(16, 16, d_model=8, num_layers=1, num_heads=1, num_kv_heads=1, head_size=8, d_ff=8)
 EXPERTS = Experts(number=6, per_token=2, d_expert=4)
 
 

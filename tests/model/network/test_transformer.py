@@ -11,21 +11,9 @@ from torch import Tensor
 from quill.model.network.attention import EncoderAttention
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
+from tests.tiny_networks import tiny
 
-SMALL = ModelConfig(
-    family="causal",
-    vocab_size=23,
-    context=16,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_size=4,
-    d_ff=20,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+SMALL = tiny(23, 16, num_kv_heads=4)
 SEQ2SEQ = dataclasses.replace(SMALL, family="seq2seq", num_encoder_layers=2)
 
 
@@ -39,9 +27,9 @@ def build(config: ModelConfig, **changes: Any) -> Transformer:
     return model
 
 
-def tokens(num_rows: int, length: int, seed: int = 0) -> Tensor:
+def tokens(num_sequences: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SMALL.vocab_size, (num_rows, length), generator=generator)
+    return torch.randint(SMALL.vocab_size, (num_sequences, length), generator=generator)
 
 
 POSITIONS = ("sinusoidal", "learned", "rotary")
@@ -50,11 +38,11 @@ PLACEMENTS = ("pre", "post")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
 
-def source(num_rows: int) -> tuple[Tensor, Tensor]:
+def source(num_sequences: int) -> tuple[Tensor, Tensor]:
     """Source tokens and a mask that hides the end of the last row."""
-    mask = torch.ones(num_rows, 7, dtype=torch.bool)
+    mask = torch.ones(num_sequences, 7, dtype=torch.bool)
     mask[-1, 5:] = False
-    return tokens(num_rows, 7, seed=1), mask
+    return tokens(num_sequences, 7, seed=1), mask
 
 
 @torch.no_grad()

@@ -17,25 +17,13 @@ from quill.model.network.transformer import Transformer
 from quill.model.reference.beam_search import BeamParameters, beam_search
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
+from tests.tiny_networks import tiny
 
 transformers: Any = importlib.import_module("transformers")  # its types are not strict
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB_SIZE = 29
-LLAMA = ModelConfig(
-    family="causal",
-    vocab_size=VOCAB_SIZE,
-    context=32,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    d_ff=20,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+LLAMA = tiny(VOCAB_SIZE, 32)
 GPT2 = dataclasses.replace(
     LLAMA,
     num_kv_heads=4,

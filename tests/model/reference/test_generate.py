@@ -13,21 +13,9 @@ from quill.model.network.transformer import Transformer
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import Generation, generate
 from quill.model.reference.sampling import SamplingParameters
+from tests.tiny_networks import tiny
 
-CAUSAL = ModelConfig(
-    family="causal",
-    vocab_size=31,
-    context=24,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    d_ff=20,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+CAUSAL = tiny(31, 24)
 SEQ2SEQ = dataclasses.replace(
     CAUSAL, family="seq2seq", num_encoder_layers=2, positions="sinusoidal", norm_placement="post"
 )

@@ -18,9 +18,9 @@ from quill.model.reference.sampling import (
     FloatArray,
     SamplingParameters,
     choose,
-    draw,
     log_probabilities,
     penalize,
+    sample,
     truncate,
 )
 
@@ -48,7 +48,7 @@ def test_softmax_with_temperature_as_in_the_textbook() -> None:
     assert shares([3, 2, 1, 0], 100.0) == [0.25, 0.25, 0.25, 0.25]
 
 
-def test_a_mask_goes_before_the_cuts_and_the_draw() -> None:
+def test_a_mask_goes_before_the_cuts_and_the_sample() -> None:
     logits_V, mask_V = logits_of([0.6, 0.2, 0.15, 0.05]), np.array([False, True, False, True])
     for parameters in (SamplingParameters(temperature=0), SamplingParameters(top_k=1)):
         assert choose(logits_V, parameters, [], [], 0.9, mask_V) == 1
@@ -137,15 +137,15 @@ def test_min_p_applies_after_temperature() -> None:
     assert kept([0.64, 0.32, 0.04], min_p=0.2, temperature=2.0) == [0, 1, 2]
 
 
-def test_draw_walks_the_candidates_best_first() -> None:
+def test_sampling_walks_the_candidates_best_first() -> None:
     candidates = Candidates(np.array([7, 3, 9]), np.array([1.0, 0.5, 0.5]))
-    assert [draw(candidates, u) for u in (0.0, 0.49, 0.5, 0.74, 0.75)] == [7, 7, 3, 3, 9]
-    assert draw(candidates, 1 - 2.0**-53) == 9
+    assert [sample(candidates, u) for u in (0.0, 0.49, 0.5, 0.74, 0.75)] == [7, 7, 3, 3, 9]
+    assert sample(candidates, 1 - 2.0**-53) == 9
 
 
-def test_draw_never_takes_a_candidate_without_weight() -> None:
+def test_sampling_never_takes_a_candidate_without_weight() -> None:
     candidates = Candidates(np.array([0, 1]), np.array([1.0, 0.0]))
-    assert draw(candidates, 1 - 2.0**-53) == 0
+    assert sample(candidates, 1 - 2.0**-53) == 0
 
 
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
@@ -153,7 +153,7 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     assert choose(np.array([-1.0, 80.0, 79.0], dtype=np.float32), parameters, [], [], 0.999) == 1
 
 
-def test_frequencies_of_draws_follow_the_probabilities() -> None:
+def test_frequencies_of_samples_follow_the_probabilities() -> None:
     logits = logits_of([0.5, 0.3, 0.15, 0.05])
     parameters = SamplingParameters()
     drawn = Counter(choose(logits, parameters, [], [], uniform(3, n)) for n in range(4000))

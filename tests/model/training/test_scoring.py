@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from quill.model.data.batches import IGNORED
-from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 from quill.model.training.scoring import Score, score_text, text_batches
+from tests.tiny_networks import tiny
 
-CONFIG = ModelConfig(
-    family="causal",
-    vocab_size=32,
-    context=8,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_size=8,
-    d_ff=16,
-    positions="rotary",
-    norm="rms",
-    activation="swiglu",
-)
+CONFIG = tiny(32, 8, num_layers=1, num_heads=2, head_size=8, d_ff=16)
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 17, 33, 40])
@@ -32,7 +19,7 @@ def test_every_token_but_the_first_counts_once(length: int, stride: int) -> None
     ids = torch.arange(100, 100 + length)
     counted = [
         token
-        for batch in text_batches(ids, 8, stride, num_rows=2)
+        for batch in text_batches(ids, 8, stride, num_sequences=2)
         for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()
     ]
     assert sorted(counted) == list(range(101, 100 + length))
@@ -40,7 +27,7 @@ def test_every_token_but_the_first_counts_once(length: int, stride: int) -> None
 
 def test_overlapping_windows_give_each_token_more_past() -> None:
     ids = torch.arange(100, 140)
-    for batch in text_batches(ids, 8, 4, num_rows=1)[1:]:
+    for batch in text_batches(ids, 8, 4, num_sequences=1)[1:]:
         first_counted = int((batch.targets_BT[0] != IGNORED).nonzero()[0])
         assert first_counted == 4
 

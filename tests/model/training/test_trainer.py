@@ -152,7 +152,7 @@ def test_two_processes_compute_what_one_does(family: str, tmp_path: Path) -> Non
         (["--out", "x", "--steps", "0"], "num_steps"),
         (["--out", "x", "--learning-rate", "nan"], "learning_rate"),
         (["--out", "x", "--dropout", "1"], "dropout"),
-        (["--resume", "x", "--seed", "5"], "takes --steps and --device alone"),
+        (["--resume", "x", "--seed", "5"], "takes only --steps and --device"),
     ],
 )
 def test_a_wrong_order_is_refused_in_one_line(

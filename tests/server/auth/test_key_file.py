@@ -231,7 +231,7 @@ def test_help_tells_of_the_burst(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "add", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{BURST_S:g} seconds' worth may come at once" in text
+    assert f"{BURST_S:g} seconds' worth is allowed" in text
 
 
 def test_wait_that_the_caller_is_told_is_enough() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.process import FRONT_DOOR, ServerProcess, server_process, wait_until
+from tests.server.process import COMMAND_LINE, ServerProcess, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
 NUM_LINES = 150
 
 
 def batch_command(files: tuple[Path, Path], *servers: ServerProcess) -> list[str]:
-    command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
+    command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
     for server in servers:
         command += ["--address", server.address]
     return command

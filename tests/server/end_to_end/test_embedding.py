@@ -1,6 +1,5 @@
-"""Embed and FillMask over the wire, on real graphs: PyTorch's vectors, alone and in a crowd."""
+"""Embed and FillMask over the wire, on real graphs: PyTorch's vectors, alone and batched."""
 
-import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,52 +14,19 @@ from quill.model.network.transformer import Transformer
 from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import Loader
-from quill.server.settings import Settings
-from tests.server.running import Running, make_served
-from tests.server.scripted_session import Reciter
+from tests.server.running import served_bundle
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
-
-
-class RunningBundle(Running):
-    """A server on a real bundle."""
-
-    def __init__(self, bundle: TinyBundle, precision: str) -> None:
-        settings = Settings(
-            port=0,
-            http_port="off",
-            metrics_port="off",
-            max_num_seqs=8,
-            threads=1,
-            precision=precision,
-        )
-        super().__init__(Reciter(), settings, make_served())
-        self._loader = Loader(bundle.directory, settings)
-
-    def load(self) -> ModelInstance:
-        return self._loader.load()
-
-
-@contextlib.contextmanager
-def served(bundle: TinyBundle, precision: str = "fp32") -> Iterator[Client]:
-    running = RunningBundle(bundle, precision)
-    running.start()
-    with Client(running.address) as client:
-        yield client
-    running.stop()
-    running.join()
 
 
 @pytest.fixture(scope="module")
 def encoder(tiny_encoder: TinyBundle) -> Iterator[Client]:
-    with served(tiny_encoder) as client:
+    with served_bundle(tiny_encoder.directory) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def causal(tiny_bundle: TinyBundle) -> Iterator[Client]:
-    with served(tiny_bundle) as client:
+    with served_bundle(tiny_bundle.directory) as client:
         yield client
 
 
@@ -103,23 +69,23 @@ def test_vectors_are_pytorchs(
 
 @pytest.mark.parametrize("family", ["encoder", "causal"])
 @pytest.mark.parametrize("precision", ["fp32", "quill8"])
-def test_crowd_of_any_lengths_has_each_vector_to_the_last_bit(
+def test_batch_of_any_lengths_has_each_embedding_to_the_last_bit(
     family: str, precision: str, tiny_encoder: TinyBundle, tiny_bundle: TinyBundle
 ) -> None:
     rng = random.Random(5)
     calls = [texts(rng, rng.randint(1, 40)) for _ in range(8)]
     prompts = [[rng.randrange(512) for _ in range(20)] for _ in range(4)]
     bundle = tiny_encoder if family == "encoder" else tiny_bundle
-    with served(bundle, precision) as client, ThreadPoolExecutor(12) as pool:
+    with served_bundle(bundle.directory, precision) as client, ThreadPoolExecutor(12) as pool:
         # Generations run beside, if the model generates.
         streams = [
             pool.submit(client.generate, prompt, max_new_tokens=60, seed=1, temperature=1.0)
             for prompt in prompts
             if family == "causal"
         ]
-        crowd = list(pool.map(client.embed, calls))
+        batched = list(pool.map(client.embed, calls))
         answers = [list(each.result().sequences[0].token_ids) for each in streams]
-        for call, response in zip(calls, crowd, strict=True):
+        for call, response in zip(calls, batched, strict=True):
             alone = [vectors(client.embed([ids]))[0] for ids in call[:10]]
             assert vectors(response)[:10] == alone
             assert vectors(client.embed(call)) == vectors(response)
@@ -189,7 +155,7 @@ def test_what_an_encoder_cant_do_is_refused_in_words(encoder: Client, causal: Cl
 
 
 def test_translator_doesnt_embed(tiny_translator: TinyBundle) -> None:
-    with served(tiny_translator) as client:
+    with served_bundle(tiny_translator.directory) as client:
         assert client.model().embedding_size == 0
         with pytest.raises(CallError, match="translation model doesn't embed") as caught:
             client.embed("hi")

@@ -1,4 +1,4 @@
-"""How calls of Embed end: cancelled, too late, over a quota; and what is told of them."""
+"""How calls of Embed end: cancelled, too late, over a quota; and how they are reported."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Faults in a real server process: nothing is lost in silence, no slot leaks, others go on."""
+"""Faults in a real server process: nothing is lost in silence, no sequence leaks, others go on."""
 
 import signal
 import threading
@@ -68,7 +68,7 @@ def test_steps_that_raise_for_ever_make_the_server_unhealthy_until_they_stop(
     faults.end("raise")
     assert ask(server) == expected
     wait_until(lambda: health(server) == SERVING, "health says so")
-    wait_until(server.is_idle, "the slots are free")
+    wait_until(server.is_idle, "nothing runs or waits")
 
 
 def test_step_that_hangs_turns_health_and_goes_on_when_it_is_over(
@@ -79,7 +79,7 @@ def test_step_that_hangs_turns_health_and_goes_on_when_it_is_over(
     answers: list[list[int]] = []
     caller = threading.Thread(target=lambda: answers.append(ask(server)))
     caller.start()
-    wait_until(lambda: health(server) == NOT_SERVING, "the watchdog barks")
+    wait_until(lambda: health(server) == NOT_SERVING, "the watchdog reports it")
     assert "a step has run for" in server.log
     # Whoever is in a hurry is told, though the engine can't move.
     with Client(server.address, NEVER) as client:
@@ -89,7 +89,7 @@ def test_step_that_hangs_turns_health_and_goes_on_when_it_is_over(
     caller.join(PATIENCE_S)
     assert answers == [expected]
     wait_until(lambda: health(server) == SERVING, "health says so")
-    wait_until(server.is_idle, "the slots are free")
+    wait_until(server.is_idle, "nothing runs or waits")
 
 
 def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
@@ -110,7 +110,7 @@ def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
         for chunk in chunks:
             tokens += chunk.token_ids
     assert tokens == expected
-    wait_until(server.is_idle, "the slots are free, the hurried client's too")
+    wait_until(server.is_idle, "nothing runs or waits, of the hurried client either")
 
 
 def test_bundle_that_is_replaced_on_disk_does_not_change_what_is_served(
@@ -127,7 +127,7 @@ def test_bundle_that_is_replaced_on_disk_does_not_change_what_is_served(
     finally:
         for path, content in before.items():
             path.write_bytes(content)
-    wait_until(server.is_idle, "the slot is free")
+    wait_until(server.is_idle, "nothing runs or waits")
 
 
 def test_flood_of_cancels_leaves_nothing_behind(server: ServerProcess) -> None:
@@ -139,7 +139,7 @@ def test_flood_of_cancels_leaves_nothing_behind(server: ServerProcess) -> None:
             next(chunks)
             chunks.close()
     assert ask(server) == expected
-    wait_until(server.is_idle, "the slots are free")
+    wait_until(server.is_idle, "nothing runs or waits")
     wait_until(
         lambda: server.num_ended("CANCELLED") + server.num_ended("OK") >= cancelled + 200,
         "every one has ended",
@@ -170,4 +170,4 @@ def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
             for chunk in begun[1]:
                 tokens[1] += chunk.token_ids
             assert tokens[1] == ask(second, seed=5, max_new_tokens=LENGTH)
-            wait_until(second.is_idle, "the slots are free")
+            wait_until(second.is_idle, "nothing runs or waits")

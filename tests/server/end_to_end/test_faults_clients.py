@@ -15,6 +15,7 @@ import pytest
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.api.grpc_server import MAX_CALLS
+from quill.server.http.wire.connection import MAX_CONNECTIONS
 from tests.server.bad_bytes import (
     DATA,
     END_HEADERS,
@@ -28,6 +29,7 @@ from tests.server.bad_bytes import (
     headers,
 )
 from tests.server.bad_calls import SERVICE
+from tests.server.http_client import HttpClient, connected, read_until, whole_request
 from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -102,7 +104,7 @@ def test_half_open_connections_disturb_nobody(server: ServerProcess) -> None:
     wait_until(lambda: server.num_connections == 0, "all are closed")
 
 
-def test_calls_that_are_reset_at_once_leave_no_slot_taken(server: ServerProcess) -> None:
+def test_calls_that_are_reset_at_once_leave_no_sequence_running(server: ServerProcess) -> None:
     expected = ask(server)
     reset = b"".join(
         call_frames(stream, 100) + frame(RST_STREAM, 0, stream, bytes(4))
@@ -112,7 +114,7 @@ def test_calls_that_are_reset_at_once_leave_no_slot_taken(server: ServerProcess)
         flood.sendall(begin() + reset)
         assert ask(server) == expected
     assert ask(server) == expected
-    wait_until(server.is_idle, "every slot is free")
+    wait_until(server.is_idle, "nothing runs or waits")
 
 
 def fall_asleep(server: ServerProcess) -> socket.socket:
@@ -133,13 +135,13 @@ def asking_s(server: ServerProcess) -> float:
 
 
 def wait_for_started(server: ServerProcess, number: float) -> None:
-    wait_until(lambda: server.num_started >= number, f"{number} have had a slot")
+    wait_until(lambda: server.num_started >= number, f"{number} were scheduled")
 
 
-def test_client_that_never_reads_takes_no_slot_and_is_ended_in_every_way(
+def test_client_that_never_reads_keeps_no_sequence_running_and_is_ended_in_every_way(
     server: ServerProcess,
 ) -> None:
-    """Its answers wait in the server, not its rows: those end although nobody has read a word."""
+    """Its answers wait in the server, not its sequences: those end although nothing was read."""
     expected, alone_s = ask(server), asking_s(server)
     late, cancelled = (server.num_ended(name) for name in ("DEADLINE_EXCEEDED", "CANCELLED"))
     calls = [call_frames(stream, 50) for stream in range(1, 60, 2)]
@@ -150,7 +152,7 @@ def test_client_that_never_reads_takes_no_slot_and_is_ended_in_every_way(
         sleeper.sendall(b"".join(calls))
         assert ask(server) == expected
         wait_for_started(server, started + len(calls) + 1)
-        wait_until(server.is_idle, "every slot is free, while nobody reads and nobody leaves")
+        wait_until(server.is_idle, "nothing runs or waits, while nobody reads and nobody leaves")
         assert asking_s(server) < 5 * alone_s + 2, "nobody waits for who doesn't read"
         assert server.num_ended("CANCELLED") == cancelled
         sleeper.sendall(b"".join(hurried))
@@ -160,7 +162,7 @@ def test_client_that_never_reads_takes_no_slot_and_is_ended_in_every_way(
         wait_until(lambda: server.num_ended("CANCELLED") == cancelled + len(resets), "resets, too")
     wait_until(lambda: server.num_ended("CANCELLED") == cancelled + len(calls), "closing, the rest")
     assert ask(server) == expected
-    wait_until(server.is_idle, "every slot is free")
+    wait_until(server.is_idle, "nothing runs or waits")
     assert "a bug in" not in server.log
 
 
@@ -178,7 +180,7 @@ def test_client_that_never_reads_cannot_fill_the_memory(server: ServerProcess) -
         assert server.memory_bytes < before + 2**26
     wait_until(lambda: server.num_ended("CANCELLED") == cancelled + let_in, "all have ended")
     assert ask(server) == expected
-    wait_until(server.is_idle, "every slot is free")
+    wait_until(server.is_idle, "nothing runs or waits")
 
 
 def test_calls_that_lie_unread_are_all_answered_and_counted(server: ServerProcess) -> None:
@@ -200,3 +202,57 @@ def test_calls_that_lie_unread_are_all_answered_and_counted(server: ServerProces
         server.signal(signal.SIGCONT)
         assert Counter(call.code().name for call in calls) == {"OK": num_calls}
     assert server.num_ended("OK") - before == num_calls
+
+
+# Over HTTP.
+
+PATH = "/v1/completions"
+REQUEST = {"prompt": PROMPT, "seed": 3, "max_tokens": 8, "return_token_ids": True}
+LONG = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True}
+NUM_IDLE = MAX_CONNECTIONS + 100
+
+
+def ask_http(server: ServerProcess) -> list[int]:
+    reply = HttpClient(server.http_port).post(PATH, REQUEST)
+    return list(reply.json["choices"][0]["token_ids"])
+
+
+def test_both_protocols_give_the_same_tokens(server: ServerProcess) -> None:
+    assert ask_http(server) == ask(server)
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_a_thousand_idle_connections_keep_nobody_out(server: ServerProcess) -> None:
+    known, num_fds = ask(server), server.num_fds
+    with ExitStack() as stack:
+        for _ in range(NUM_IDLE):
+            stack.enter_context(connected(server.http_port))
+        assert ask_http(server) == known
+        assert ask(server) == known
+        assert server.num_fds <= num_fds + MAX_CONNECTIONS + 10
+    wait_until(lambda: server.num_fds <= num_fds + 5, "connections are given back")
+
+
+def test_many_who_leave_early_leave_no_sequence_running(server: ServerProcess) -> None:
+    known, before = ask(server), server.num_ended("CANCELLED")
+    for number in range(40):
+        with connected(server.http_port) as sock:
+            sock.sendall(whole_request(PATH, LONG | {"stream": number % 2 == 0}))
+            if number % 4 == 0:
+                read_until(sock, b"data: ")
+            if number % 3 == 0:  # with a reset instead of a goodbye
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    wait_until(server.is_idle, "nothing runs or waits")
+    assert server.num_ended("CANCELLED") > before
+    assert ask_http(server) == known
+
+
+def test_half_a_hundred_who_never_read_hold_nobody_up(server: ServerProcess) -> None:
+    known = ask(server)
+    with ExitStack() as stack:
+        for _ in range(50):
+            sock = stack.enter_context(connected(server.http_port))
+            sock.sendall(whole_request(PATH, LONG | {"stream": True}))
+        assert ask_http(server) == known
+        assert ask(server) == known
+    wait_until(server.is_idle, "nothing runs or waits")

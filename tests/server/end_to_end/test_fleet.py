@@ -91,7 +91,7 @@ def test_stream_of_a_killed_server_goes_on_at_the_other(
     tokens = read("quill://" + ",".join(each.address for each in two), kill)
     (survivor,) = survivors
     assert tokens == ask(survivor, seed=5, max_new_tokens=LENGTH)
-    wait_until(survivor.is_idle, "the slots are free")
+    wait_until(survivor.is_idle, "nothing runs or waits")
 
 
 def test_server_that_comes_back_gets_its_texts_again(

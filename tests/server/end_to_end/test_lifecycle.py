@@ -92,7 +92,7 @@ def start_one(running: Running, **options: Any) -> Caller:
     return caller
 
 
-def test_while_loading_health_says_so_and_calls_are_refused() -> None:
+def test_while_loading_health_is_not_serving_and_calls_are_unavailable() -> None:
     with running_server(wait=False) as running:
         assert health_of(running) == NOT_SERVING
         with pytest.raises(CallError, match="loading") as caught:
@@ -129,7 +129,7 @@ def test_server_that_is_stopped_while_it_is_loading_does_not_wait_for_that() -> 
         assert not running.loading.is_set()
 
 
-def test_stopping_finishes_what_runs_and_refuses_the_rest() -> None:
+def test_drain_finishes_running_requests_and_rejects_new_ones() -> None:
     with running_server() as running:
         caller = start_one(running, max_new_tokens=20)
         states = watch_health(running)
@@ -147,7 +147,7 @@ def test_stopping_finishes_what_runs_and_refuses_the_rest() -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "num_signals"), [(0.0, 1), (1000.0, 2)])
-def test_what_doesnt_end_in_time_ends_with_unavailable(grace_s: float, num_signals: int) -> None:
+def test_what_does_not_end_in_time_ends_with_unavailable(grace_s: float, num_signals: int) -> None:
     with running_server(drain_timeout_s=grace_s) as running:
         caller = start_one(running)
         for _ in range(num_signals):
@@ -159,7 +159,7 @@ def test_what_doesnt_end_in_time_ends_with_unavailable(grace_s: float, num_signa
         caller.close()
 
 
-def test_full_queue_is_refused_with_a_delay() -> None:
+def test_full_queue_rejects_with_a_retry_delay() -> None:
     with running_server(max_num_seqs=1, max_waiting=1) as running:
         first = start_one(running, max_new_tokens=3)
         second = Caller(running, max_new_tokens=3)
@@ -175,7 +175,7 @@ def test_full_queue_is_refused_with_a_delay() -> None:
         second.close()
 
 
-def test_client_waits_as_long_as_it_is_told_and_tries_again() -> None:
+def test_client_waits_for_the_retry_delay_and_retries() -> None:
     with running_server(max_num_seqs=1, max_waiting=1) as running:
         first = start_one(running, max_new_tokens=3)
         second = Caller(running, max_new_tokens=3)
@@ -197,7 +197,7 @@ def test_client_waits_as_long_as_it_is_told_and_tries_again() -> None:
 
 @pytest.mark.parametrize("num_steps", range(6))
 @pytest.mark.parametrize("num_sequences", [1, 2])
-def test_client_that_leaves_frees_its_slot_by_the_next_step(
+def test_client_that_leaves_frees_its_sequence_by_the_next_step(
     num_steps: int, num_sequences: int
 ) -> None:
     with running_server(max_num_seqs=num_sequences) as running:
@@ -230,7 +230,7 @@ def test_client_that_leaves_the_queue_is_forgotten() -> None:
         leaving.close()
 
 
-def test_deadline_ends_a_call_and_frees_its_slot() -> None:
+def test_deadline_ends_a_call_and_frees_its_sequence() -> None:
     with running_server(max_num_seqs=1) as running:
         running.session.hold()
         with Client(running.address, NEVER) as client:

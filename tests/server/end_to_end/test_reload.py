@@ -40,7 +40,7 @@ from tests.server.tiny_bundle import TinyBundle
 
 
 def second(max_num_seqs: int = 2) -> ModelInstance:
-    """Another bundle, by its name and its slots."""
+    """Another bundle, by its name and its limits."""
     served = make_served(max_num_seqs, manifest=make_manifest(name="second"))
     num_blocks = max_num_seqs * (served.context // 16 + 1)
     limits = Limits(max_num_seqs=max_num_seqs, context=served.context, num_blocks=num_blocks)
@@ -209,7 +209,7 @@ def test_only_an_administrator_may_reload(tmp_path: Path) -> None:
         assert running.next_record("OK").method == "Reload"
 
 
-def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
+def test_without_keys_nobody_may_reload_by_call_and_the_error_says_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with running_server() as running:
@@ -224,7 +224,7 @@ def test_without_keys_nobody_may_reload_by_call_and_is_told_what_to_do(
     assert errors.count("\n") == 1
 
 
-def test_front_door_reloads_and_asks_for_health(
+def test_command_line_reloads_and_checks_health(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "keys.json"

@@ -1,4 +1,4 @@
-"""SIGTERM while a crowd calls: nobody is told CANCELLED, as if it had left by itself."""
+"""SIGTERM while many clients call: no call ends with CANCELLED, as if it had left by itself."""
 
 import signal
 import threading
@@ -22,10 +22,10 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
 
 
-class Crowd:
+class Callers:
     """Callers that ask again and again, each over a connection of its own, until `call` is done."""
 
-    def __init__(self, call: Callable[["Crowd"], None]) -> None:
+    def __init__(self, call: Callable[["Callers"], None]) -> None:
         self.ends: Counter[str] = Counter()  # every answer, and what each caller ended with
         self._is_busy = threading.Semaphore(0)
         self._threads = [threading.Thread(target=call, args=(self,)) for _ in range(NUM_CALLERS)]
@@ -46,7 +46,7 @@ class Crowd:
             assert not thread.is_alive()
 
 
-def call_until_it_fails(crowd: Crowd, address: str) -> None:
+def call_until_it_fails(callers: Callers, address: str) -> None:
     request = pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=PROMPT), max_new_tokens=NUM_TOKENS)
     with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
@@ -55,11 +55,11 @@ def call_until_it_fails(crowd: Crowd, address: str) -> None:
                 list(stub.GenerateStream(request, timeout=PATIENCE_S))
             except grpc.RpcError as error:
                 if "the server is loading or stopping" in (error.details() or ""):
-                    crowd.note("refused")
+                    callers.note("refused")
                     continue
-                crowd.note(error.code().name)
+                callers.note(error.code().name)
                 return
-            crowd.note("OK")
+            callers.note("OK")
 
 
 def end(server: ServerProcess) -> None:
@@ -68,20 +68,20 @@ def end(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_calls_that_had_not_begun_are_told_unavailable_and_logged(
+def test_calls_that_had_not_begun_end_with_unavailable_and_are_logged(
     attempt: int, tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
     with server_process(tiny_bundle.directory, tmp_path / "log") as server:
-        crowd = Crowd(lambda crowd: call_until_it_fails(crowd, server.address))
-        crowd.start(2 * NUM_CALLERS)
+        callers = Callers(lambda callers: call_until_it_fails(callers, server.address))
+        callers.start(2 * NUM_CALLERS)
         end(server)
-        crowd.join()
+        callers.join()
         log = server.log
-    # Some were told in words; the others' connection, or the port, was gone.
-    assert set(crowd.ends) - {"refused"} == {"OK", "UNAVAILABLE"}
-    assert crowd.ends["UNAVAILABLE"] == NUM_CALLERS
-    assert log.count("outcome=OK") >= crowd.ends["OK"]
-    assert log.count("outcome=UNAVAILABLE") >= crowd.ends["refused"] > 0
+    # Some got an error message; the others' connection, or the port, was gone.
+    assert set(callers.ends) - {"refused"} == {"OK", "UNAVAILABLE"}
+    assert callers.ends["UNAVAILABLE"] == NUM_CALLERS
+    assert log.count("outcome=OK") >= callers.ends["OK"]
+    assert log.count("outcome=UNAVAILABLE") >= callers.ends["refused"] > 0
     assert "outcome=CANCELLED" not in log
     assert "Traceback" not in log
     assert log.splitlines()[-1].endswith("stopped")
@@ -90,7 +90,7 @@ def test_calls_that_had_not_begun_are_told_unavailable_and_logged(
 def test_clients_go_on_with_the_next_server(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
     stopped = threading.Event()
 
-    def call(crowd: Crowd) -> None:
+    def call(callers: Callers) -> None:
         with Client(server.address, PATIENT) as client:
             last = False
             while not last:
@@ -98,14 +98,14 @@ def test_clients_go_on_with_the_next_server(tiny_bundle: TinyBundle, tmp_path: P
                 answer = client.generate(
                     PROMPT, seed=3, max_new_tokens=NUM_TOKENS, timeout_s=PATIENCE_S
                 )
-                crowd.note(str(list(answer.sequences[0].token_ids)))
+                callers.note(str(list(answer.sequences[0].token_ids)))
 
     with server_process(tiny_bundle.directory, tmp_path / "log") as server:
         expected = ask(server, seed=3, max_new_tokens=NUM_TOKENS)
-        crowd = Crowd(call)
-        crowd.start(2 * NUM_CALLERS)
+        callers = Callers(call)
+        callers.start(2 * NUM_CALLERS)
         end(server)
     stopped.set()
     with server_process(tiny_bundle.directory, tmp_path / "next", port=server.port):
-        crowd.join()
-    assert set(crowd.ends) == {str(expected)}
+        callers.join()
+    assert set(callers.ends) == {str(expected)}

@@ -17,36 +17,14 @@ from quill.server.errors import StartError, UnsupportedError
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.limits import Limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
-from quill.server.loading.instance import ModelInstance
-from quill.server.loading.loader import Loader
-from quill.server.settings import Settings
-from tests.server.running import CONTEXT, Running, make_manifest, make_served
-from tests.server.scripted_session import Reciter
+from tests.server.running import CONTEXT, make_manifest, make_served, served_bundle
 from tests.server.tiny_bundle import EOS, TinyBundle
-
-
-class RunningBundle(Running):
-    """A server on a real bundle."""
-
-    def __init__(self, bundle: TinyBundle) -> None:
-        settings = Settings(
-            port=0, http_port="off", metrics_port="off", max_num_seqs=4, threads=1, precision="fp32"
-        )
-        super().__init__(Reciter(), settings, make_served())
-        self._loader = Loader(bundle.directory, settings)
-
-    def load(self) -> ModelInstance:
-        return self._loader.load()
 
 
 @pytest.fixture(scope="module")
 def client(tiny_translator: TinyBundle) -> Iterator[Client]:
-    running = RunningBundle(tiny_translator)
-    running.start()
-    with Client(running.address) as client:
+    with served_bundle(tiny_translator.directory) as client:
         yield client
-    running.stop()
-    running.join()
 
 
 def source_ids(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from quill.client import answer_lines
 from quill.server.auth.key_file import add_key
 from quill.server.client.tools.batch import AHEAD, in_order
 from quill.server.client.tools.batch_lines import derived_seed
-from tests.server.process import FRONT_DOOR, wait_until
+from tests.server.process import COMMAND_LINE, wait_until
 from tests.server.running import Running, make_embedder, make_manifest, make_served, running_server
 
 Run = Callable[..., tuple[int, str]]
@@ -166,7 +166,7 @@ def test_killed_in_the_middle_it_loses_no_line(
     number: signal.Signals, running: Running, run: Run, files: tuple[Path, Path]
 ) -> None:
     write(files[0], *prompts(**DRAWN))
-    command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
+    command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
     command += ["--address", running.address, "--concurrency", "4"]
     running.session.hold()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -209,7 +209,7 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
     with running_server() as server:
         address = server.address
         server.session.hold()
-        command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
+        command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
         command += ["--address", address, "--unavailable-timeout", "0.5", "--concurrency", "2"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         server.wait_for_requests(2)
@@ -328,7 +328,7 @@ def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None
     write(files[0], *(posted(number, prompt="abc", max_tokens=9) for number in range(20)))
     with running_server(http_port=0) as server:
         server.session.hold()
-        command = [sys.executable, "-c", FRONT_DOOR, "batch", *map(str, files)]
+        command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
         command += ["--address", server.address, "--http", f"127.0.0.1:{server.http_port}"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         server.wait_for_requests(4)

@@ -17,7 +17,7 @@ from quill.server.client.sync_client import Client
 from quill.server.client.tools.top import Board
 from quill.server.client.tools.top_table import Row, buckets, table
 from tests.server.authority import Authority, write
-from tests.server.process import FRONT_DOOR
+from tests.server.process import COMMAND_LINE
 from tests.server.running import NUM_BLOCKS, Running, running_server
 
 Top = Callable[..., tuple[int, list[str], str]]
@@ -126,7 +126,7 @@ def test_what_is_no_server_is_said_in_words(top: Top) -> None:
 def test_it_shows_again_and_again_until_one_leaves() -> None:
     with running_server(metrics_port=0) as running:
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-c", FRONT_DOOR, "top", metrics_of(running)]
+        command = [sys.executable, "-c", COMMAND_LINE, "top", metrics_of(running)]
         process = subprocess.Popen(
             [*command, "--interval", "0.05"], stdout=theirs, stderr=subprocess.PIPE
         )

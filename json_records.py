@@ -1,7 +1,7 @@
-"""Reads plain JSON into frozen dataclasses, and refuses by name what doesn't fit.
+"""Reads JSON into frozen dataclasses; an error names the entry that doesn't fit.
 
 Knows: dataclasses, their type hints, JSON values. Does not know: what the records mean.
-Imports only the standard library: the server reads its manifest through this.
+Imports only the standard library: checkpoints, runs and the server's manifests are read with it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ Record = TypeVar("Record")
 
 
 class RecordError(ValueError):
-    """A value of the wrong type, an entry missing or unknown. The message says where."""
+    """A value of the wrong type, an entry missing or unknown. The message names the place."""
 
 
 def from_json(kind: type[Record], value: object, where: str = "") -> Record:
