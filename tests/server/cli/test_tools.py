@@ -134,7 +134,7 @@ def test_a_file_is_imported_as_any_module_is(tmp_path: Path) -> None:
 
 def test_file_must_be_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.py"):
-        with pytest.raises(ServerError, match="no file of Python"):
+        with pytest.raises(ServerError, match="isn't a Python file"):
             load_tools(str(path))
 
 
