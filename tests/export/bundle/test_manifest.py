@@ -273,7 +273,7 @@ def spare_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_replaces_an_entry_is_read_or_refused_in_words(
     spare_bundle: Path, data: st.DataObject
