@@ -83,16 +83,6 @@ def test_deadline_ends_the_whole_call(running: Running, client: Client) -> None:
     assert vectors(client.embed("z", timeout_s=TIMEOUT_S)) == first_vectors("z")
 
 
-def test_step_that_fails_is_internal_and_the_next_call_is_served(
-    running: Running, client: Client
-) -> None:
-    running.session.failures.append(RuntimeError("no"))
-    with pytest.raises(CallError) as caught:
-        client.embed("a", timeout_s=TIMEOUT_S)
-    assert caught.value.code is grpc.StatusCode.INTERNAL
-    assert vectors(client.embed("z", timeout_s=TIMEOUT_S)) == first_vectors("z")
-
-
 def test_generation_goes_on_beside_many_texts(running: Running, client: Client) -> None:
     running.session.hold()
     chunks = client.stream("abc", max_new_tokens=20, timeout_s=TIMEOUT_S)
