@@ -13,7 +13,6 @@ import torch
 from quill.model.errors import RequestError
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.model.network.config import ModelConfig
-from quill.model.network.transformer import Transformer
 from quill.model.reference.beam_search import BeamParameters, beam_search
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
@@ -27,20 +26,11 @@ from tests.model.huggingface_models import (
     saved,
     their_search,
 )
-from tests.tiny_networks import tiny
+from tests.tiny_networks import randomized, tiny
 
 PROMPT = [3, 1, 4, 1, 5]
 LLAMA = tiny(29, 32)
 SEQ2SEQ = dataclasses.replace(LLAMA, family="seq2seq", num_encoder_layers=1)
-
-
-def build(config: ModelConfig, std: float = 0.35) -> Transformer:
-    torch.manual_seed(0)
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=std)
-    return model
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, marian])
@@ -88,7 +78,7 @@ def test_cached_and_uncached_find_the_same_answers(early_stopping: Any) -> None:
         early_stopping=early_stopping,
     )
     for config, source_ids in ((LLAMA, None), (SEQ2SEQ, [9, 8, 7, 6])):
-        model = build(config)
+        model = randomized(config, 0.35)
         cached, uncached = (
             beam_search(model, PROMPT, parameters, source_ids=source_ids, cached=cached)
             for cached in (True, False)
@@ -98,7 +88,7 @@ def test_cached_and_uncached_find_the_same_answers(early_stopping: Any) -> None:
 
 
 def test_one_beam_is_greedy() -> None:
-    model, stop_ids = build(LLAMA), frozenset({7})
+    model, stop_ids = randomized(LLAMA, 0.35), frozenset({7})
     greedy = SamplingParameters(temperature=0.0, max_new_tokens=10, stop_ids=stop_ids)
     expected = generate(model, PROMPT, greedy)
     parameters = BeamParameters(num_beams=1, max_new_tokens=10, stop_ids=stop_ids)
@@ -111,7 +101,7 @@ def test_one_beam_is_greedy() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("config", [LLAMA, SEQ2SEQ], ids=["causal", "seq2seq"])
 def test_a_beam_as_wide_as_all_answers_finds_the_best_ones(config: ModelConfig) -> None:
-    model = build(dataclasses.replace(config, vocab_size=5))
+    model = randomized(dataclasses.replace(config, vocab_size=5), 0.35)
     source_ids = [2, 3] if config.family == "seq2seq" else None
     parameters = BeamParameters(num_beams=125, num_return_sequences=6, max_new_tokens=3)
     found = beam_search(model, [1], parameters, source_ids=source_ids, cached=True)
@@ -130,7 +120,7 @@ def test_a_beam_as_wide_as_all_answers_finds_the_best_ones(config: ModelConfig) 
 
 
 def test_a_higher_length_penalty_favours_longer_answers() -> None:
-    model = build(LLAMA)
+    model = randomized(LLAMA, 0.35)
     lengths = []
     for length_penalty in (-3.0, 0.0, 3.0):
         parameters = BeamParameters(
@@ -142,7 +132,7 @@ def test_a_higher_length_penalty_favours_longer_answers() -> None:
 
 
 def test_prompt_and_answer_together_fit_into_the_context() -> None:
-    model = build(LLAMA)
+    model = randomized(LLAMA, 0.35)
     parameters = BeamParameters(num_beams=2, max_new_tokens=1000)
     (answer,) = beam_search(model, [1] * 28, parameters, cached=True)
     assert len(answer.token_ids) == LLAMA.context - 28
