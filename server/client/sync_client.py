@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Unpack
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
+from quill.server.balancing_headers import prefix_key, write_prefix_hash
 from quill.server.client.access import Access, Metadata
 from quill.server.client.sync_pool import EndpointPool
 from quill.server.client.balancer import ServerState
@@ -35,9 +36,7 @@ from quill.server.client.requests import (
     trace_metadata,
     with_seed,
 )
-from quill.server.client.retry import ResumeFilter
-from quill.server.client.retry import Attempts, Retries
-from quill.server.balancing_headers import prefix_key, write_prefix_hash
+from quill.server.client.retry import Attempts, ResumeFilter, Retries
 
 _Result = TypeVar("_Result")
 _Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]
