@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/tokenize`, `/detokenize` and `/v1/models`: all but generation.
+"""What a route is, and `/v1/embeddings`, `/tokenize`, `/detokenize`, `/v1/models`.
 
 Knows: OpenAI's and vLLM's JSON for them. Does not know: how embeddings and tokens are computed.
 """
@@ -7,7 +7,7 @@ import base64
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from quill.server.frontend.call import (
     MAX_INLINE_EMBEDDINGS,
     MAX_INLINE_TOKENS,
     Call,
+    Calls,
     RequestContext,
 )
 from quill.server.frontend.json_options import CONVERSATION, TOOLS, generate_spec, option_fields
@@ -28,14 +29,15 @@ from quill.server.frontend.json_values import (
     Json,
     JsonField,
     Kind,
+    Unsupported,
+    read_fields,
     read_string,
     wrong_type,
 )
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedInput, EmbedSpec, ParsedRequest, Prompt
-from quill.server.http.wire.exchange import Exchange
-from quill.server.http.wire.refusals import RefusalError
-from quill.server.http.wire.route import Route
+from quill.server.http.errors import HttpError
+from quill.server.http.exchange import Exchange
 
 ALIAS = "quill"  # whatever is served
 MODEL = JsonField("model", STRING, f"the name of the model, as /v1/models has it, or {ALIAS}")
@@ -46,11 +48,31 @@ _FORMATS = ("float", "base64")
 TextOrIds = str | list[int]
 
 
+class Route:
+    """One path. One table of its fields is checked, and shown by `/docs`."""
+
+    verb: ClassVar[Literal["GET", "POST"]] = "POST"
+    path: ClassVar[str]
+    help: ClassVar[str]
+    fields: ClassVar[Sequence[JsonField]] = ()
+    unsupported: ClassVar[Sequence[Unsupported]] = ()
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def read(self, body: Any) -> Json:
+        """The fields' values, each checked by itself."""
+        return read_fields(body, self.fields, self.unsupported)
+
+    async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
 def check_model(values: Json, served: ServedModel) -> None:
     name = served.manifest.name
     if values.get("model", name) not in (name, ALIAS):
         rule = f"there is {name}, which {ALIAS} means, too"
-        raise RefusalError(404, "model", f"isn't served here; {rule}")
+        raise HttpError(404, "model", f"isn't served here; {rule}")
 
 
 def _prompts(name: str, value: Any) -> list[TextOrIds]:
