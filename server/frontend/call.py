@@ -30,7 +30,7 @@ from quill.server.frontend.answer import Answer, Chunk, Result, merge
 from quill.server.frontend.prompts import PromptReader
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
-from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, ReadSpec, renamed
+from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
 from quill.server.telemetry.call_record import Record, new_request_id
 from quill.server.text.tokenizer import Text
 
@@ -40,7 +40,7 @@ Frontend = Literal["grpc", "http", "kserve"]
 SendChunk = Callable[[Chunk], Awaitable[None]]
 _Parameters = ParamSpec("_Parameters")
 _Value = TypeVar("_Value")
-_Spec = TypeVar("_Spec", GenerateSpec, EmbedSpec, ReadSpec)
+_Spec = TypeVar("_Spec", GenerateSpec, EmbedSpec)
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
@@ -294,7 +294,7 @@ class Call:
                     record.num_cached += answer.num_cached
                     record.num_generated += answer.num_generated
 
-    async def score(self, parse: Callable[[], ReadSpec], num_bytes: int) -> Chunk:
+    async def score(self, parse: Callable[[], GenerateSpec], num_bytes: int) -> Chunk:
         parsed = await self._read(RequestReader(self.served).read_score, parse, num_bytes)
         return (await self.generate(parsed)).sequences[0]
 
@@ -307,7 +307,7 @@ class Call:
         return parsed, (await self.generate(parsed)).sequences[0]
 
     async def fill_mask(
-        self, parse: Callable[[], ReadSpec], num_bytes: int
+        self, parse: Callable[[], GenerateSpec], num_bytes: int
     ) -> tuple[ParsedRequest, Chunk]:
         parsed = await self._read(RequestReader(self.served).read_fill_mask, parse, num_bytes)
         return parsed, (await self.generate(parsed)).sequences[0]

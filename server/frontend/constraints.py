@@ -23,7 +23,7 @@ from quill.server.grammar.constraint_source import (
 from quill.server.grammar.json_schema import MAX_DEPTH, nested
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import PLAIN, Tool, ToolCallFormat
+from quill.server.tools import PLAIN, ToolCallFormat
 
 MAX_TOOLS = 128
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
@@ -107,7 +107,7 @@ def _marker_id(format_: ToolCallFormat, text: Text) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
+def _tools(specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
     if len(specs) > MAX_TOOLS:
         rule = f"at most {MAX_TOOLS} are allowed"
         raise InvalidFieldError("tools", f"has {len(specs)} entries; {rule}")
@@ -121,7 +121,7 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
         if each.name in names:
             raise InvalidFieldError(f"{each.field}.name", "is another tool's, too")
         names.add(each.name)
-    return tuple(map(_tool, specs))
+    return tuple(map(_parsed, specs))
 
 
 def _written(parameters: str | dict[str, Any] | None) -> str:
@@ -130,19 +130,19 @@ def _written(parameters: str | dict[str, Any] | None) -> str:
     return parameters or ""
 
 
-def _tool(spec: ToolSpec) -> Tool:
+def _parsed(spec: ToolSpec) -> ToolSpec:
     if not spec.parameters and not isinstance(spec.parameters, dict):
-        return Tool(spec.name, spec.description, None)
+        return spec._replace(parameters=None)
     parameters = read_object(f"{spec.field}.parameters", spec.parameters)
     if parameters.get("type", "object") != "object":
         rule = 'arguments are an object: its "type" must be "object"'
         raise InvalidFieldError(
             f"{spec.field}.parameters", f"is a schema of something else; {rule}"
         )
-    return Tool(spec.name, spec.description, parameters)
+    return spec._replace(parameters=parameters)
 
 
-def _called_names(choice: ToolChoice, tools: Sequence[Tool]) -> set[str]:
+def _called_names(choice: ToolChoice, tools: Sequence[ToolSpec]) -> set[str]:
     known = {tool.name for tool in tools}
     if not known.issuperset(choice.names):
         raise InvalidFieldError("tool_choice.names", "has a name that none of the tools has")
