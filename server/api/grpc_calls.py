@@ -21,6 +21,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
 from quill.server.auth.key_file import Keyring
+from quill.server.balancing_headers import wants_load, write_load
 from quill.server.errors import (
     InvalidFieldError,
     OverloadedError,
@@ -29,7 +30,6 @@ from quill.server.errors import (
     status_name,
 )
 from quill.server.frontend.call import Calls, Frontend, RequestContext, raising_context
-from quill.server.load_header import wants_load, write_load
 from quill.server.telemetry.tracing import HEADERS
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
