@@ -330,7 +330,7 @@ def model_message(served: ServedModel) -> pb.Model:
         default_max_new_tokens=served.default_max_new_tokens,
         max_num_seqs=served.max_num_seqs,
         max_num_sequences=served.max_num_sequences,
-        max_num_beams=served.max_num_beams,
+        max_num_beams=served.max_num_sequences,
         max_waiting=served.max_waiting,
         max_message_bytes=served.max_message_bytes,
         embedding_size=manifest.sizes.d_model if served.gives_embeddings else 0,

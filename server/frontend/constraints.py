@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quill.server.errors import InvalidFieldError, UnsupportedError
+from quill.server.frontend.json_values import JsonError, parse_json
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import Conversation, GenerateSpec, ToolChoice, ToolSpec, ToolUse
 from quill.server.grammar.constraint_source import (
@@ -157,19 +158,13 @@ def check_tool_name(field: str, name: str) -> None:
 
 def read_object(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
     """A JSON object, parsed if it isn't, and not too deep."""
-    too_deep = f"has more than {MAX_DEPTH} objects and lists within one another"
     try:
-        value = json.loads(given) if isinstance(given, str) else given
-        if isinstance(given, str):  # Python also reads NaN, and halves of surrogate pairs
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise InvalidFieldError(field, too_deep) from None
-    except UnicodeEncodeError:
-        raise InvalidFieldError(field, "has half of a surrogate pair") from None
-    except ValueError as error:
-        raise InvalidFieldError(field, f"isn't JSON: {error}") from None
+        value = parse_json(given.encode()) if isinstance(given, str) else given
+    except JsonError as error:
+        raise InvalidFieldError(field, str(error)) from None
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "isn't a JSON object")
     if any(depth > MAX_DEPTH for depth, _ in nested(value)):
-        raise InvalidFieldError(field, too_deep)
+        rule = f"has more than {MAX_DEPTH} objects and lists within one another"
+        raise InvalidFieldError(field, rule)
     return value

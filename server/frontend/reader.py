@@ -90,7 +90,7 @@ class RequestReader:
         limits = {
             "max_new_tokens": served.context,
             "num_sequences": served.max_num_sequences,
-            "num_beams": served.max_num_beams,
+            "num_beams": served.max_num_sequences,
         }
         options = _checked(given, GENERATE, limits)
         if options["max_new_tokens"] is None:

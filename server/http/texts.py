@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from quill.server.errors import InvalidFieldError
-from quill.server.fields import EMBED
+from quill.server.fields import EMBED, Choices
 from quill.server.frontend.answer import Chunk, Embeddings, whole_embeddings
 from quill.server.frontend.call import (
     MAX_INLINE_EMBEDDINGS,
@@ -21,7 +21,13 @@ from quill.server.frontend.call import (
     Calls,
     RequestContext,
 )
-from quill.server.frontend.json_options import CONVERSATION, TOOLS, generate_spec, option_fields
+from quill.server.frontend.json_options import (
+    CONVERSATION,
+    TOOLS,
+    choice_kind,
+    generate_spec,
+    option_fields,
+)
 from quill.server.frontend.json_values import (
     BOOLEAN,
     INTEGERS,
@@ -31,9 +37,9 @@ from quill.server.frontend.json_values import (
     Kind,
     Unsupported,
     read_fields,
-    read_string,
     wrong_type,
 )
+from quill.server.frontend.reader import RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedInput, EmbedSpec, ParsedRequest, Prompt
 from quill.server.http.errors import HttpError
@@ -44,7 +50,6 @@ MODEL = JsonField("model", STRING, f"the name of the model, as /v1/models has it
 STARTED = int(time.time())
 MAX_PROMPTS = 2048
 MAX_TOKEN_ID = 2**31 - 1
-_FORMATS = ("float", "base64")
 TextOrIds = str | list[int]
 
 
@@ -122,12 +127,6 @@ class Models(Route):
         await exchange.answer_json({"object": "list", "data": [entry]})
 
 
-def _format(name: str, value: Any) -> str:
-    if read_string(name, value) not in _FORMATS:
-        raise InvalidFieldError(name, f"isn't known; there are {', '.join(_FORMATS)}")
-    return str(value)
-
-
 class EmbeddingsRoute(Route):
     path = "/v1/embeddings"
     help = "embeddings of texts"
@@ -136,7 +135,7 @@ class EmbeddingsRoute(Route):
         MODEL,
         JsonField(
             "encoding_format",
-            Kind({"type": "string", "enum": list(_FORMATS)}, _format),
+            choice_kind(Choices("", ("float", "base64"))),
             "how embeddings are written: numbers, or 32-bit floats in base64",
         ),
         *option_fields(EMBED["dimensions"]),
@@ -145,7 +144,8 @@ class EmbeddingsRoute(Route):
     async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
         async with self._calls.open(context) as call:
             check_model(values, call.served)
-            embedded = await call.embed(partial(_embed_spec, values), exchange.num_bytes)
+            parse = partial(_embed_spec, values)
+            embedded = await call.read_only(RequestReader.read_embed, parse, exchange.num_bytes)
             whole = partial(_embeddings_json, *embedded, values, call.served)
             if len(values["input"]) > MAX_INLINE_EMBEDDINGS:
                 await exchange.answer_long(whole)
