@@ -18,12 +18,12 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.prefix_header "
+    "loadtest": "protos server.fields server.client server.headers "
     "server.cli.arguments server.prometheus_text server.addresses export.bundle",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
-    "server.loading.engine_factory server.loading.choices server.limits server.request "
+    "server.loading.engine_factory server.loading.choices server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }

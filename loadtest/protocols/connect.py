@@ -26,7 +26,7 @@ from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries, is_retryable
 from quill.server.client.sync_pool import EndpointPool
 from quill.server.client.target import is_multiple
-from quill.server.prefix_header import prefix_key
+from quill.server.headers import prefix_key
 
 
 class PoolClient:

@@ -24,7 +24,7 @@ from quill.server.errors import (
     status_name,
 )
 from quill.server.frontend.call import Frontend, RequestContext, raising_context
-from quill.server.load_header import wants_load, write_load
+from quill.server.headers import wants_load, write_load
 from quill.server.telemetry.tracing import HEADERS
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name

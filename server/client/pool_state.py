@@ -19,7 +19,7 @@ from quill.server.client.balancer import Balancer
 from quill.server.client.errors import CallError
 from quill.server.client.retry import is_retryable
 from quill.server.client.target import Target
-from quill.server.load_header import TELL_LOAD, read_load
+from quill.server.headers import TELL_LOAD, read_load
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from quill.server.client.requests import (
 )
 from quill.server.client.resume import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
-from quill.server.prefix_header import prefix_key, write_prefix_hash
+from quill.server.headers import prefix_key, write_prefix_hash
 
 _Result = TypeVar("_Result")
 _Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]

@@ -23,7 +23,7 @@ from quill.server.cluster.config import (
 )
 from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.ready_message import line_to_type, proof, quill_command
+from quill.server.serve.server import line_to_type, proof, quill_command
 from quill.server.settings import Settings
 
 POLL_S = 0.5

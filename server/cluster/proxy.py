@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quill.server.cluster.coordinator import NUM_SLOTS, Endpoint
 from quill.server.errors import StartError
-from quill.server.prefix_header import PREFIX_HASH_HEADER
+from quill.server.headers import PREFIX_HASH_HEADER
 
 START_S = 10.0
 POLL_S = 0.02

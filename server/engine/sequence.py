@@ -8,10 +8,9 @@ pooling is in server/engine/strategies.py.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quill.server.constraint import Masks, Matcher
 from quill.server.engine.speculation import PromptLookup
 from quill.server.outputs import FinishReason, Timings, Usage
-from quill.server.request import Request
+from quill.server.request import Masks, Matcher, Request
 from quill.server.sampling.native import Mask
 from quill.server.sampling.sampler import Adjustments, SamplerInput, sequence_seed
 

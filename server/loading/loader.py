@@ -19,7 +19,6 @@ from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
-from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.choices import (
     Choice,
     Sizing,
@@ -34,7 +33,7 @@ from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent
-from quill.server.request import PoolingParams, Request
+from quill.server.request import Limits, PoolingParams, Request, encoder_limits
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text

@@ -12,7 +12,6 @@ from quill.model.reference.beam_search import BeamParameters, Hypothesis, search
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import Session
 from quill.server.errors import RequestError
-from quill.server.limits import Limits
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -24,7 +23,7 @@ from quill.server.outputs import (
     StartEvent,
     TokenEvent,
 )
-from quill.server.request import Pooling, PoolingParams, Request
+from quill.server.request import Limits, Pooling, PoolingParams, Request
 from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession, logits_after
 
 CONTEXT = 96

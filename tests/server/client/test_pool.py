@@ -23,7 +23,7 @@ from quill.server.client.errors import CallError
 from quill.server.client.pool_state import FIRST_STATUS_S, is_serving, make_stub, read_watch_end
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from quill.server.load_header import TELL_LOAD, read_load
+from quill.server.headers import TELL_LOAD, read_load
 from tests.server.authority import Authority, write
 from tests.server.client.conftest import MakeClient
 from tests.server.process import wait_until

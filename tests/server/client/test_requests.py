@@ -15,7 +15,7 @@ from quill.server.client.requests import (
     score_request,
     with_seed,
 )
-from quill.server.prefix_header import prefix_key
+from quill.server.headers import prefix_key
 
 SYSTEM = {"role": "system", "content": "You are a pirate. " * 50}
 

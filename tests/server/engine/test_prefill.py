@@ -4,8 +4,7 @@ from quill.server.engine.block_pool import BlockTables
 from quill.server.engine.prefill import PrefillScheduler
 from quill.server.engine.step_budget import StepBudget
 from quill.server.engine.strategies import make_group
-from quill.server.limits import Limits
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 
 LIMITS = Limits(max_num_seqs=4, context=32, num_blocks=16, block_size=4)
 

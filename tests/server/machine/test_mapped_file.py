@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quill.server.limits import Limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
-from quill.server.machine import mapped_file
-from quill.server.machine.mapped_file import CHUNK_BYTES, detach
+from quill.server.machine import memory
+from quill.server.machine.memory import CHUNK_BYTES, detach
+from quill.server.request import Limits
 from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 2 * CHUNK_BYTES + 5000
@@ -26,7 +26,7 @@ def private_mapping(path: Path) -> mmap.mmap:
 
 
 def is_mapped(path: Path) -> bool:
-    return str(path) in mapped_file.MAPS.read_text()
+    return str(path) in memory.MAPS.read_text()
 
 
 def test_mapping_keeps_what_it_had_when_the_file_is_written_over(tmp_path: Path) -> None:
@@ -61,5 +61,5 @@ def test_engine_has_nothing_of_its_bundle_mapped(tiny_bundle: TinyBundle) -> Non
 def test_without_a_list_of_mappings_nothing_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_file, "MAPS", tmp_path / "none")
+    monkeypatch.setattr(memory, "MAPS", tmp_path / "none")
     assert detach(tmp_path / "file") == 0

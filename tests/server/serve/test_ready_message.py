@@ -8,7 +8,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.server.auth.key_file import add_key
-from quill.server.serve.ready_message import http_url, line_to_type
+from quill.server.serve.server import http_url, line_to_type
 from quill.server.settings import Settings
 from tests.server.authority import Authority, write
 from tests.server.running import running_server

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quill.server.telemetry.log_format import is_news
+from quill.server.telemetry.call_record import is_news
 
 
 def record_of(error: BaseException) -> logging.LogRecord:

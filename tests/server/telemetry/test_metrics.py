@@ -15,7 +15,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
+from quill.server.telemetry.call_record import JsonFormatter, TextFormatter
 from quill.server.telemetry.metrics import stats
 from tests.server.running import Running, make_manifest, make_served, running_server
 from tests.server.scripted_session import TIMEOUT_S

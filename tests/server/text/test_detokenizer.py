@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from quill.model.data.tokenizer import byte_tokenizer, train_bpe
-from quill.server.text.detokenizer import Decoder, StopStrings, WindowDecoder
+from quill.server.text.streaming import Decoder, StopStrings, WindowDecoder
 from quill.server.text.tokenizer import Text
 
 BYTES = Text(byte_tokenizer()._json)

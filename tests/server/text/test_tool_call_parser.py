@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quill.server.text.tool_call_parser import ToolCallParser
+from quill.server.text.streaming import ToolCallParser
 from quill.server.tools import PLAIN, TOOL_CALL_FORMATS, ToolCallDelta, ToolCallFormat, merge_deltas
 
 FORMATS = {format_.name: format_ for format_ in (PLAIN, *TOOL_CALL_FORMATS)}
