@@ -8,7 +8,7 @@ import contextlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -133,27 +133,22 @@ class Server:
         self.listening.set()
         return server
 
-    def _make_server(self, also_open: Sequence[str] = ()) -> grpc.aio.Server:
-        settings = self._settings
+    def _make_server(self) -> grpc.aio.Server:
+        settings, calls, health = self._settings, self.calls, self.health
+        timeout_s = settings.write_timeout_s
         return make_server(
             settings,
             self._keyring,
-            self.calls,
-            TextGeneration(self.calls, settings.write_timeout_s),
-            self._inference(),
-            Administration(self.calls, None if self._keyring is None else self._asked_to_reload),
-            self.health.servicer,
-            also_open,
+            calls,
+            TextGeneration(calls, timeout_s),
+            InferenceService(calls, self.metrics.registry, lambda: health.is_serving, timeout_s),
+            Administration(calls, None if self._keyring is None else self._asked_to_reload),
+            health.servicer,
         )
 
     async def _asked_to_reload(self) -> ServedModel:
         """By an administrator's call."""
         return await self.reload()
-
-    def _inference(self) -> InferenceService:
-        registry, health = self.metrics.registry, self.health
-        timeout_s = self._settings.write_timeout_s
-        return InferenceService(self.calls, registry, lambda: health.is_serving, timeout_s)
 
     async def _open_http(self) -> None:
         if not self._settings.http_ports:
