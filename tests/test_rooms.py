@@ -18,7 +18,7 @@ BETWEEN = {
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
-    "loadtest": "protos server.fields server.client server.headers "
+    "loadtest": "protos server.fields server.client server.balancing_headers "
     "server.cli.arguments server.prometheus_text server.addresses export.bundle",
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
@@ -32,7 +32,6 @@ BETWEEN = {
 # to the highest. A name without a folder is a module at the root that isn't a value.
 WITHIN = {
     "server": {
-        "deploy": "",
         "machine": "",
         "text": "",
         "auth": "",

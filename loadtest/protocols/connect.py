@@ -16,17 +16,16 @@ from quill.loadtest.protocols.http import HttpClient
 from quill.loadtest.protocols.kserve import KserveClient
 from quill.loadtest.protocols.names import ProtocolName
 from quill.protos import generation_pb2 as pb
+from quill.server.balancing_headers import prefix_key
 from quill.server.client.access import Access
 from quill.server.client.balancer import ServerState
 from quill.server.client.errors import CallError as ClientError
 from quill.server.client.errors import read_error
 from quill.server.client.pool_state import PickedEndpoint
 from quill.server.client.requests import with_seed
-from quill.server.client.resume import ResumeFilter
-from quill.server.client.retry import Attempts, Retries, is_retryable
+from quill.server.client.retry import Attempts, ResumeFilter, Retries, is_retryable
 from quill.server.client.sync_pool import EndpointPool
 from quill.server.client.target import is_multiple
-from quill.server.headers import prefix_key
 
 
 class PoolClient:

@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from quill.protos import kserve_pb2 as kserve
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
+from quill.server.balancing_headers import wants_load, write_load
 from quill.server.errors import (
     InvalidFieldError,
     OverloadedError,
@@ -24,7 +25,6 @@ from quill.server.errors import (
     status_name,
 )
 from quill.server.frontend.call import Frontend, RequestContext, raising_context
-from quill.server.headers import wants_load, write_load
 from quill.server.telemetry.tracing import HEADERS
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, Unpack
 from google.protobuf.message import Message
 
 from quill.protos import generation_pb2 as pb
+from quill.server.balancing_headers import prefix_key, write_prefix_hash
 from quill.server.client.access import Access, Metadata
 from quill.server.client.async_pool import AsyncEndpointPool
 from quill.server.client.balancer import ServerState
@@ -34,9 +35,7 @@ from quill.server.client.requests import (
     trace_metadata,
     with_seed,
 )
-from quill.server.client.resume import ResumeFilter
-from quill.server.client.retry import Attempts, Retries
-from quill.server.headers import prefix_key, write_prefix_hash
+from quill.server.client.retry import Attempts, ResumeFilter, Retries
 
 _Result = TypeVar("_Result")
 _Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]

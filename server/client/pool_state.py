@@ -14,12 +14,12 @@ import grpc
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import health_pb2
+from quill.server.balancing_headers import TELL_LOAD, read_load
 from quill.server.client.access import CHANNEL_OPTIONS, Access, ChannelOptions, Metadata
 from quill.server.client.balancer import Balancer
 from quill.server.client.errors import CallError
 from quill.server.client.retry import is_retryable
 from quill.server.client.target import Target
-from quill.server.headers import TELL_LOAD, read_load
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from quill.server.client.requests import (
     trace_metadata,
     with_seed,
 )
-from quill.server.client.resume import ResumeFilter
+from quill.server.client.retry import ResumeFilter
 from quill.server.client.retry import Attempts, Retries
-from quill.server.headers import prefix_key, write_prefix_hash
+from quill.server.balancing_headers import prefix_key, write_prefix_hash
 
 _Result = TypeVar("_Result")
 _Started = tuple[PickedEndpoint, Any, pb.GenerateChunk | None]

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from quill.server.balancing_headers import PREFIX_HASH_HEADER
 from quill.server.cluster.coordinator import NUM_SLOTS, Endpoint
 from quill.server.errors import StartError
-from quill.server.headers import PREFIX_HASH_HEADER
 
 START_S = 10.0
 POLL_S = 0.02

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quill.server.headers import read_load, write_load
+from quill.server.balancing_headers import read_load, write_load
 
 
 def test_number_comes_back() -> None:

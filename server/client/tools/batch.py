@@ -30,9 +30,8 @@ from quill.server.client.tools.batch_lines import (
     write_error,
     write_reply,
 )
-from quill.server.client.tools.batch_output import Output
+from quill.server.client.tools.batch_output import Output, Progress
 from quill.server.client.tools.batch_servers import CONCURRENCY, BatchOptions, BatchServers
-from quill.server.client.tools.progress import Progress
 from quill.server.errors import InvalidFieldError, ServerError
 
 _Item = TypeVar("_Item")

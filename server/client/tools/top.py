@@ -1,6 +1,6 @@
 """`quill top`: the metrics of all servers in the terminal, again and again.
 
-Knows: terminals, clocks, where a server's metrics are. Does not know: what the metrics mean.
+Knows: terminals, clocks, where a server's metrics are, their names. Does not know: requests.
 
 A server is given by any of its ports: the HTTP and metrics ports have /metrics, and the port after
 the gRPC port is the metrics port, unless somebody chose otherwise.
@@ -14,15 +14,15 @@ import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quill.server.addresses import MAX_PORT, METRICS_OFFSET, write_address
 from quill.server.client.access import Access, read_access
 from quill.server.client.target import read_target, resolve
 from quill.server.client.tools.http_client import HttpClient, split_address
-from quill.server.client.tools.top_table import LEGEND, Row, Window, table
 from quill.server.errors import ServerError
 from quill.server.prometheus_text import Samples, read_samples
 
@@ -31,18 +31,144 @@ RATE_S, WINDOW_S = 5.0, 60.0  # how far back rates go; ratios and quantiles
 _TOKENS = "quill_generation_tokens_total"
 _HOME, _CLEAR, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _OPEN, _CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, no cursor
+HEADS = (
+    *("server", "health", "running", "waiting", "tokens/s", "TTFT", "ITL"),
+    *("KV cache", "prefix hits", "drafts accepted"),
+)
+LEGEND = (
+    "TTFT, ITL: time to first token and between tokens, median / p95; with prefix hits and drafts "
+    "accepted of the last minute"
+)
+_NOTHING = "–"
+
+Buckets = Mapping[float, float]  # observations up to each bound
 
 
-class NoneServesError(ServerError):
-    """No server that was given serves."""
+@dataclass(frozen=True)
+class Window:
+    """A server's metrics: now, `seconds` ago for rates, and a minute ago for all else."""
+
+    now: Samples
+    recent: Samples
+    seconds: float
+    old: Samples
+
+
+@dataclass(frozen=True)
+class Row:
+    """A server that responds has a window; of another one the problem is known."""
+
+    address: str
+    window: Window | None
+    problem: str = ""
+
+    @property
+    def is_serving(self) -> bool:
+        return self.window is not None and bool(self.window.now.value("quill_serving"))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The heads, a line for each server, and one for all if there are several."""
+    cells = [list(HEADS)]
+    for row in rows:
+        if row.window is None:
+            cells.append([row.address, row.problem])
+        else:
+            health = "serving" if row.is_serving else "not serving"
+            cells.append([row.address, health, *columns([row.window])])
+    if len(rows) > 1:
+        health = f"{sum(row.is_serving for row in rows)} of {len(rows)} serve"
+        windows = [row.window for row in rows if row.window is not None]
+        cells.append(["all", health, *columns(windows)])
+    return _aligned(cells)
+
+
+def columns(windows: Sequence[Window]) -> list[str]:
+    """Of these servers together."""
+
+    def gauge(name: str) -> float:
+        return sum(each.now.value(f"quill_{name}") for each in windows)
+
+    def increase(name: str) -> float:
+        name = f"quill_{name}_total"
+        return sum(each.now.value(name) - each.old.value(name) for each in windows)
+
+    def ratio(part: float, whole: float) -> str:
+        return f"{part / whole:.0%}" if whole > 0 else _NOTHING
+
+    tokens_per_s = sum(
+        (each.now.value(_TOKENS) - each.recent.value(_TOKENS)) / each.seconds
+        for each in windows
+        if each.seconds > 0
+    )
+    hits = increase("prefix_cache_hits")
+    return [
+        f"{gauge('sequences_running'):g}/{gauge('max_num_seqs'):g}",
+        f"{gauge('requests_waiting'):g}",
+        f"{tokens_per_s:,.{0 if tokens_per_s >= 10 else 1}f}",
+        _quantiles(buckets(windows, "quill_time_to_first_token_seconds")),
+        _quantiles(buckets(windows, "quill_inter_token_latency_seconds")),
+        ratio(gauge("kv_blocks_used"), gauge("kv_blocks")),
+        ratio(hits, hits + increase("prefix_cache_misses")),
+        ratio(increase("spec_accepted_tokens"), increase("spec_draft_tokens")),
+    ]
+
+
+def buckets(windows: Sequence[Window], name: str) -> Buckets:
+    """A histogram's increase, of all servers together."""
+    found: dict[float, float] = {}
+    for window in windows:
+        old = window.old.buckets(name)
+        for bound, count in window.now.buckets(name).items():
+            found[bound] = found.get(bound, 0.0) + count - old.get(bound, 0.0)
+    return dict(sorted(found.items()))
+
+
+def quantile(buckets: Buckets, q: float) -> float | None:
+    """Interpolated within a bucket, as Prometheus does. None: there are no observations."""
+    bounds = list(buckets)
+    if not bounds or buckets[bounds[-1]] <= 0:
+        return None
+    wanted = q * buckets[bounds[-1]]
+    below, least = 0.0, 0.0
+    for bound in bounds[:-1]:
+        if buckets[bound] >= wanted:
+            return least + (wanted - below) / (buckets[bound] - below) * (bound - least)
+        below, least = buckets[bound], bound
+    return least  # beyond the last bound
+
+
+def _quantiles(buckets: Buckets) -> str:
+    both = [quantile(buckets, q) for q in (0.5, 0.95)]
+    return " / ".join(_duration(each) for each in both if each is not None) or _NOTHING
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    ms = 1000 * seconds
+    return f"{ms:.{0 if ms >= 10 else 1}f} ms"
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, numbers to the right. A problem extends over the columns after it."""
+    whole = [each for each in cells if len(each) == len(HEADS)]
+    widths = [max(len(each[column]) for each in whole) for column in range(len(HEADS))]
+    widths[0] = max(len(each[0]) for each in cells)
+    sides = ("<", "<", *(">" for _ in HEADS[2:]))
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(each, sides, widths, strict=False)
+        ).rstrip()
+        for each in cells
+    ]
 
 
 class ScrapeError(ServerError):
     """A server has no metrics at these ports."""
 
 
-@dataclass(frozen=True)
-class Scrape:
+class Scrape(NamedTuple):
     at_s: float
     samples: Samples
 
@@ -81,18 +207,17 @@ class Scraper:
         return Row(self.address, Window(now.samples, recent.samples, now.at_s - recent.at_s, old))
 
     def _fetch(self) -> Samples:
-        problem = ""
+        """From the first port that has metrics; the first port's error if none has."""
+        problems = []
         for client in self._clients:
             try:
                 samples = _read(client)
-            except ScrapeError as error:
-                problem = problem or str(error)
-            except (OSError, http.client.HTTPException) as error:
-                problem = problem or _reason(error)
+            except (ScrapeError, OSError, http.client.HTTPException) as error:
+                problems.append(_reason(error))
             else:
                 self._clients = [client]
                 return samples
-        raise ScrapeError(problem)
+        raise ScrapeError(problems[0])
 
 
 def _read(client: HttpClient) -> Samples:
@@ -113,8 +238,10 @@ def _read(client: HttpClient) -> Samples:
     return samples
 
 
-def _reason(error: OSError | http.client.HTTPException) -> str:
+def _reason(error: ScrapeError | OSError | http.client.HTTPException) -> str:
     match error:
+        case ScrapeError():
+            return str(error)
         case ConnectionRefusedError():
             return "down: nothing listens there"
         case TimeoutError():
@@ -123,7 +250,8 @@ def _reason(error: OSError | http.client.HTTPException) -> str:
             return f"TLS fails: {getattr(error, 'verify_message', '') or error.reason}"
         case http.client.HTTPException() | ConnectionResetError():
             return "no metrics there, nor at the next port. Is it gRPC, or TLS without --ca?"
-    return f"down: {error.strerror or error}"
+        case OSError():
+            return f"down: {error.strerror or error}"
 
 
 class Board:
@@ -162,7 +290,7 @@ def top(args: argparse.Namespace) -> None:
         rows = board.scrape()
         print(*table(rows), sep="\n")
         if not any(row.is_serving for row in rows):
-            raise NoneServesError("no server serves")
+            raise ServerError("no server serves")
         return
     with _screen():
         while True:

@@ -15,8 +15,8 @@ from quill.loadtest.workload.call import call
 from quill.loadtest.workload.request import ModelInfo
 from quill.loadtest.workload.scenarios import SCENARIOS, check_model, find_scenario, make_request
 from quill.protos import generation_pb2 as pb
+from quill.server.balancing_headers import prefix_key
 from quill.server.client.access import Access
-from quill.server.headers import prefix_key
 
 IDS = ModelInfo(vocab_size=512, context=128, has_tokenizer=False, has_template=False)
 TEXT = ModelInfo(vocab_size=49_152, context=2048, has_tokenizer=True, has_template=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quill.__main__ import main
-from quill.server.cli.compare import cosines
+from quill.server.cli.embed import cosines
 from tests.server.running import Running, make_embedder, running_server
 from tests.server.scripted_session import hidden_of, token_of
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2 as grpc_health
 from quill.protos import generation_pb2 as pb
 from quill.protos import health_pb2
 from quill.server.auth.key_file import add_key
+from quill.server.balancing_headers import TELL_LOAD, read_load
 from quill.server.client import async_pool, primitives, sync_pool
 from quill.server.client.access import Access, AccessError
 from quill.server.client.async_client import AsyncClient
@@ -23,7 +24,6 @@ from quill.server.client.errors import CallError
 from quill.server.client.pool_state import FIRST_STATUS_S, is_serving, make_stub, read_watch_end
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from quill.server.headers import TELL_LOAD, read_load
 from tests.server.authority import Authority, write
 from tests.server.client.conftest import MakeClient
 from tests.server.process import wait_until

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quill.protos import generation_pb2 as pb
+from quill.server.balancing_headers import prefix_key
 from quill.server.client.errors import CallError
 from quill.server.client.requests import (
     embed_request,
@@ -15,7 +16,6 @@ from quill.server.client.requests import (
     score_request,
     with_seed,
 )
-from quill.server.headers import prefix_key
 
 SYSTEM = {"role": "system", "content": "You are a pirate. " * 50}
 

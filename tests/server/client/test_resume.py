@@ -5,7 +5,7 @@ import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
-from quill.server.client.resume import ResumeFilter
+from quill.server.client.retry import ResumeFilter
 
 
 def chunk(text: str, sequence: int = 0, last: bool = False) -> pb.GenerateChunk:

@@ -2,7 +2,7 @@
 
 import io
 
-from quill.server.client.tools.progress import Progress
+from quill.server.client.tools.batch_output import Progress
 
 
 def test_what_is_told() -> None:

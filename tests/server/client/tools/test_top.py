@@ -14,8 +14,7 @@ from quill.__main__ import main
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
-from quill.server.client.tools.top import Board
-from quill.server.client.tools.top_table import Row, buckets, table
+from quill.server.client.tools.top import Board, Row, buckets, table
 from tests.server.authority import Authority, write
 from tests.server.process import COMMAND_LINE
 from tests.server.running import NUM_BLOCKS, Running, running_server

@@ -5,7 +5,7 @@ import math
 import pytest
 from prometheus_client import generate_latest
 
-from quill.server.client.tools.top_table import (
+from quill.server.client.tools.top import (
     HEADS,
     Row,
     Window,

@@ -1,1 +1,0 @@
-"""Manifests for Kubernetes, and the dashboard's generator."""
