@@ -7,7 +7,7 @@ or replayed from its middle. The generator is SplitMix64 (Steele, Lea, Flood 201
 its n-th output is a scramble of seed + n x GAMMA. Everything is arithmetic modulo 2**64, so every
 language and every vector unit gives the same bits.
 
-Written twice on purpose: server/sampling/randomness.py does a whole step at once, imports nothing
+Written twice on purpose: server/sampling/sampler.py does a whole step at once, imports nothing
 from here, and must give the same bits. Its tests hold it against this module.
 """
 

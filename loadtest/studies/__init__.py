@@ -1,1 +1,1 @@
-"""One-off studies, as scripts: `python -m quill.loadtest.studies.NAME --help`."""
+"""One-off studies, as scripts: `python -m quill.loadtest.studies.affinity --help`, for instance."""

@@ -19,9 +19,9 @@ The rules are those of the `transformers` library, so that scores compare:
 
 Ties go to the better-ranked beam, then to the lower token id.
 
-Written twice on purpose: the server's search (server/sampling/beam_search.py,
-server/sampling/beam_ranking.py) runs beams as sequences of a batch, imports nothing from here, and
-must find the same answers. Its tests hold it against this module.
+Written twice on purpose: the server's search (server/sampling/beam_search.py) runs beams as
+sequences of a batch, imports nothing from here, and must find the same answers.
+Its tests hold it against this module.
 """
 
 import math

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 from quill.server.addresses import check_address
 from quill.server.client.target import TargetError, is_multiple, read_target
 from quill.server.fields import Field
+from quill.server.settings import positive as positive
+from quill.server.settings import whole_number
 
 # What a parser of commands passes to those who add one.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -25,6 +27,33 @@ _FORMS = {
     "bias": "ID:BIAS, such as 42:-100",
 }
 _METAVARS = {"strings": "TEXT", "integers": "ID", "bias": "ID:BIAS"}
+
+
+def add_command(
+    subparsers: Subparsers, name: str, run: str, extra: str, *, help: str, description: str
+) -> argparse.ArgumentParser:
+    """`run`: module:function; `extra`: what brings the packages that the function imports."""
+    parser = subparsers.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=run, extra=extra)
+    return parser
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    help: str,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """A flag with a value; without `parse`, a switch. The help text ends with the default."""
+    if parse is None:
+        parser.add_argument(flag, action="store_true", help=help)
+        return
+    shown = f"{default:g}" if isinstance(default, float) else default
+    text = help if default is None else f"{help} (default {shown})"
+    parser.add_argument(flag, type=parse, metavar=metavar, default=default, help=text, **more)
 
 
 def add_fields(parser: argparse.ArgumentParser, fields: Iterable[Field]) -> None:
@@ -73,13 +102,8 @@ def add_address(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     """For a client. `many`: several servers may be given."""
     several = f"; several servers are {SEVERAL}" if many else ""
     group = parser.add_argument_group("connection")
-    group.add_argument(
-        "--address",
-        type=addresses if many else address,
-        default=ADDRESS,
-        metavar="HOST:PORT",
-        help=f"the server's gRPC port (default {ADDRESS}){several}",
-    )
+    text = f"the server's gRPC port{several}"
+    add_option(group, "--address", text, addresses if many else address, "HOST:PORT", ADDRESS)
     _add_access(parser, group)
 
 
@@ -91,27 +115,13 @@ def add_access(parser: argparse.ArgumentParser) -> None:
 def _add_access(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     # gRPC's own log lines would hide the one line that says what to do.
     parser.set_defaults(environment={"GRPC_VERBOSITY": "NONE"})
-    group.add_argument(
-        "--tls", action="store_true", help="use TLS and trust this machine's authorities"
-    )
-    group.add_argument(
-        "--ca", type=Path, metavar="PEM", help="use TLS and trust this certificate authority"
-    )
-    group.add_argument("--cert", type=Path, metavar="PEM", help="the client's certificate")
-    group.add_argument("--key", type=Path, metavar="PEM", help="the certificate's private key")
-    group.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="a file with the API key (default: $QUILL_API_KEY)",
-    )
-    group.add_argument(
-        "--insecure", action="store_true", help="allow the API key to be sent without TLS"
-    )
-
-
-def port(text: str) -> int:
-    return number(text, 0, 65535)
+    add_option(group, "--tls", "use TLS and trust this machine's authorities")
+    add_option(group, "--ca", "use TLS and trust this certificate authority", Path, "PEM")
+    add_option(group, "--cert", "the client's certificate", Path, "PEM")
+    add_option(group, "--key", "the certificate's private key", Path, "PEM")
+    key = "a file with the API key (default: $QUILL_API_KEY)"
+    add_option(group, "--api-key-file", key, Path, "FILE")
+    add_option(group, "--insecure", "allow the API key to be sent without TLS")
 
 
 def address(text: str) -> str:
@@ -136,14 +146,6 @@ def addresses(text: str) -> str:
     return text
 
 
-def optional_port(text: str) -> str | int:
-    return text if text in ("auto", "off") else port(text)
-
-
-def positive(text: str) -> int:
-    return number(text, 1, 2**31 - 1)
-
-
 def replicas(text: str) -> tuple[int, int]:
     """A number, or a minimum and a maximum with two dots between them."""
     least, dots, most = text.partition("..")
@@ -160,20 +162,4 @@ def sha256(text: str) -> str:
 
 
 def natural(text: str) -> int:
-    return number(text, 0, 2**31 - 1)
-
-
-def number(text: str, least: int, most: int) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from {least} to {most}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds above 0")
-    return seconds
+    return whole_number(text, 0, 2**31 - 1)

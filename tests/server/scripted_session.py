@@ -30,7 +30,8 @@ def following(token: int) -> int:
     pairs = {ord("z"): ord("a"), 0xC3: 0xA9, 0xA9: 0xC3}
     if byte in pairs:
         return token_of(pairs[byte])
-    return token_of(byte + 1) if chr(max(byte, 0)).isalpha() else token_of(ord("a"))
+    is_letter = byte < 0xFF and chr(max(byte, 0)).isalpha()  # after the last byte comes none
+    return token_of(byte + 1) if is_letter else token_of(ord("a"))
 
 
 def hidden_of(token: int) -> list[float]:
