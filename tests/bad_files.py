@@ -115,7 +115,7 @@ def try_one(chance: random.Random, target: Target) -> str:
     said = manifest.read_bytes() if target.describe else b""
     target.path.write_bytes(harm(chance, before, target.is_json))
     if target.describe:
-        _agree(manifest, target.path)
+        agree(target.path)
     try:
         target.read()
         return "read"
@@ -129,8 +129,9 @@ def try_one(chance: random.Random, target: Target) -> str:
             manifest.write_bytes(said)
 
 
-def _agree(manifest: Path, path: Path) -> None:
+def agree(path: Path) -> None:
     """Whoever makes a hostile bundle gets its hashes right."""
+    manifest = path.parent / MANIFEST_FILE
     value = json.loads(manifest.read_bytes())
     others = [file for file in value["files"] if file["name"] != path.name]
     value["files"] = [*others, vars(describe_file(path.parent, path.name))]

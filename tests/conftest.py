@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 import quill as quill
@@ -13,6 +14,10 @@ if "QUILL_EMULATED" in os.environ:  # before anything that traces is imported
     from tests.native_tracer import install
 
     install()
+
+# How long an example takes depends on who else is running.
+hypothesis.settings.register_profile("quill", deadline=None)
+hypothesis.settings.load_profile("quill")
 
 if TYPE_CHECKING:
     from tests.server.tiny_bundle import TinyBundle

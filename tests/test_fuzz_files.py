@@ -10,15 +10,14 @@ from pathlib import Path
 import onnx
 import pytest
 
-from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
+from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
 from quill.server.errors import StartError
 from quill.server.loading.loader import Loader
-from quill.server.settings import Settings
+from tests.bad_files import SMALL, agree
 from tests.fuzz import read_bad_files
 from tests.good_files import write_good_files
 
-SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 GRAPH = "decoder.fp32.onnx"
 
 
@@ -33,14 +32,6 @@ def good_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(good_files: Path, tmp_path: Path) -> Path:
     """A copy to do harm to."""
     return Path(shutil.copytree(good_files / "bundle", tmp_path / "bundle"))
-
-
-def agree(bundle: Path, name: str) -> None:
-    """Whoever makes a hostile bundle gets its hashes right."""
-    manifest = json.loads((bundle / MANIFEST_FILE).read_text())
-    others = [file for file in manifest["files"] if file["name"] != name]
-    manifest["files"] = [*others, vars(describe_file(bundle, name))]
-    (bundle / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 
 def test_bad_files_are_refused_in_words_with_little_memory(good_files: Path) -> None:
@@ -61,7 +52,7 @@ def test_weights_of_a_graph_are_not_read_from_outside_the_bundle(bundle: Path, p
             if entry.key == "location":
                 entry.value = str(outside) if place == "absolute" else place
     onnx.save(graph, bundle / GRAPH)
-    agree(bundle, GRAPH)
+    agree(bundle / GRAPH)
     with pytest.raises(StartError, match=r"can't be opened"):
         Loader(bundle, SMALL).load()
 
@@ -76,7 +67,7 @@ def test_weights_that_are_a_link_to_another_file_are_not_followed(bundle: Path) 
 
 def test_graph_that_is_no_graph_is_an_error_in_one_line(bundle: Path) -> None:
     (bundle / GRAPH).write_bytes(b"\xff" * 100)
-    agree(bundle, GRAPH)
+    agree(bundle / GRAPH)
     with pytest.raises(StartError, match=r"decoder.fp32.onnx can't be opened") as caught:
         Loader(bundle, SMALL).load()
     assert "\n" not in str(caught.value)

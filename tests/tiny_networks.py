@@ -7,7 +7,10 @@ weights.
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from quill.model.network.config import ModelConfig, Recurrence
+from quill.model.network.transformer import Transformer
 
 LLAMA = ModelConfig(
     family="causal",
@@ -85,3 +88,13 @@ def tiny(vocab_size: int, context: int, **changes: Any) -> ModelConfig:
     """Llama's shape with heads of size 4: for networks whose speed matters more than their size."""
     small: dict[str, Any] = {"d_model": 16, "head_size": 4, "d_ff": 20}
     return replace(LLAMA, vocab_size=vocab_size, context=context, **(small | changes))
+
+
+def randomized(config: ModelConfig, std: float = 0.4) -> Transformer:
+    """A network with weights large enough that a wrong mask or position shows."""
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=std)
+    return model

@@ -3,12 +3,11 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from quill.model.reference.beam_search import BeamParameters, Hypothesis, search
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import Session
 from quill.server.errors import RequestError
@@ -25,6 +24,9 @@ from quill.server.outputs import (
 )
 from quill.server.request import Limits, Pooling, PoolingParams, Request
 from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession, logits_after
+
+if TYPE_CHECKING:  # torch takes seconds to import: see tests/tiers.py
+    from quill.model.reference.beam_search import BeamParameters, Hypothesis
 
 CONTEXT = 96
 
@@ -105,7 +107,7 @@ class Harness:
         else:
             self.finished[key] = event
 
-    def check_search(self, request: Request, expected: Sequence[Hypothesis]) -> None:
+    def check_search(self, request: Request, expected: "Sequence[Hypothesis]") -> None:
         """The hypotheses of a request with beams, and their scores."""
         name = request.request_id
         assert [each.token_ids for each in self.found[name]] == [one.token_ids for one in expected]
@@ -139,8 +141,10 @@ def make_reading(
     return Request(request_id=name, pooling=reading, max_new_tokens=0, **fields)
 
 
-def reference_search(request: Request, context: int = CONTEXT) -> list[Hypothesis]:
+def reference_search(request: Request, context: int = CONTEXT) -> "list[Hypothesis]":
     """The best answers to a request with beams, by model/reference/beam_search.py."""
+    from quill.model.reference.beam_search import search
+
     longest = min(request.max_new_tokens, context - len(request.prompt_ids))
 
     def next_logits(rows: Any, parents: Any) -> Any:
@@ -149,7 +153,9 @@ def reference_search(request: Request, context: int = CONTEXT) -> list[Hypothesi
     return list(search(next_logits, request.prompt_ids, beam_parameters(request), longest))
 
 
-def beam_parameters(request: Request) -> BeamParameters:
+def beam_parameters(request: Request) -> "BeamParameters":
+    from quill.model.reference.beam_search import BeamParameters
+
     assert request.beams is not None
     names: dict[str, Any] = {"heuristic": False, "at_once": True, "never": "never"}
     return BeamParameters(

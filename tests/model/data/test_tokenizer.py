@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,6 @@ texts = st.lists(st.text() | tricky | specials).map("".join)
 
 @every_tokenizer
 @given(text=texts)
-@settings(deadline=None)
 def test_any_unicode_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode(text, parse_special=True)) == text
@@ -64,7 +63,6 @@ def test_any_unicode_text_survives_the_round_trip(tokenizer: Tokenizer, text: st
 
 @every_tokenizer
 @given(text=texts)
-@settings(deadline=None)
 def test_text_never_becomes_a_special_token_unasked(tokenizer: Tokenizer, text: str) -> None:
     special = tokenizer.special
     assert not {special.bos, special.eos, special.pad} & set(tokenizer.encode(text))

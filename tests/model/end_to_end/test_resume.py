@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +108,29 @@ def test_killed_at_any_point_it_resumes_to_the_same_weights(
     assert not list(out.glob(".*"))
 
 
+@contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """Ctrl-C before this step."""
+    run_step = Trainer.run_step
+
+    def interrupted(self: Trainer) -> StepResult:
+        if self.step == step:
+            signal.raise_signal(signal.SIGINT)
+        return run_step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run_step", interrupted)
+        yield
+
+
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     text: Path,
     uninterrupted: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run_step = Trainer.run_step
-
-    def interrupted(self: Trainer) -> StepResult:
-        if self.step == 4:
-            signal.raise_signal(signal.SIGINT)
-        return run_step(self)
-
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run_step", interrupted)
+    with interrupted_at(4):
         assert main(text_arguments(text, out)) == 130
     assert last_checkpoint(out).name == "step-00000005"
     assert f"quill train --resume {out}" in capfd.readouterr().err
@@ -130,20 +138,10 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(
     assert weight_bytes(out) == weight_bytes(uninterrupted)
 
 
-def test_the_balance_of_experts_goes_on_where_it_was(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_step = Trainer.run_step
-
-    def interrupted(self: Trainer) -> StepResult:
-        if self.step == 4:
-            signal.raise_signal(signal.SIGINT)
-        return run_step(self)
-
+def test_the_balance_of_experts_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "run"
     train(text_arguments(text, whole, "--preset", "moe-tiny"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run_step", interrupted)
+    with interrupted_at(4):
         assert main(text_arguments(text, out, "--preset", "moe-tiny")) == 130
     train(["train", "--resume", str(out)])
     assert weight_bytes(out) == weight_bytes(whole)
@@ -273,7 +271,6 @@ def test_more_steps_with_a_schedule_that_knows_no_end_are_as_if_asked_for_at_fir
 def test_more_steps_with_a_cosine_follow_the_longer_one_and_can_be_interrupted(
     uninterrupted: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     runs = [Path(shutil.copytree(uninterrupted, tmp_path / name)) for name in ("one", "two")]
@@ -285,15 +282,7 @@ def test_more_steps_with_a_cosine_follow_the_longer_one_and_can_be_interrupted(
     assert last["step"] == 14
     assert last["learning_rate"] == recipe.learning_rate_at(13)
 
-    run_step = Trainer.run_step
-
-    def interrupted(self: Trainer) -> StepResult:
-        if self.step == 10:
-            signal.raise_signal(signal.SIGINT)
-        return run_step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run_step", interrupted)
+    with interrupted_at(10):
         assert main(["train", "--resume", str(runs[1]), "--steps", "14"]) == 130
     train(["train", "--resume", str(runs[1])])
     assert last_checkpoint(runs[1]).name == "step-00000014"

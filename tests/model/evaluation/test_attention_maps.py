@@ -20,7 +20,7 @@ from quill.model.evaluation.attention_maps import (
 )
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
-from tests.tiny_networks import tiny
+from tests.tiny_networks import randomized, tiny
 
 CAUSAL = tiny(259, 24, num_layers=3)
 SEQ2SEQ = dataclasses.replace(
@@ -29,13 +29,8 @@ SEQ2SEQ = dataclasses.replace(
 
 
 def make_checkpoint(config: ModelConfig) -> Checkpoint:
-    torch.manual_seed(0)
-    model = Transformer(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4)
     tokenizer = byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS)
-    return Checkpoint(config, model.state_dict(), tokenizer, tokenizer.special)
+    return Checkpoint(config, randomized(config).state_dict(), tokenizer, tokenizer.special)
 
 
 @torch.no_grad()

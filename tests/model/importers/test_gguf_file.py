@@ -134,9 +134,7 @@ def test_an_alignment_that_is_no_power_of_two_is_refused(tmp_path: Path, alignme
         open_bytes(tmp_path, header(0, 1) + entry)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_short_anywhere_is_an_error(
     tmp_path: Path, tiny_bytes: bytes, share: float
@@ -145,9 +143,7 @@ def test_a_file_cut_short_anywhere_is_an_error(
         open_bytes(tmp_path, tiny_bytes[: int(share * len(tiny_bytes))])
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 6000), value=st.integers(0, 255))
 def test_a_changed_byte_is_harmless_or_an_error_of_ours(
     tmp_path: Path, tiny_bytes: bytes, place: int, value: int

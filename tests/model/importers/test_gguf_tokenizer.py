@@ -1,14 +1,11 @@
 """The tokenizer out of a GGUF file gives the ids that transformers gives."""
 
-import itertools
 import random
 import unicodedata
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -146,55 +143,6 @@ def test_decoding_gives_the_text_of_transformers_and_the_text_itself(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
             assert ours.decode(ids, skip_special=skip) == expected
-
-
-# llama.cpp's patterns for 'smollm', applied one after the other.
-PATTERNS = (
-    regex.compile(r"\p{N}"),
-    regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-)
-
-
-def split_as_llama_cpp(text: str) -> list[str]:
-    pieces = [text]
-    for pattern in PATTERNS:
-        pieces = list(itertools.chain.from_iterable(_cut(pattern, piece) for piece in pieces))
-    return pieces
-
-
-def _cut(pattern: "regex.Pattern[str]", text: str) -> list[str]:
-    pieces, end = [], 0
-    for match in pattern.finditer(text):
-        pieces += [text[end : match.start()], match.group()]
-        end = match.end()
-    return [piece for piece in [*pieces, text[end:]] if piece]
-
-
-def test_ids_are_those_of_a_slow_and_obvious_bpe(smollm2_gguf: Path, ours: Tokenizer) -> None:
-    metadata = GgufFile(smollm2_gguf).metadata
-    ids = {token: index for index, token in enumerate(metadata.texts("tokenizer.ggml.tokens"))}
-    merges = metadata.texts("tokenizer.ggml.merges")
-    ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
-
-    @cache
-    def merge(piece: str) -> list[int]:
-        # SmolLM2 has no token for 21 of the bytes; the library leaves them out before merging.
-        parts = [letters[byte] for byte in piece.encode() if letters[byte] in ids]
-        while len(parts) > 1:
-            pairs = list(itertools.pairwise(parts))
-            best = min(range(len(pairs)), key=lambda place: ranks.get(pairs[place], len(ranks)))
-            if pairs[best] not in ranks:
-                break
-            parts[best : best + 2] = ["".join(pairs[best])]
-        return [ids[part] for part in parts]
-
-    for text in STRINGS[:400]:
-        expected = [index for piece in split_as_llama_cpp(text) for index in merge(piece)]
-        assert ours.encode(text) == expected, repr(text)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])

@@ -11,20 +11,14 @@ from torch import Tensor
 from quill.model.network.attention import EncoderAttention
 from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
-from tests.tiny_networks import tiny
+from tests.tiny_networks import randomized, tiny
 
 SMALL = tiny(23, 16, num_kv_heads=4)
 SEQ2SEQ = dataclasses.replace(SMALL, family="seq2seq", num_encoder_layers=2)
 
 
 def build(config: ModelConfig, **changes: Any) -> Transformer:
-    """A network with weights large enough that a wrong mask or position shows."""
-    torch.manual_seed(0)
-    model = Transformer(dataclasses.replace(config, **changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4)
-    return model
+    return randomized(dataclasses.replace(config, **changes))
 
 
 def tokens(num_sequences: int, length: int, seed: int = 0) -> Tensor:

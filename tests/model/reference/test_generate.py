@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from quill.model.errors import CheckpointError, RequestError
-from quill.model.network.config import ModelConfig
 from quill.model.network.transformer import Transformer
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import Generation, generate
 from quill.model.reference.sampling import SamplingParameters
-from tests.tiny_networks import tiny
+from tests.tiny_networks import randomized, tiny
 
 CAUSAL = tiny(31, 24)
 SEQ2SEQ = dataclasses.replace(
@@ -34,24 +33,14 @@ EVERYTHING = SamplingParameters(
 )
 
 
-def build(config: ModelConfig) -> Transformer:
-    """A network with weights large enough to have opinions."""
-    torch.manual_seed(0)
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4)
-    return model
-
-
 @pytest.fixture(scope="module")
 def causal() -> Transformer:
-    return build(CAUSAL)
+    return randomized(CAUSAL)
 
 
 @pytest.fixture(scope="module")
 def seq2seq() -> Transformer:
-    return build(SEQ2SEQ)
+    return randomized(SEQ2SEQ)
 
 
 def assert_same(left: Generation, right: Generation) -> None:
@@ -65,7 +54,7 @@ def assert_same(left: Generation, right: Generation) -> None:
 def test_cached_and_uncached_give_the_same_answer(
     parameters: SamplingParameters, positions: Any
 ) -> None:
-    model = build(dataclasses.replace(CAUSAL, positions=positions))
+    model = randomized(dataclasses.replace(CAUSAL, positions=positions))
     for seed in range(3):
         uncached = generate(model, PROMPT, parameters, seed)
         assert_same(generate(model, PROMPT, parameters, seed, cached=True), uncached)
@@ -111,7 +100,7 @@ def test_answers_to_one_request_differ(causal: Transformer) -> None:
 
 def test_the_random_number_of_a_token_does_not_depend_on_the_prompt() -> None:
     # All logits are equal, so each token shows its random number: floor(u x vocabulary).
-    model = build(CAUSAL)
+    model = randomized(CAUSAL)
     with torch.no_grad():
         model.embedding.weight.zero_()
     parameters = SamplingParameters(max_new_tokens=6)
@@ -187,7 +176,7 @@ def test_only_seq2seq_models_have_a_source(causal: Transformer, seq2seq: Transfo
 
 
 def test_damaged_weights_are_an_error() -> None:
-    model = build(CAUSAL)
+    model = randomized(CAUSAL)
     with torch.no_grad():
         model.decoder_norm.get_parameter("weight").fill_(math.nan)
     with pytest.raises(CheckpointError, match="logits aren't finite"):

@@ -203,7 +203,7 @@ PARAMETERS = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(LOGITS, PARAMETERS, st.floats(0, 1, exclude_max=True), st.data())
 def test_any_parameters_choose_as_a_plain_loop_does(
     values: list[float], parameters: SamplingParameters, u: float, data: st.DataObject

@@ -113,39 +113,6 @@ def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
     wait_until(server.is_idle, "nothing runs or waits, of the hurried client either")
 
 
-def test_bundle_that_is_replaced_on_disk_does_not_change_what_is_served(
-    tiny_bundle: TinyBundle, server: ServerProcess
-) -> None:
-    """New files take the old ones' names, as rsync and mv do it; a reload is another matter."""
-    expected = ask(server, seed=9)
-    before = {path: path.read_bytes() for path in tiny_bundle.directory.iterdir()}
-    try:
-        for path in before:
-            path.unlink()
-            path.write_bytes(b"something else")
-        assert ask(server, seed=9) == expected
-    finally:
-        for path, content in before.items():
-            path.write_bytes(content)
-    wait_until(server.is_idle, "nothing runs or waits")
-
-
-def test_flood_of_cancels_leaves_nothing_behind(server: ServerProcess) -> None:
-    expected = ask(server)
-    cancelled = server.num_ended("CANCELLED")
-    with Client(server.address, NEVER) as client:
-        for number in range(200):
-            chunks = client.stream([*PROMPT, number], max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
-            next(chunks)
-            chunks.close()
-    assert ask(server) == expected
-    wait_until(server.is_idle, "nothing runs or waits")
-    wait_until(
-        lambda: server.num_ended("CANCELLED") + server.num_ended("OK") >= cancelled + 200,
-        "every one has ended",
-    )
-
-
 def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
     tiny_bundle: TinyBundle, faults: Faults, tmp_path: Path
 ) -> None:

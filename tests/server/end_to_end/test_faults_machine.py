@@ -4,12 +4,12 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from quill.loadtest.environment.process import free_port
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.process import (
@@ -27,13 +27,6 @@ from tests.server.tiny_bundle import TinyBundle
 
 UNTIL_IT_LISTENS = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
 WEIGHTS = "weights.fp32.bin"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def test_full_disk_for_all_that_the_server_says_stops_no_answer(tiny_bundle: TinyBundle) -> None:

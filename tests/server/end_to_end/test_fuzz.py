@@ -4,15 +4,12 @@
 """
 
 import asyncio
-import random
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.fuzz import BUG
 from tests.server.adversarial_load import Adversary
@@ -24,16 +21,9 @@ from tests.server.bad_bytes import (
     begin,
     frame,
     headers,
-    make_bytes,
 )
-from tests.server.bad_calls import SERVICE, Call, make_call
+from tests.server.bad_calls import SERVICE, Call
 from tests.server.process import ServerProcess, server_process, wait_until
-
-CHANCE = st.randoms(use_true_random=False)
-BRIEFLY = settings(
-    max_examples=60, deadline=None, database=None, derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
 
 
 class Attacked(NamedTuple):
@@ -80,21 +70,6 @@ def test_path_that_is_no_text_ends_nobody_elses_call(attacked: Attacked) -> None
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         attacked.run(attacked.adversary.call_once(Call("Nothing", b"")))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@BRIEFLY
-@given(CHANCE)
-def test_bad_calls_are_answered_or_errors_of_the_caller(
-    attacked: Attacked, chance: random.Random
-) -> None:
-    attacked.run(attacked.adversary.call(make_call(chance)))
-
-
-@BRIEFLY
-@given(CHANCE)
-def test_bad_bytes_do_not_disturb_others(attacked: Attacked, chance: random.Random) -> None:
-    attacked.run(attacked.adversary.send_bytes(make_bytes(chance)))
-    assert attacked.run(attacked.adversary.known_answer()) == attacked.known
 
 
 def test_five_hundred_bad_requests_over_http_leave_no_trace(attacked: Attacked) -> None:

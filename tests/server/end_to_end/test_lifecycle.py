@@ -175,26 +175,6 @@ def test_full_queue_rejects_with_a_retry_delay() -> None:
         second.close()
 
 
-def test_client_waits_for_the_retry_delay_and_retries() -> None:
-    with running_server(max_num_seqs=1, max_waiting=1) as running:
-        first = start_one(running, max_new_tokens=3)
-        second = Caller(running, max_new_tokens=3)
-        running.wait_for_waiting(1)
-        delays: list[float] = []
-
-        def sleep(delay_s: float) -> None:
-            delays.append(delay_s)
-            running.session.let_go()
-            assert (first.text(), second.text()) == ("ef", "def")
-
-        with Client(running.address, sleep=sleep) as client:
-            answer = client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
-        assert answer.sequences[0].text == "de"
-        assert delays == [pytest.approx(0.1)]
-        first.close()
-        second.close()
-
-
 @pytest.mark.parametrize("num_steps", range(6))
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_client_that_leaves_frees_its_sequence_by_the_next_step(

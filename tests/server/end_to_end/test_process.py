@@ -5,14 +5,12 @@ import shutil
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quill.export.bundle.manifest import MANIFEST_FILE, describe_file
-from quill.export.errors import BundleError
 from quill.export.precisions import Family
 from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
@@ -21,7 +19,7 @@ from quill.server.errors import StartError
 from quill.server.loading.choices import MIN_CONTEXT
 from quill.server.loading.loader import Loader, warm_up
 from quill.server.request import Limits
-from quill.server.settings import Settings
+from tests.bad_files import SMALL
 from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
 from tests.server.scripted_session import Reciter
 from tests.server.tiny_bundle import TinyBundle
@@ -30,7 +28,6 @@ WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = sys.modules['quill.model.network.transformer'] = None\n"
     "from quill.__main__ import main; sys.exit(main())"
 )
-SMALL = Settings(max_num_seqs=2, threads=1, kv_cache_mb=16, precision="fp32")
 
 
 def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
@@ -81,14 +78,6 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
     assert messages[-1] == "stopped"
 
 
-def test_missing_bundle_is_one_line_and_an_exit_code() -> None:
-    command = serve_command(Path("/nowhere"), OPTIONS)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr.startswith("quill: there is no bundle at /nowhere")
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.fixture
 def bundle(tiny_bundle: TinyBundle, tmp_path: Path) -> Path:
     """A copy to damage."""
@@ -98,11 +87,6 @@ def bundle(tiny_bundle: TinyBundle, tmp_path: Path) -> Path:
 def change_manifest(bundle: Path, **changes: Any) -> None:
     path = bundle / MANIFEST_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_bundle_as_it_was_made_is_loaded(bundle: Path) -> None:
-    served = Loader(bundle, SMALL).load().served
-    assert (served.max_num_seqs, served.text) == (2, None)
 
 
 def test_model_that_cannot_run_does_not_start() -> None:
@@ -140,40 +124,3 @@ def test_bundle_with_a_tokenizer_and_a_template_takes_text(bundle: Path) -> None
     assert served.template is not None
     rendered = served.template.render([{"role": "user", "content": "a"}])
     assert served.text.encode_rendered(rendered) == [0, ord("a") + 1]
-
-
-def flip_a_byte(bundle: Path) -> None:
-    weights = bundle / "weights.fp32.bin"
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
-    weights.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "reason"),
-    [
-        (flip_a_byte, BundleError, r"weights\.fp32\.bin has the SHA-256"),
-        (
-            lambda bundle: (bundle / "decoder.fp32.onnx").unlink(),
-            BundleError,
-            r"can't read .*decoder\.fp32\.onnx",
-        ),
-        (
-            lambda bundle: change_manifest(bundle, format_version=99),
-            BundleError,
-            "format version 99",
-        ),
-        (
-            lambda bundle: change_manifest(bundle, onnxruntime="1.0.0"),
-            StartError,
-            r"ONNX Runtime 1\.0\.0",
-        ),
-    ],
-    ids=["flipped byte", "missing file", "newer format", "another runtime"],
-)
-def test_damaged_bundle_is_an_error(
-    bundle: Path, damage: Callable[[Path], None], error: type[Exception], reason: str
-) -> None:
-    damage(bundle)
-    with pytest.raises(error, match=reason):
-        Loader(bundle, SMALL).load()
