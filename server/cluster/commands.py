@@ -15,13 +15,15 @@ from quill.export.bundle.manifest import read_manifest
 from quill.server.auth.key_file import read_keys
 from quill.server.cluster import local_ray
 from quill.server.cluster.bundle_source import local_bundle
-from quill.server.cluster.config import (
+from quill.server.cluster.plan import (
     COORDINATOR,
     NAMESPACE,
+    Plan,
+    check_exposure,
+    read_plan,
     write_ray_service,
     write_serve_config,
 )
-from quill.server.cluster.plan import Plan, check_exposure, read_plan
 from quill.server.errors import ReloadError, StartError
 from quill.server.serve.server import line_to_type, proof, quill_command
 from quill.server.settings import Settings

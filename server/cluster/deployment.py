@@ -22,10 +22,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quill.server.api.grpc_server import allow_connections
 from quill.server.cluster.bundle_source import local_bundle
-from quill.server.cluster.config import COORDINATOR, NAMESPACE, REPLICA, REQUESTS
 from quill.server.cluster.coordinator import Coordinator
 from quill.server.cluster.membership import MAX_WAIT_S, Membership
-from quill.server.cluster.plan import DRAIN_S, ReplicaArgs
+from quill.server.cluster.plan import (
+    COORDINATOR,
+    DRAIN_S,
+    NAMESPACE,
+    REPLICA,
+    REQUESTS,
+    ReplicaArgs,
+)
 from quill.server.cluster.proxy import Proxy
 from quill.server.cluster.replica_server import ReplicaServer
 from quill.server.errors import ServerError, StartError

@@ -23,8 +23,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.server.addresses import DIRECTLY, reachable, write_address
-from quill.server.cluster.config import APPLICATION, ENVIRONMENT, REPLICA, replica_options
-from quill.server.cluster.plan import Plan, ReplicaArgs
+from quill.server.cluster.plan import (
+    APPLICATION,
+    ENVIRONMENT,
+    REPLICA,
+    Plan,
+    ReplicaArgs,
+    replica_options,
+)
 from quill.server.errors import StartError
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls don't pass through it

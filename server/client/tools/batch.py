@@ -31,7 +31,7 @@ from quill.server.client.tools.batch_lines import (
     write_reply,
 )
 from quill.server.client.tools.batch_output import Output, Progress
-from quill.server.client.tools.batch_servers import CONCURRENCY, BatchOptions, BatchServers
+from quill.server.client.tools.batch_servers import BatchServers
 from quill.server.errors import InvalidFieldError, ServerError
 
 _Item = TypeVar("_Item")
@@ -80,7 +80,7 @@ def answer_lines(
     *,
     http_addresses: Sequence[str] = (),
     access: Access | None = None,
-    concurrency: int = CONCURRENCY,
+    concurrency: int = 32,
     seed: int = 0,
 ) -> list[str]:
     """The answers to some lines of a batch, for pipelines that split files themselves.
@@ -88,12 +88,6 @@ def answer_lines(
     A line that has no seed gets one by its text: where equal lines should have different answers,
     give them seeds.
     """
-    options = BatchOptions(
-        addresses=[addresses] if isinstance(addresses, str) else addresses,
-        http_addresses=http_addresses,
-        access=access or Access(),
-        concurrency=concurrency,
-    )
     answers: list[str] = []
 
     async def main() -> None:
@@ -101,7 +95,10 @@ def answer_lines(
             Line(each.encode("utf-8", "surrogatepass"), derived_seed(seed, each), {})
             for each in lines
         )
-        async with BatchServers(options) as servers:
+        several = [addresses] if isinstance(addresses, str) else addresses
+        async with BatchServers(
+            several, http_addresses, access or Access(), concurrency
+        ) as servers:
             await in_order(
                 requests,
                 lambda line: answer(line, servers),
@@ -126,15 +123,14 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
 
 async def _run(args: argparse.Namespace, output: Output, num_lines: int) -> int:
     """How many lines failed, in this run or before."""
-    options = BatchOptions(
-        addresses=args.address or [args.default_address],
-        http_addresses=args.http or (),
-        access=read_access(args),
-        concurrency=args.concurrency,
+    async with BatchServers(
+        args.address or [args.default_address],
+        args.http or (),
+        read_access(args),
+        args.concurrency,
         unavailable_timeout_s=args.unavailable_timeout,
         timeout_s=args.timeout,
-    )
-    async with BatchServers(options) as servers:
+    ) as servers:
         model = await servers.model()
 
         def lines() -> Iterator[Line]:
@@ -172,8 +168,9 @@ async def answer(line: Line, servers: BatchServers) -> Answer:
         found = read_object(line.text)
         tail = {name: found[name] for name in _IDS if found.get(name) is not None}
         if "url" in found:
-            reply = await servers.post(read_http_request(found, line.seed))
-            return write_reply(line.head, reply, line_digest(line.text, str(line.seed)), tail)
+            status, body = await servers.post(*read_http_request(found, line.seed))
+            name = line_digest(line.text, str(line.seed))
+            return write_reply(line.head, status, body, name, tail)
         response = await servers.call(read_request(found, line.seed))
         return write_answer(line.head, response, tail)
     except (InvalidFieldError, CallError) as error:

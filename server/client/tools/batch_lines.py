@@ -39,20 +39,6 @@ _DIGEST_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
-class HttpRequest:
-    path: str
-    body: Json
-
-
-@dataclass(frozen=True)
-class HttpReply:
-    """Also an error that is the line's own fault."""
-
-    status: int
-    body: Json
-
-
-@dataclass(frozen=True)
 class Answer:
     """`num_tokens`: generated, or of the prompt for embeddings."""
 
@@ -109,12 +95,11 @@ def _read_embed(value: Any, options: Json) -> pb.EmbedRequest:
     several = [value] if isinstance(value, str) or _is_ids(value) else value
     if not isinstance(several, list) or not several:
         raise InvalidFieldError("input", "must be a text, token ids, or a list of such")
-    pooling = options.get("pooling", POOLING.values[0])
-    if pooling not in POOLING.values:
-        rule = f"it must be {' or '.join(POOLING.values)}"
-        raise InvalidFieldError("pooling", f"isn't known; {rule}")
     if "pooling" in options:
-        options["pooling"] = POOLING.proto_name(pooling)
+        if options["pooling"] not in POOLING.values:
+            rule = f"it must be {' or '.join(POOLING.values)}"
+            raise InvalidFieldError("pooling", f"isn't known; {rule}")
+        options["pooling"] = POOLING.proto_name(options["pooling"])
     request = pb.EmbedRequest()
     _parse(request, {"inputs": [_embed_input(each) for each in several], **options})
     return request
@@ -144,8 +129,8 @@ def _parse(request: Message, fields: Json) -> None:
             raise InvalidFieldError(name, f"can't be read: {error}") from None
 
 
-def read_http_request(found: Json, seed: int) -> HttpRequest:
-    """A line of OpenAI's files. `seed`: for a body that has none of its own."""
+def read_http_request(found: Json, seed: int) -> tuple[str, Json]:
+    """Path and body of a line of OpenAI's files. `seed`: for a body that has none of its own."""
     path, body = found.get("url"), found.get("body")
     if found.get("method", "POST") != "POST":
         raise InvalidFieldError("method", "must be POST")
@@ -157,7 +142,7 @@ def read_http_request(found: Json, seed: int) -> HttpRequest:
         raise InvalidFieldError("body.stream", "is true; a batch has whole answers. Leave it out")
     if path in _GENERATE_PATHS and body.get("seed") is None:
         body = body | {"seed": seed}
-    return HttpRequest(path, body)
+    return path, body
 
 
 def write_answer(head: Json, response: Response, tail: Json) -> Answer:
@@ -173,13 +158,13 @@ def write_answer(head: Json, response: Response, tail: Json) -> Answer:
     return Answer(_write(head | {"answer": answer | {"usage": counts}} | tail), False, num_tokens)
 
 
-def write_reply(head: Json, reply: HttpReply, name: str, tail: Json) -> Answer:
+def write_reply(head: Json, status: int, body: Json, name: str, tail: Json) -> Answer:
     """In the format of OpenAI's files, in which the server's errors are responses, too."""
-    response = {"status_code": reply.status, "request_id": name, "body": _stable(reply.body, name)}
+    response = {"status_code": status, "request_id": name, "body": _stable(body, name)}
     content = {"id": f"batch_req_{name}", **tail, "response": response}
-    if reply.status != HTTPStatus.OK:
+    if status != HTTPStatus.OK:
         return Answer(_write(head | {"error": None} | content), True)
-    usage = reply.body.get("usage", {})
+    usage = body.get("usage", {})
     num_tokens = usage.get("completion_tokens", usage.get("prompt_tokens", 0))
     return Answer(_write(head | content | {"error": None}), False, num_tokens)
 

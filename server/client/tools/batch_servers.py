@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, TypeVar
@@ -27,15 +26,13 @@ from quill.server.client.balancer import Balancer
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries, is_retryable
 from quill.server.client.target import LISTED, NAMED, Target, TargetError, read_target
-from quill.server.client.tools.batch_lines import HttpReply, HttpRequest, Request, Response
+from quill.server.client.tools.batch_lines import Json, Request, Response
 from quill.server.client.tools.http_client import HttpClient, HttpResponse, split_address
 from quill.server.errors import ServerError
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-CONCURRENCY = 32
-UNAVAILABLE_TIMEOUT_S = 300.0
 _MODEL_TIMEOUT_S = 10.0
 _BACKOFF = Retries(max_s=10.0)
 _MAX_INTERNAL_ERRORS = 2  # a step that failed may have been another request's fault
@@ -57,36 +54,36 @@ class StoppedError(ServerError):
     """The batch can't go on for now. The answers that were written are kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    addresses: Sequence[str]
-    http_addresses: Sequence[str] = ()  # none: beside the gRPC ports
-    access: Access = field(default_factory=Access)
-    concurrency: int = CONCURRENCY
-    unavailable_timeout_s: float = UNAVAILABLE_TIMEOUT_S
-    timeout_s: float | None = None  # of one call
-
-
 class BatchServers:
     """Belongs to one event loop."""
 
-    def __init__(self, options: BatchOptions) -> None:
-        self._options = options
-        self._address, target = _join(options.addresses)
-        access = options.access
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        http_addresses: Sequence[str],
+        access: Access,
+        concurrency: int,
+        *,
+        unavailable_timeout_s: float = 300.0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`http_addresses`: none: beside the gRPC ports. `timeout_s`: of one call."""
+        self._access, self._timeout_s = access, timeout_s
+        self._unavailable_timeout_s = unavailable_timeout_s
+        address, target = _join(addresses)
         # Each server once; when none of them takes a call, `_retry` waits.
         num_others = 3 if target.name else len(target.servers) - 1
-        self._client = AsyncClient(self._address, Retries(max_retries=num_others), access=access)
-        self._servers = target.servers or (self._address,)
-        http = options.http_addresses or [_http_address(each) for each in target.servers]
-        for address in http:
-            access.credentials(address)  # raises if the API key would be sent in plaintext
+        self._client = AsyncClient(address, Retries(max_retries=num_others), access=access)
+        self._servers = target.servers or (address,)
+        http = http_addresses or [_http_address(each) for each in target.servers]
+        for each in http:
+            access.credentials(each)  # raises if the API key would be sent in plaintext
         tls = access.http_context() if access.uses_tls else None
         headers = {"Content-Type": "application/json", **dict(access.metadata)}
         self._http = {each: HttpClient(each, tls, headers) for each in http}
         self._http_balancer = Balancer("least")
         self._http_balancer.set_servers(self._http, are_serving=True)
-        self._threads = ThreadPoolExecutor(options.concurrency)
+        self._threads = ThreadPoolExecutor(concurrency)
         self._answered_s = time.monotonic()  # when any server answered
         self._is_available = True
 
@@ -116,7 +113,7 @@ class BatchServers:
 
     async def _read_model(self, address: str) -> tuple[str, str | CallError]:
         once = Retries(max_retries=0)
-        async with AsyncClient(address, once, access=self._options.access) as client:
+        async with AsyncClient(address, once, access=self._access) as client:
             try:
                 model = await client.model(timeout_s=_MODEL_TIMEOUT_S)
             except CallError as error:
@@ -126,37 +123,36 @@ class BatchServers:
 
     async def call(self, request: Request) -> Response:
         """Errors are CallErrors about this request alone, or one StoppedError."""
-        timeout_s = self._options.timeout_s
 
         async def send() -> Response:
             if isinstance(request, pb.EmbedRequest):
-                return await self._client.embed_request(request, timeout_s)
-            return _complete(await self._client.generate_request(request, timeout_s))
+                return await self._client.embed_request(request, self._timeout_s)
+            return _complete(await self._client.generate_request(request, self._timeout_s))
 
         return await self._retry(send, lambda: False)
 
-    async def post(self, request: HttpRequest) -> HttpReply:
-        """The same over HTTP."""
+    async def post(self, path: str, body: Json) -> tuple[int, Json]:
+        """The same over HTTP: the status, which may be an error of this request, and the body."""
         if not self._http:
             raise StoppedError(
                 "lines of OpenAI's files go to the servers' HTTP ports: give them with --http"
             )
         loop, balancer, failed = asyncio.get_running_loop(), self._http_balancer, set[str]()
 
-        async def send() -> HttpReply:
+        async def send() -> tuple[int, Json]:
             address = balancer.begin(None, failed if balancer.has_other(failed) else frozenset())
             failed.add(address)  # where it goes well this doesn't matter
             try:
-                return await loop.run_in_executor(self._threads, self._post, address, request)
+                return await loop.run_in_executor(self._threads, self._post, address, path, body)
             finally:
                 balancer.end(address)
 
         return await self._retry(send, lambda: balancer.has_other(failed))
 
-    def _post(self, address: str, request: HttpRequest) -> HttpReply:
-        body, timeout_s = json.dumps(request.body).encode(), self._options.timeout_s
+    def _post(self, address: str, path: str, body: Json) -> tuple[int, Json]:
+        content, timeout_s = json.dumps(body).encode(), self._timeout_s
         try:
-            response = self._http[address].request("POST", request.path, body, timeout_s)
+            response = self._http[address].request("POST", path, content, timeout_s)
         except TimeoutError as error:
             reason = f"no response for {timeout_s:g} s"
             raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from error
@@ -188,7 +184,7 @@ class BatchServers:
         """Before a retry. Raises if a retry is of no use."""
         if error.code in _FOR_ALL or error.is_lasting:
             raise StoppedError(str(error)) from error
-        now_s, timeout_s = time.monotonic(), self._options.unavailable_timeout_s
+        now_s, timeout_s = time.monotonic(), self._unavailable_timeout_s
         if not is_retryable(error) or error.retry_after_s is not None:
             self._answered_s = now_s
         elif now_s - self._answered_s > timeout_s:
@@ -231,7 +227,7 @@ def _http_address(address: str) -> str:
     return write_address(host, port + HTTP_OFFSET)
 
 
-def _read_reply(response: HttpResponse) -> HttpReply:
+def _read_reply(response: HttpResponse) -> tuple[int, Json]:
     try:
         found: Any = json.loads(response.content)
     except ValueError:
@@ -239,7 +235,7 @@ def _read_reply(response: HttpResponse) -> HttpReply:
     body = found if isinstance(found, dict) else {}
     code = _HTTP_CODES.get(response.status)
     if code is None:
-        return HttpReply(response.status, body)
+        return response.status, body
     error = body.get("error")
     reason = str(error.get("message")) if isinstance(error, dict) else f"HTTP {response.status}"
     raise CallError(code, reason, retry_after_s=_retry_after_s(response))

@@ -19,9 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quill.server.cluster.config import write_serve_config
 from quill.server.cluster.local_ray import is_serving
-from quill.server.cluster.plan import Plan, ReplicaArgs
+from quill.server.cluster.plan import Plan, ReplicaArgs, write_serve_config
 from quill.server.prometheus_text import read_samples
 from quill.server.settings import Settings
 from tests.server.process import ROOT, wait_until

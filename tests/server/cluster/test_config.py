@@ -11,13 +11,16 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from quill.__main__ import build_parser, main
-from quill.server.cluster.config import (
+from quill.server.cluster.plan import (
     ENVIRONMENT,
+    Plan,
+    ReplicaArgs,
+    check_exposure,
+    read_plan,
     wanted_replicas,
     write_ray_service,
     write_serve_config,
 )
-from quill.server.cluster.plan import Plan, ReplicaArgs, check_exposure, read_plan
 from quill.server.cluster.replica_server import labelled
 from quill.server.errors import StartError
 from quill.server.settings import CLUSTER_OPTIONS
