@@ -73,7 +73,7 @@ class PoolingParams:
     masks: tuple[int, ...] = ()  # places in the only text, ascending; then there is no embedding
 
     def __post_init__(self) -> None:
-        assert self.texts, "ReadingReader refuses these"
+        assert self.texts, "RequestReader rejects these"
         assert all(self.texts)
         assert len(self.ranges) in (0, len(self.texts))
         assert not self.masks or len(self.texts) == 1
@@ -141,11 +141,11 @@ class Request:
     cache_scope: str = ""  # prefixes are shared within it, and never across
 
     def __post_init__(self) -> None:
-        assert bool(self.prompt_ids) != (self.pooling is not None), "PromptReader refuses these"
+        assert bool(self.prompt_ids) != (self.pooling is not None), "PromptReader rejects these"
         assert self.pooling is None or not self.max_new_tokens
         assert self.source_ids is None or len(self.prompt_ids) == 1
         assert 0 <= self.seed <= MAX_SEED
-        assert self.constraint is None or self.beams is None, "RequestReader refuses these"
+        assert self.constraint is None or self.beams is None, "RequestReader rejects these"
         self._require("max_new_tokens", self.max_new_tokens >= 0, "at least 0")
         min_allowed = 0 <= self.min_new_tokens <= self.max_new_tokens
         rule = f"from 0 to max_new_tokens, which is {self.max_new_tokens}"

@@ -1,19 +1,11 @@
-"""Tools that a model may call, and the formats in which models write tool calls.
+"""Tool calls, and the formats in which models write them.
 
-Knows: names, schemas, the formats of known chat templates. Does not know: protobuf, templates,
-grammars. A call is `{"name": "…", "arguments": {…}}` between the markers of its format.
+Knows: the formats of known chat templates. Does not know: protobuf, templates, grammars.
+A call is `{"name": "…", "arguments": {…}}` between the markers of its format.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    description: str
-    parameters: dict[str, Any] | None  # a JSON Schema of an object; None: it takes no arguments
 
 
 @dataclass(frozen=True, kw_only=True)

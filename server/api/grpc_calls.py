@@ -1,21 +1,26 @@
-"""A call as gRPC knows it: its context, and the status that an error becomes.
+"""A gRPC call: its API key is checked, its messages are decoded, an error becomes its status.
 
-Knows: grpc.aio's contexts, google.rpc's error details. Does not know: what calls do.
+Knows: grpc.aio's interceptors and contexts, google.rpc's error details. Does not know: what calls
+do, quotas.
+
+Left to itself grpc.aio logs a traceback for bytes that are no message, and answers UNKNOWN.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
+from quill.server.auth.key_file import Keyring
 from quill.server.balancing_headers import wants_load, write_load
 from quill.server.errors import (
     InvalidFieldError,
@@ -24,12 +29,19 @@ from quill.server.errors import (
     SlowReaderError,
     status_name,
 )
-from quill.server.frontend.call import Frontend, RequestContext, raising_context
+from quill.server.frontend.call import Calls, Frontend, RequestContext, raising_context
 from quill.server.telemetry.tracing import HEADERS
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-
-
+HEALTH = "/grpc.health."
+REFLECTION = "/grpc.reflection."
+_METHODS = {
+    f"/{service.full_name}/{method.name}": method.name
+    for file in (pb.DESCRIPTOR, kserve.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+_Behavior = Callable[[Any, Any], Awaitable[Any]]
 Context = grpc.aio.ServicerContext[Any, Any]  # a CallerContext, where our interceptor made it
 
 
@@ -139,3 +151,107 @@ def _details(error: RequestError, request_id: str) -> list[Message]:
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(retry)
     return details
+
+
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Health needs no key: orchestrators and load balancers have none.
+
+    `services`: ours, whose methods get a CallerContext. `also_open`: prefixes of other methods that
+    need no key.
+    """
+
+    def __init__(
+        self,
+        services: Collection[str],
+        calls: Calls,
+        keyring: Keyring | None,
+        open_reflection: bool,
+        also_open: Sequence[str] = (),
+    ) -> None:
+        self._services = services
+        self._calls = calls
+        self._keyring = keyring
+        self._open = (HEALTH, *([REFLECTION] if open_reflection else []), *also_open)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = str(handler_call_details.method)
+        caller = None
+        if self._keyring is not None and not method.startswith(self._open):
+            metadata = handler_call_details.invocation_metadata
+            keys = [str(value) for name, value in metadata if name == "authorization"]
+            try:
+                caller = self._keyring.identify(keys)
+            except RequestError as error:
+                return self._rejected(method, error)
+        handler = await continuation(handler_call_details)
+        _, service, name = method.split("/", 2)
+        if handler is None or service not in self._services:
+            return handler
+        return self._wrapped(handler, name, frontend_of(method), caller)
+
+    def _rejected(self, method: str, error: RequestError) -> Any:
+        """As a stream, whatever the method is: so no message is waited for."""
+        # A name that the caller made up must not become a label of the metrics.
+        known = _METHODS.get(method, "other")
+        call = RequestContext(method=known, frontend=frontend_of(method))
+
+        async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
+            self._calls.reject(call, error)
+            await context.abort_with_status(grpc_status(error, call.request_id))
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    def _wrapped(self, handler: Any, name: str, frontend: Frontend, caller: Caller | None) -> Any:
+        if handler.request_streaming:
+            behavior = self._stream(handler, name, frontend, caller)
+            make: Any = grpc.stream_stream_rpc_method_handler
+        else:
+            behavior = self._unary(handler, name, frontend, caller)
+            make = grpc.unary_unary_rpc_method_handler
+            if handler.response_streaming:
+                make = grpc.unary_stream_rpc_method_handler
+        return make(behavior, response_serializer=handler.response_serializer)
+
+    def _unary(
+        self, handler: Any, name: str, frontend: Frontend, caller: Caller | None
+    ) -> _Behavior:
+        async def answer(message: bytes, context: Any) -> Any:
+            ours = cast("Context", CallerContext(context, caller))
+            try:
+                request = _decoded(handler, message)
+            except InvalidFieldError as error:
+                async with answering(name, ours, frontend) as call, self._calls.record(call):
+                    raise error
+            return await (handler.unary_unary or handler.unary_stream)(request, ours)
+
+        return answer
+
+    def _stream(
+        self, handler: Any, name: str, frontend: Frontend, caller: Caller | None
+    ) -> _Behavior:
+        """A message that can't be decoded ends the stream."""
+
+        async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for message in messages:
+                try:
+                    request = _decoded(handler, message)
+                except InvalidFieldError as error:
+                    self._calls.reject(RequestContext(method=name, frontend=frontend), error)
+                    raise
+                yield request
+
+        async def answer(messages: Any, context: Any) -> Any:
+            return await handler.stream_stream(decoded(messages), CallerContext(context, caller))
+
+        return answer
+
+
+def _decoded(handler: Any, message: bytes) -> Any:
+    try:
+        return handler.request_deserializer(message)
+    except DecodeError as error:
+        raise InvalidFieldError("message", f"can't be read: {error}") from None

@@ -5,6 +5,7 @@ Knows: protobuf, specs, results. Does not know: gRPC, how answers come about, li
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -33,7 +34,6 @@ from quill.server.frontend.spec import (
     GenerateSpec,
     ParsedRequest,
     Prompt,
-    ReadSpec,
     ToolCall,
     ToolChoice,
     ToolSpec,
@@ -69,12 +69,12 @@ def read_generate(message: pb.GenerateRequest) -> GenerateSpec:
     )
 
 
-def read_score(message: pb.ScoreRequest) -> ReadSpec:
-    return ReadSpec(prompt=_text_or_ids(message), options=_options(message, SCORE))
+def read_score(message: pb.ScoreRequest) -> GenerateSpec:
+    return GenerateSpec(prompt=_text_or_ids(message), options=_options(message, SCORE))
 
 
-def read_fill_mask(message: pb.FillMaskRequest) -> ReadSpec:
-    return ReadSpec(prompt=_text_or_ids(message), options=_options(message, FILL_MASK))
+def read_fill_mask(message: pb.FillMaskRequest) -> GenerateSpec:
+    return GenerateSpec(prompt=_text_or_ids(message), options=_options(message, FILL_MASK))
 
 
 def read_embed(message: pb.EmbedRequest) -> EmbedSpec:
@@ -244,11 +244,7 @@ def _usage(usage: Usage) -> pb.Usage:
 
 
 def _timings(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        queue_ms=timings.queue_ms,
-        first_token_ms=timings.first_token_ms,
-        total_ms=timings.total_ms,
-    )
+    return pb.Timings(**asdict(timings))
 
 
 def score_response(whole: Chunk, text: Text | None) -> pb.ScoreResponse:
@@ -334,7 +330,7 @@ def model_message(served: ServedModel) -> pb.Model:
         default_max_new_tokens=served.default_max_new_tokens,
         max_num_seqs=served.max_num_seqs,
         max_num_sequences=served.max_num_sequences,
-        max_num_beams=served.max_num_beams,
+        max_num_beams=served.max_num_sequences,
         max_waiting=served.max_waiting,
         max_message_bytes=served.max_message_bytes,
         embedding_size=manifest.sizes.d_model if served.gives_embeddings else 0,

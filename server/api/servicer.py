@@ -14,6 +14,7 @@ from quill.server.api.grpc_calls import Context, answering, reporting_load, writ
 from quill.server.errors import ForbiddenError, UnimplementedError
 from quill.server.frontend.answer import Chunk
 from quill.server.frontend.call import MAX_INLINE_EMBEDDINGS, Call, Calls, raising_context
+from quill.server.frontend.reader import RequestReader
 from quill.server.frontend.served_model import ServedModel
 
 
@@ -57,21 +58,22 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         async with self._engine_call("Score", context) as call:
-            whole = await call.score(partial(messages.read_score, request), request.ByteSize())
+            parse = partial(messages.read_score, request)
+            _, whole = await call.read_only(RequestReader.read_score, parse, request.ByteSize())
             return messages.score_response(whole, call.served.text)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         async with self._engine_call("Embed", context) as call:
             parse = partial(messages.read_embed, request)
-            parsed, whole = await call.embed(parse, request.ByteSize())
-            if len(whole.embeddings) <= MAX_INLINE_EMBEDDINGS:
-                return messages.embed_response(parsed, whole, call.served)
-            return await asyncio.to_thread(messages.embed_response, parsed, whole, call.served)
+            found = await call.read_only(RequestReader.read_embed, parse, request.ByteSize())
+            if len(request.inputs) <= MAX_INLINE_EMBEDDINGS:
+                return messages.embed_response(*found, call.served)
+            return await asyncio.to_thread(messages.embed_response, *found, call.served)
 
     async def FillMask(self, request: pb.FillMaskRequest, context: Context) -> pb.FillMaskResponse:
         async with self._engine_call("FillMask", context) as call:
             parse = partial(messages.read_fill_mask, request)
-            found = await call.fill_mask(parse, request.ByteSize())
+            found = await call.read_only(RequestReader.read_fill_mask, parse, request.ByteSize())
             return messages.fill_mask_response(*found, call.served)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

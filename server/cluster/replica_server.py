@@ -77,7 +77,7 @@ class ReplicaServer(Server):
         await self._member.leave()
         self.dispatcher.close()
         await self.reloader.close()
-        self._stop_metrics()
+        await self._close_metrics()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         logger.info("replica %s has stopped", self._member.replica)
@@ -88,11 +88,11 @@ class ReplicaServer(Server):
             raise UnavailableError("this replica is stopping; the others have the new bundle")
         return self.reloader.instance.served
 
-    def _open_metrics(self) -> None:
+    async def _open_metrics(self) -> None:
         for first in self._settings.metrics_ports[:1]:
             ports = range(first, first + NUM_METRICS_PORTS)
             try:
-                open_first(ports, self._serve_metrics, "the metrics page")
+                await self._serve_metrics(ports)
             except StartError:
                 logger.error("no port from %d to %d is free: no metrics", first, ports[-1])
 

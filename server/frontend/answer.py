@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -250,6 +251,19 @@ def _tokens(event: HypothesisEvent) -> Iterator[TokenEvent]:
 
 def _shortened(logprobs: Sequence[PositionLogprobs], num_top: int) -> list[PositionLogprobs]:
     return [replace(each, top=each.top[:num_top]) for each in logprobs]
+
+
+def ranked_logprobs(token: PositionLogprobs, text: Text | None) -> dict[str, Any]:
+    """vLLM's shape: by token id. The rank is None for a token beyond those that were requested."""
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
+    return {
+        str(token_id): {
+            "logprob": logprob,
+            "rank": ranks.get(token_id),
+            "decoded_token": "" if text is None else text.piece(token_id),
+        }
+        for token_id, logprob in ((token.token_id, token.logprob), *token.top)
+    }
 
 
 def merge(chunks: Iterable[Chunk], num_sequences: int) -> Result:

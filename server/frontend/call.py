@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from quill.server.auth.caller import ANYBODY, Caller, QuotaUsage, RateLimits
@@ -29,7 +30,7 @@ from quill.server.frontend.answer import Answer, Chunk, Result, merge
 from quill.server.frontend.prompts import PromptReader
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
-from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, ReadSpec, renamed
+from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
 from quill.server.telemetry.call_record import Record, new_request_id
 from quill.server.text.tokenizer import Text
 
@@ -39,7 +40,7 @@ Frontend = Literal["grpc", "http", "kserve"]
 SendChunk = Callable[[Chunk], Awaitable[None]]
 _Parameters = ParamSpec("_Parameters")
 _Value = TypeVar("_Value")
-_Spec = TypeVar("_Spec", GenerateSpec, EmbedSpec, ReadSpec)
+_Spec = TypeVar("_Spec", GenerateSpec, EmbedSpec)
 
 # A long message is read by another thread: nothing slower than a millisecond on the event loop.
 MAX_INLINE_BYTES = 2048
@@ -293,22 +294,17 @@ class Call:
                     record.num_cached += answer.num_cached
                     record.num_generated += answer.num_generated
 
-    async def score(self, parse: Callable[[], ReadSpec], num_bytes: int) -> Chunk:
-        parsed = await self._read(RequestReader(self.served).read_score, parse, num_bytes)
-        return (await self.generate(parsed)).sequences[0]
-
-    async def embed(
-        self, parse: Callable[[], EmbedSpec], num_bytes: int
+    async def read_only(
+        self,
+        read: Callable[[RequestReader, _Spec, Arrival], ParsedRequest],
+        parse: Callable[[], _Spec],
+        num_bytes: int,
     ) -> tuple[ParsedRequest, Chunk]:
-        parsed = await self._read(RequestReader(self.served).read_embed, parse, num_bytes)
-        assert parsed.request.pooling is not None
-        self._record.num_texts = len(parsed.request.pooling.texts)
-        return parsed, (await self.generate(parsed)).sequences[0]
-
-    async def fill_mask(
-        self, parse: Callable[[], ReadSpec], num_bytes: int
-    ) -> tuple[ParsedRequest, Chunk]:
-        parsed = await self._read(RequestReader(self.served).read_fill_mask, parse, num_bytes)
+        """A request that generates nothing: `read` is the reader's method for its kind."""
+        parsed = await self._read(partial(read, RequestReader(self.served)), parse, num_bytes)
+        pooling = parsed.request.pooling
+        if pooling is not None and not pooling.masks:
+            self._record.num_texts = len(pooling.texts)
         return parsed, (await self.generate(parsed)).sequences[0]
 
     async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quill.server.errors import InvalidFieldError, UnsupportedError
+from quill.server.frontend.json_values import JsonError, parse_json
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import Conversation, GenerateSpec, ToolChoice, ToolSpec, ToolUse
 from quill.server.grammar.constraint_source import (
@@ -23,7 +24,7 @@ from quill.server.grammar.constraint_source import (
 from quill.server.grammar.json_schema import MAX_DEPTH, nested
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import PLAIN, Tool, ToolCallFormat
+from quill.server.tools import PLAIN, ToolCallFormat
 
 MAX_TOOLS = 128
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
@@ -107,7 +108,7 @@ def _marker_id(format_: ToolCallFormat, text: Text) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
+def _tools(specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
     if len(specs) > MAX_TOOLS:
         rule = f"at most {MAX_TOOLS} are allowed"
         raise InvalidFieldError("tools", f"has {len(specs)} entries; {rule}")
@@ -121,7 +122,7 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
         if each.name in names:
             raise InvalidFieldError(f"{each.field}.name", "is another tool's, too")
         names.add(each.name)
-    return tuple(map(_tool, specs))
+    return tuple(map(_parsed, specs))
 
 
 def _written(parameters: str | dict[str, Any] | None) -> str:
@@ -130,19 +131,19 @@ def _written(parameters: str | dict[str, Any] | None) -> str:
     return parameters or ""
 
 
-def _tool(spec: ToolSpec) -> Tool:
+def _parsed(spec: ToolSpec) -> ToolSpec:
     if not spec.parameters and not isinstance(spec.parameters, dict):
-        return Tool(spec.name, spec.description, None)
+        return spec._replace(parameters=None)
     parameters = read_object(f"{spec.field}.parameters", spec.parameters)
     if parameters.get("type", "object") != "object":
         rule = 'arguments are an object: its "type" must be "object"'
         raise InvalidFieldError(
             f"{spec.field}.parameters", f"is a schema of something else; {rule}"
         )
-    return Tool(spec.name, spec.description, parameters)
+    return spec._replace(parameters=parameters)
 
 
-def _called_names(choice: ToolChoice, tools: Sequence[Tool]) -> set[str]:
+def _called_names(choice: ToolChoice, tools: Sequence[ToolSpec]) -> set[str]:
     known = {tool.name for tool in tools}
     if not known.issuperset(choice.names):
         raise InvalidFieldError("tool_choice.names", "has a name that none of the tools has")
@@ -157,19 +158,13 @@ def check_tool_name(field: str, name: str) -> None:
 
 def read_object(field: str, given: str | dict[str, Any]) -> dict[str, Any]:
     """A JSON object, parsed if it isn't, and not too deep."""
-    too_deep = f"has more than {MAX_DEPTH} objects and lists within one another"
     try:
-        value = json.loads(given) if isinstance(given, str) else given
-        if isinstance(given, str):  # Python also reads NaN, and halves of surrogate pairs
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise InvalidFieldError(field, too_deep) from None
-    except UnicodeEncodeError:
-        raise InvalidFieldError(field, "has half of a surrogate pair") from None
-    except ValueError as error:
-        raise InvalidFieldError(field, f"isn't JSON: {error}") from None
+        value = parse_json(given.encode()) if isinstance(given, str) else given
+    except JsonError as error:
+        raise InvalidFieldError(field, str(error)) from None
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "isn't a JSON object")
     if any(depth > MAX_DEPTH for depth, _ in nested(value)):
-        raise InvalidFieldError(field, too_deep)
+        rule = f"has more than {MAX_DEPTH} objects and lists within one another"
+        raise InvalidFieldError(field, rule)
     return value

@@ -74,7 +74,7 @@ _READERS: dict[fields.Type, tuple[Json, Callable[[str, Any], Any]]] = {
 def option_fields(field: fields.Field, *names: str) -> list[JsonField]:
     """An option of the table under its JSON names, or under others."""
     if field.choices is not None:
-        kind = _choice_kind(field.choices)
+        kind = choice_kind(field.choices)
     else:
         schema, read = _READERS[field.type]
         adapt = field.from_json
@@ -84,7 +84,7 @@ def option_fields(field: fields.Field, *names: str) -> list[JsonField]:
     return [JsonField(name, kind, field.help, field.name) for name in known]
 
 
-def _choice_kind(choices: fields.Choices) -> Kind:
+def choice_kind(choices: fields.Choices) -> Kind:
     known = choices.json or {value: value for value in choices.values}
 
     def read(name: str, value: Any) -> str:

@@ -13,10 +13,17 @@ from typing import Any
 from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.frontend.constraints import check_tool_name, read_object
 from quill.server.frontend.served_model import ServedModel
-from quill.server.frontend.spec import ChatMessage, Conversation, Prompt, ToolCall, ToolUse
+from quill.server.frontend.spec import (
+    ChatMessage,
+    Conversation,
+    Prompt,
+    ToolCall,
+    ToolSpec,
+    ToolUse,
+)
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-from quill.server.tools import PLAIN, Tool
+from quill.server.tools import PLAIN
 
 MAX_MESSAGES = 1024
 ROLES = ("system", "user", "assistant", "tool")
@@ -173,7 +180,7 @@ def _written(call: Json) -> str:
     return PLAIN.head(function["name"]) + _json(function["arguments"]) + "}"
 
 
-def _tool(tool: Tool) -> Json:
+def _tool(tool: ToolSpec) -> Json:
     empty: Json = {"type": "object", "properties": {}}
     parameters = empty if tool.parameters is None else tool.parameters
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}

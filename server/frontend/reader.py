@@ -27,7 +27,6 @@ from quill.server.frontend.spec import (
     EmbedSpec,
     GenerateSpec,
     ParsedRequest,
-    ReadSpec,
     ToolUse,
 )
 from quill.server.request import BeamParams, PoolingParams, Request, SamplingParams
@@ -91,7 +90,7 @@ class RequestReader:
         limits = {
             "max_new_tokens": served.context,
             "num_sequences": served.max_num_sequences,
-            "num_beams": served.max_num_beams,
+            "num_beams": served.max_num_sequences,
         }
         options = _checked(given, GENERATE, limits)
         if options["max_new_tokens"] is None:
@@ -173,7 +172,7 @@ class RequestReader:
         if not served.is_translator:
             return ids, None
         bos = served.manifest.special_tokens.bos
-        assert bos is not None, "loading refuses such a bundle"
+        assert bos is not None, "loading rejects such a bundle"
         return (bos,), ids
 
     def _check_fits(self, request: Request) -> None:
@@ -185,7 +184,7 @@ class RequestReader:
             rule = f"{needed} are more than this server has memory for. Ask for fewer of either"
             raise InvalidFieldError("max_new_tokens", f"is {request.max_new_tokens}; {rule}")
 
-    def read_score(self, spec: ReadSpec, arrival: Arrival) -> ParsedRequest:
+    def read_score(self, spec: GenerateSpec, arrival: Arrival) -> ParsedRequest:
         if self._served.is_encoder:
             raise UnimplementedError(GENERATES_NOTHING)
         if self._served.is_translator:
@@ -225,7 +224,7 @@ class RequestReader:
             names=spec.names,
         )
 
-    def read_fill_mask(self, spec: ReadSpec, arrival: Arrival) -> ParsedRequest:
+    def read_fill_mask(self, spec: GenerateSpec, arrival: Arrival) -> ParsedRequest:
         served, mask = self._served, _mask(self._served)
         options = _checked(spec.options, FILL_MASK)
         limits, most = (1, served.context), arrival.max_prompt_tokens

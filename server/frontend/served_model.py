@@ -38,7 +38,7 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         try:
-            _ = self.default_sampling
+            SamplingParams(**self.sampling_defaults)
         except InvalidFieldError as error:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
 
@@ -80,20 +80,13 @@ class ServedModel:
 
     @property
     def max_num_sequences(self) -> int:
+        """Of one request: answers, or beams."""
         return min(self.max_num_seqs, MAX_SEQUENCES)
-
-    @property
-    def max_num_beams(self) -> int:
-        return self.max_num_sequences
 
     @property
     def default_max_new_tokens(self) -> int:
         wanted = self.manifest.generation.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         return max(1, min(int(wanted), self.context))
-
-    @property
-    def default_sampling(self) -> SamplingParams:
-        return SamplingParams(**self.sampling_defaults)
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

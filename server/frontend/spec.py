@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.constraint_source import Constraint
 from quill.server.request import Request
-from quill.server.tools import PLAIN, Tool, ToolCallFormat
+from quill.server.tools import PLAIN, ToolCallFormat
 
 ToolMode = Literal["auto", "none", "required"]
 MAX_CHOICES = 1024
@@ -86,7 +86,10 @@ def object_constraint(field: str, wanted: bool) -> ConstraintSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSpec:
-    """`names`: what the client calls an option or a structured field, where it isn't our name."""
+    """A prompt that is continued, scored, or whose masks are filled.
+
+    `names`: what the client calls an option or a structured field, where it isn't our name.
+    """
 
     prompt: Prompt | None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -111,19 +114,10 @@ class EmbedSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadSpec:
-    """A text that is scored, or whose masks are filled."""
-
-    prompt: Prompt | None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ToolUse:
     """The tools that the model is shown, and how calls are read from its answer."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[ToolSpec, ...]  # whose parameters are parsed
     mode: ToolMode
     tool_call_format: ToolCallFormat = PLAIN
     marker_id: int | None = None  # the format's marker, if it is a special token

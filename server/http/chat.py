@@ -20,6 +20,7 @@ from quill.server.frontend.json_options import (
 )
 from quill.server.frontend.json_values import BOOLEAN, Json, JsonField, Unsupported
 from quill.server.frontend.spec import GenerateSpec, Prompt
+from quill.server.http.exchange import Events, Exchange
 from quill.server.http.output import (
     COMMON,
     MAX_PICKED_SEED,
@@ -34,9 +35,7 @@ from quill.server.http.output import (
     message_json,
     timings_json,
 )
-from quill.server.http.texts import check_model
-from quill.server.http.wire.exchange import Events, Exchange
-from quill.server.http.wire.route import Route
+from quill.server.http.texts import Route, check_model
 
 _TOOLS = "Give tools and tool_choice instead"
 _TEXT_ONLY = "This model is one of text. Leave it out"

@@ -20,6 +20,7 @@ from quill.server.frontend.call import MAX_INLINE_TOKENS, Call, RequestContext
 from quill.server.frontend.json_options import UNSUPPORTED, generate_spec, option_fields
 from quill.server.frontend.json_values import INTEGER, Json, JsonField, Unsupported
 from quill.server.frontend.spec import GenerateSpec, ParsedRequest, Prompt
+from quill.server.http.exchange import Events, Exchange
 from quill.server.http.output import (
     COMMON,
     MAX_PICKED_SEED,
@@ -33,9 +34,7 @@ from quill.server.http.output import (
     finish_reason,
     timings_json,
 )
-from quill.server.http.texts import PROMPTS, TextOrIds, check_model
-from quill.server.http.wire.exchange import Events, Exchange
-from quill.server.http.wire.route import Route
+from quill.server.http.texts import PROMPTS, Route, TextOrIds, check_model
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Result = TypeVar("_Result")

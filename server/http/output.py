@@ -10,11 +10,11 @@ import codecs
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quill.server.fields import OPENAI_FINISH_REASON
-from quill.server.frontend.answer import Chunk
+from quill.server.frontend.answer import Chunk, ranked_logprobs
 from quill.server.frontend.json_options import OPTIONS, RESPONSE_FORMAT
 from quill.server.frontend.json_values import (
     BOOLEAN,
@@ -25,8 +25,8 @@ from quill.server.frontend.json_values import (
     read_object,
 )
 from quill.server.frontend.served_model import ServedModel
+from quill.server.http.exchange import Events, event
 from quill.server.http.texts import MODEL
-from quill.server.http.wire.exchange import Events, event
 from quill.server.outputs import FinishEvent, PositionLogprobs, Timings, Usage
 from quill.server.text.tokenizer import Text
 from quill.server.tools import ToolCallDelta, merge_deltas
@@ -159,11 +159,7 @@ def extensions(chunk: Chunk, values: Json) -> Json:
 
 
 def timings_json(timings: Timings) -> Json:
-    return {
-        "queue_ms": round(timings.queue_ms, 3),
-        "first_token_ms": round(timings.first_token_ms, 3),
-        "total_ms": round(timings.total_ms, 3),
-    }
+    return {name: round(each_ms, 3) for name, each_ms in asdict(timings).items()}
 
 
 # -------------------------------------------------------------------------------------- tool calls
@@ -241,18 +237,9 @@ class Logprobs:
 
     def prompt(self, tokens: Sequence[PositionLogprobs]) -> list[Json | None]:
         """vLLM's shape."""
-        return [None if each.logprob is None else self._prompt_token(each) for each in tokens]
-
-    def _prompt_token(self, token: PositionLogprobs) -> Json:
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(token.top, start=1)}
-        return {
-            str(token_id): {
-                "logprob": logprob,
-                "rank": ranks.get(token_id),  # None: beyond those that were requested
-                "decoded_token": self._shown(token_id),
-            }
-            for token_id, logprob in ((token.token_id, token.logprob), *token.top)
-        }
+        return [
+            None if each.logprob is None else ranked_logprobs(each, self._text) for each in tokens
+        ]
 
     def _name(self, token_id: int) -> str:
         """As OpenAI writes parts of characters: as U+FFFD all keys would be the same."""

@@ -11,9 +11,8 @@ from html import escape
 from importlib import metadata, resources
 
 from quill.server.frontend.json_values import Json, JsonField
-from quill.server.http.wire.exchange import Exchange
-from quill.server.http.wire.guards import TIMEOUT_HEADER
-from quill.server.http.wire.route import Route
+from quill.server.http.exchange import TIMEOUT_HEADER, Exchange
+from quill.server.http.texts import Route
 
 _ERRORS = {
     "400": "a field is wrong, or isn't supported: `error.param` names it",

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/tokenize`, `/detokenize` and `/v1/models`: all but generation.
+"""What a route is, and `/v1/embeddings`, `/tokenize`, `/detokenize`, `/v1/models`.
 
 Knows: OpenAI's and vLLM's JSON for them. Does not know: how embeddings and tokens are computed.
 """
@@ -7,20 +7,27 @@ import base64
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from quill.server.errors import InvalidFieldError
-from quill.server.fields import EMBED
+from quill.server.fields import EMBED, Choices
 from quill.server.frontend.answer import Chunk, Embeddings, whole_embeddings
 from quill.server.frontend.call import (
     MAX_INLINE_EMBEDDINGS,
     MAX_INLINE_TOKENS,
     Call,
+    Calls,
     RequestContext,
 )
-from quill.server.frontend.json_options import CONVERSATION, TOOLS, generate_spec, option_fields
+from quill.server.frontend.json_options import (
+    CONVERSATION,
+    TOOLS,
+    choice_kind,
+    generate_spec,
+    option_fields,
+)
 from quill.server.frontend.json_values import (
     BOOLEAN,
     INTEGERS,
@@ -28,29 +35,49 @@ from quill.server.frontend.json_values import (
     Json,
     JsonField,
     Kind,
-    read_string,
+    Unsupported,
+    read_fields,
     wrong_type,
 )
+from quill.server.frontend.reader import RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedInput, EmbedSpec, ParsedRequest, Prompt
-from quill.server.http.wire.exchange import Exchange
-from quill.server.http.wire.refusals import RefusalError
-from quill.server.http.wire.route import Route
+from quill.server.http.errors import HttpError
+from quill.server.http.exchange import Exchange
 
 ALIAS = "quill"  # whatever is served
 MODEL = JsonField("model", STRING, f"the name of the model, as /v1/models has it, or {ALIAS}")
 STARTED = int(time.time())
 MAX_PROMPTS = 2048
 MAX_TOKEN_ID = 2**31 - 1
-_FORMATS = ("float", "base64")
 TextOrIds = str | list[int]
+
+
+class Route:
+    """One path. One table of its fields is checked, and shown by `/docs`."""
+
+    verb: ClassVar[Literal["GET", "POST"]] = "POST"
+    path: ClassVar[str]
+    help: ClassVar[str]
+    fields: ClassVar[Sequence[JsonField]] = ()
+    unsupported: ClassVar[Sequence[Unsupported]] = ()
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def read(self, body: Any) -> Json:
+        """The fields' values, each checked by itself."""
+        return read_fields(body, self.fields, self.unsupported)
+
+    async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
+        raise NotImplementedError
 
 
 def check_model(values: Json, served: ServedModel) -> None:
     name = served.manifest.name
     if values.get("model", name) not in (name, ALIAS):
         rule = f"there is {name}, which {ALIAS} means, too"
-        raise RefusalError(404, "model", f"isn't served here; {rule}")
+        raise HttpError(404, "model", f"isn't served here; {rule}")
 
 
 def _prompts(name: str, value: Any) -> list[TextOrIds]:
@@ -100,12 +127,6 @@ class Models(Route):
         await exchange.answer_json({"object": "list", "data": [entry]})
 
 
-def _format(name: str, value: Any) -> str:
-    if read_string(name, value) not in _FORMATS:
-        raise InvalidFieldError(name, f"isn't known; there are {', '.join(_FORMATS)}")
-    return str(value)
-
-
 class EmbeddingsRoute(Route):
     path = "/v1/embeddings"
     help = "embeddings of texts"
@@ -114,7 +135,7 @@ class EmbeddingsRoute(Route):
         MODEL,
         JsonField(
             "encoding_format",
-            Kind({"type": "string", "enum": list(_FORMATS)}, _format),
+            choice_kind(Choices("", ("float", "base64"))),
             "how embeddings are written: numbers, or 32-bit floats in base64",
         ),
         *option_fields(EMBED["dimensions"]),
@@ -123,7 +144,8 @@ class EmbeddingsRoute(Route):
     async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
         async with self._calls.open(context) as call:
             check_model(values, call.served)
-            embedded = await call.embed(partial(_embed_spec, values), exchange.num_bytes)
+            parse = partial(_embed_spec, values)
+            embedded = await call.read_only(RequestReader.read_embed, parse, exchange.num_bytes)
             whole = partial(_embeddings_json, *embedded, values, call.served)
             if len(values["input"]) > MAX_INLINE_EMBEDDINGS:
                 await exchange.answer_long(whole)

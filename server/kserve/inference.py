@@ -5,13 +5,13 @@ Knows: the tensors of the model card, vLLM's names of options. Does not know: gR
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quill.protos import kserve_pb2 as kserve
 from quill.server.errors import InvalidFieldError, RequestError, status_name
 from quill.server.fields import FINISH_REASON, GENERATE, VLLM_FINISH_REASON
-from quill.server.frontend.answer import Chunk, Result
+from quill.server.frontend.answer import Chunk, Result, ranked_logprobs
 from quill.server.frontend.json_options import OPTIONS, UNSUPPORTED, generate_spec, option_fields
 from quill.server.frontend.json_values import (
     STRING,
@@ -38,7 +38,7 @@ from quill.server.kserve.tensors import (
     read_tensors,
     write_parameter,
 )
-from quill.server.outputs import FinishEvent, PositionLogprobs
+from quill.server.outputs import FinishEvent
 from quill.server.text.tokenizer import Text
 
 SAMPLING = "sampling_parameters"
@@ -190,18 +190,8 @@ class _Sequence:
         self.new = Chunk(0)
 
     def logprobs(self) -> bytes:
-        """As vLLM has them: a dictionary for each token, by token id. A rank may be unknown."""
-        return json.dumps([self._logprob(each) for each in self.new.logprobs]).encode()
-
-    def _logprob(self, token: PositionLogprobs) -> dict[int, Json]:
-        found = {token.token_id: self._entry(token.token_id, token.logprob, None)}
-        for rank, (token_id, logprob) in enumerate(token.top, 1):
-            found[token_id] = self._entry(token_id, logprob, rank)
-        return found
-
-    def _entry(self, token_id: int, logprob: float | None, rank: int | None) -> Json:
-        shown = "" if self.text is None else self.text.piece(token_id)
-        return {"logprob": logprob, "rank": rank, "decoded_token": shown}
+        """One dictionary a token."""
+        return json.dumps([ranked_logprobs(each, self.text) for each in self.new.logprobs]).encode()
 
     def reason(self) -> bytes:
         return b"None" if self.finish is None else VLLM_FINISH_REASON[self.finish.reason].encode()
@@ -276,7 +266,5 @@ def _end_parameters(end: FinishEvent) -> Json:
         "quill_finish_reason": FINISH_REASON.proto_name(end.reason),
         "quill_prompt_tokens": end.usage.prompt,
         "quill_cached_tokens": end.usage.cached,
-        "quill_queue_ms": end.timings.queue_ms,
-        "quill_first_token_ms": end.timings.first_token_ms,
-        "quill_total_ms": end.timings.total_ms,
+        **{f"quill_{name}": each_ms for name, each_ms in asdict(end.timings).items()},
     }

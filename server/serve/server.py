@@ -8,17 +8,15 @@ import contextlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
-from quill.server.addresses import open_first, reachable, write_address
-from quill.server.api.grpc_server import SERVICE, bind, make_server
-from quill.server.api.health import Health
-from quill.server.api.metrics_endpoint import serve_metrics
+from quill.server.addresses import reachable, write_address
+from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.caller import RateLimits
 from quill.server.auth.key_file import Keyring
@@ -26,8 +24,8 @@ from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
 from quill.server.frontend.call import Calls
 from quill.server.frontend.served_model import ServedModel
-from quill.server.http.app import App
-from quill.server.http.wire.http_server import HttpServer
+from quill.server.http.app import App, MetricsApp
+from quill.server.http.connection import HttpServer
 from quill.server.kserve.servicer import InferenceService
 from quill.server.loading.instance import Reloader
 from quill.server.loading.loader import ModelLoader
@@ -81,8 +79,8 @@ class Server:
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
-        self._stop_metrics: Callable[[], None] = lambda: None
         self._http: HttpServer | None = None
+        self._metrics_http: HttpServer | None = None
         self._reloads: set[asyncio.Task[ServedModel]] = set()
 
     def stop(self) -> None:
@@ -156,7 +154,7 @@ class Server:
         settings, health = self._settings, self.health
         registry = self.metrics.registry
         app = App(self.calls, settings, self._keyring, registry, lambda: health.is_serving)
-        self._http = HttpServer(app, settings)
+        self._http = HttpServer(app, settings, settings.http_ports)
         self.http_port = await self._http.open()
 
     async def _open(self) -> bool:
@@ -171,22 +169,26 @@ class Server:
         served = loading.result().served
         self.metrics.set_limits(served.limits)
         self.dispatcher.open()
-        self._open_metrics()
+        await self._open_metrics()
         await self.health.note("loading", False)
         self._log_ready(served.manifest.family)
         self.ready.set()
         return True
 
-    def _open_metrics(self) -> None:
+    async def _open_metrics(self) -> None:
         if self._settings.metrics_ports:
-            open_first(self._settings.metrics_ports, self._serve_metrics, "the metrics page")
+            await self._serve_metrics(self._settings.metrics_ports)
 
-    def _serve_metrics(self, port: int) -> None:
+    async def _serve_metrics(self, ports: Sequence[int]) -> None:
         settings = self._settings
         keyring = None if "metrics" in settings.allow_unauthenticated else self._keyring
-        self.metrics_port, self._stop_metrics = serve_metrics(
-            self._shown_registry(), settings.host, port, settings.tls, keyring
-        )
+        app = MetricsApp(self._shown_registry(), keyring)
+        self._metrics_http = HttpServer(app, settings, ports, "--metrics-port")
+        self.metrics_port = await self._metrics_http.open()
+
+    async def _close_metrics(self) -> None:
+        if self._metrics_http is not None:
+            await self._metrics_http.close()
 
     def _shown_registry(self) -> CollectorRegistry:
         return self.metrics.registry
@@ -226,7 +228,7 @@ class Server:
         """What is still running, or on its way to us, ends with UNAVAILABLE."""
         self.closing.set()
         await self.reloader.close()
-        self._stop_metrics()
+        await self._close_metrics()
         stop_listening(self.port)
         if self._http is not None:
             self._http.stop_listening()

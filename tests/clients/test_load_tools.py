@@ -76,5 +76,5 @@ def test_perf_analyzer_runs_to_its_end(server: Server, tmp_path: Path) -> None:
     )
     assert "Response Throughput" in done.stdout
     assert "Successful request count" in done.stdout
-    ends = [line["outcome"] for line in server.lines() if line["door"] == "kserve"]
+    ends = [line["outcome"] for line in server.lines() if line["frontend"] == "kserve"]
     assert set(ends) == {"OK"}

@@ -215,7 +215,9 @@ def test_cancelled_stream_ends_at_once(server: Server, client: Any) -> None:
     stream.answers.get(timeout=PATIENCE_S)
     client.stop_stream(cancel_requests=True)
     lines = server.lines()
-    while not any(line["outcome"] == "CANCELLED" and line["door"] == "kserve" for line in lines):
+    while not any(
+        line["outcome"] == "CANCELLED" and line["frontend"] == "kserve" for line in lines
+    ):
         client.infer("quill", asking(options={"max_tokens": 1}), headers=proof(server))
         lines = server.lines()
 

@@ -15,7 +15,7 @@ import pytest
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.api.grpc_server import MAX_CALLS
-from quill.server.http.wire.connection import MAX_CONNECTIONS
+from quill.server.http.connection import MAX_CONNECTIONS
 from tests.server.bad_bytes import (
     DATA,
     END_HEADERS,

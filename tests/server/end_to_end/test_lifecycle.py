@@ -12,16 +12,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api.metrics_endpoint import serve_metrics
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError
 from quill.server.frontend import call
+from quill.server.http.connection import bind
 from quill.server.loading.instance import ModelInstance
 from quill.server.serve.server import Server
 from quill.server.settings import Settings
-from quill.server.telemetry.metrics import Metrics
 from tests.server.running import (
     NOT_SERVING,
     SERVICE,
@@ -119,7 +118,7 @@ def test_port_that_is_taken_is_an_error_that_says_what_to_do() -> None:
         with pytest.raises(StartError, match="--port"):
             asyncio.run(second(Settings(port=running.server.port)))
         with pytest.raises(StartError, match="--metrics-port"):
-            serve_metrics(Metrics().registry, "127.0.0.1", running.server.metrics_port or 0)
+            bind("127.0.0.1", running.server.metrics_port or 0, "--metrics-port")
 
 
 def test_server_that_is_stopped_while_it_is_loading_does_not_wait_for_that() -> None:

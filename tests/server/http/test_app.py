@@ -11,7 +11,7 @@ from quill.server.auth.key_file import add_key, revoke_key
 from quill.server.errors import StartError
 from quill.server.frontend import call
 from quill.server.http.chat import Chat
-from quill.server.http.wire.http_server import bind
+from quill.server.http.connection import bind
 from tests.server.http_client import JSON, HttpClient, connected, read_until, whole_request
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S
@@ -261,4 +261,4 @@ def test_a_port_that_is_taken_isnt_waited_for() -> None:
         with running_server(port=port - 2, http_port="auto") as running:
             assert running.server.http_port not in (None, port)
         with pytest.raises(StartError, match="--http-port off"):
-            bind("127.0.0.1", port)
+            bind("127.0.0.1", port, "--http-port")

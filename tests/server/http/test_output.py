@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quill.server.http.exchange import event
 from quill.server.http.output import AnswerInfo, TextEvents
-from quill.server.http.wire.exchange import event
 from tests.server.running import make_served
 
 INFO = AnswerInfo(id="chatcmpl-\0", kind="chat.completion.chunk", served=make_served(), seed=5)

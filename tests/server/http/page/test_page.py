@@ -87,12 +87,12 @@ def test_whoever_asks_on_stops_the_answer_and_keeps_it(reciter: Running, open_pa
     second = page.locator(".answer").last
     assert finished(second) == "lmno"
     num_read = len("u:helloa:lmu:morek") + 3  # a token ends each message
-    expect(second.locator(".facts")).to_contain_text(f"{num_read} read")
+    expect(second.locator(".facts")).to_contain_text(f"{num_read} prompt tokens")
     page.click("#clear")
     expect(page.locator(".user, .answer")).to_have_count(0)
     again = ask(page, "hi")
     finished(again)
-    expect(again.locator(".facts")).to_contain_text("6 read")
+    expect(again.locator(".facts")).to_contain_text("6 prompt tokens")
 
 
 def test_the_same_seed_gives_the_same_answer_and_a_new_one_another(

@@ -1,18 +1,24 @@
-"""One connection that speaks HTTP/1.1: bytes become exchanges, one after the other.
+"""The HTTP/1.1 server and its connections: bytes become exchanges, one after the other.
 
-Knows: h11, asyncio's transports, how long a client may take. Does not know: what is requested.
+Knows: h11, sockets, TLS, asyncio's transports, how long a client may take.
+Does not know: what is requested.
 """
 
 import asyncio
 import logging
+import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import h11
 
-from quill.server.errors import RequestError, SlowReaderError
-from quill.server.http.wire.exchange import Exchange, dump
-from quill.server.http.wire.refusals import RefusalError, body_of
+from quill.server.addresses import open_first, write_address
+from quill.server.auth.tls import http_context
+from quill.server.errors import RequestError, SlowReaderError, StartError
+from quill.server.http.errors import HttpError, body_of
+from quill.server.http.exchange import Exchange, dump
+from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +29,8 @@ HEAD_TIMEOUT_S = 10.0  # for a handshake, and then for a request's head
 KEEP_ALIVE_S = 30.0  # between two requests
 MAX_CONNECTIONS = 1024
 MAX_AHEAD_BYTES = 64 * 1024  # of what a client sends before it has its response
+BACKLOG = 1024
+CLOSE_S = 1.0
 
 
 class Connection(asyncio.Protocol):
@@ -177,7 +185,7 @@ class Connection(asyncio.Protocol):
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        error = RefusalError(400, "request", "isn't HTTP/1.1, or its head is too long")
+        error = HttpError(400, "request", "isn't HTTP/1.1, or its head is too long")
         headers = [("content-type", "application/json"), ("connection", "close")]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
         events = (response, h11.Data(data=dump(body_of(error))), h11.EndOfMessage())
@@ -213,3 +221,81 @@ def _peer_names(transport: asyncio.Transport) -> list[str]:
         if name == "commonName"
     ]
     return alternative or common
+
+
+class HttpServer:
+    """Belongs to one event loop. `option`: which option of `quill serve` chose the ports."""
+
+    def __init__(
+        self,
+        app: Application,
+        settings: Settings,
+        ports: Sequence[int],
+        option: str = "--http-port",
+    ) -> None:
+        self._app = app
+        self._ports = ports
+        self._option = option
+        self._settings = settings
+        self._connections: set[Connection] = set()
+        self._listener: asyncio.Server | None = None
+
+    async def open(self) -> int:
+        """The port that it took."""
+        settings = self._settings
+        sock = open_first(
+            self._ports, lambda port: bind(settings.host, port, self._option), self._option
+        )
+        tls = None if settings.tls is None else _following_context(settings)
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._app, self._connections, settings.write_timeout_s),
+            sock=sock,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HEAD_TIMEOUT_S,
+            backlog=BACKLOG,
+        )
+        return int(sock.getsockname()[1])
+
+    def stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    async def close(self) -> None:
+        """Ends what is left. Callers have their errors already."""
+        self.stop_listening()
+        for connection in list(self._connections):
+            connection.close_when_idle()
+        tasks = [each.task for each in self._connections if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        for connection in list(self._connections):
+            connection.transport.abort()
+
+
+def bind(host: str, port: int, option: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise StartError(
+            f"can't serve HTTP at {write_address(host, port)}: {error.strerror}. Give another "
+            f"{option}, or {option} off"
+        ) from error
+    return sock
+
+
+def _following_context(settings: Settings) -> ssl.SSLContext:
+    """Each handshake takes the certificate as it is then; open connections keep theirs."""
+    assert settings.tls is not None
+    contexts = http_context(settings.tls)
+
+    def follow(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = contexts.get()
+
+    context = contexts.get()
+    context.sni_callback = follow
+    return context

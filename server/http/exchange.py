@@ -18,10 +18,11 @@ import h11
 
 from quill.server.errors import CancelledError, SlowReaderError
 from quill.server.frontend.json_values import MAX_INLINE_BYTES, Json, JsonError, parse_json
-from quill.server.http.wire.refusals import Headers, RefusalError
+from quill.server.http.errors import Headers, HttpError
 from quill.server.telemetry.call_record import new_request_id
 
 JSON_TYPE = "application/json"
+TIMEOUT_HEADER = "x-request-timeout"
 BODY_TIMEOUT_S = 30.0
 QUIET_S = 10.0  # proxies close connections on which nothing is sent
 CHUNK = 64 * 1024  # of a response: the time that a client may take is measured for each
@@ -94,12 +95,25 @@ class Exchange:
     def header(self, name: str) -> str | None:
         return next(iter(self.headers(name)), None)
 
+    def deadline_s(self) -> float | None:
+        """The client's, on the clock of time.monotonic."""
+        given = self.header(TIMEOUT_HEADER)
+        if given is None:
+            return None
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < 1e9:
+            raise HttpError(400, TIMEOUT_HEADER, "must be a number of seconds above 0")
+        return self.arrived_s + seconds
+
     async def read_json(self, max_bytes: int, read: Callable[[Any], Json]) -> Json:
         """What `read` makes of the body."""
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind != JSON_TYPE:
             # Any web page may send other types to any server, without asking it first.
-            raise RefusalError(415, "content-type", "must be application/json")
+            raise HttpError(415, "content-type", "must be application/json")
         body = await self._read(max_bytes)
         if len(body) <= MAX_INLINE_BYTES:
             return read(_parse(body))
@@ -110,7 +124,7 @@ class Exchange:
         rule = f"at most {max_bytes} bytes are read"
         announced = self.header("content-length")
         if announced is not None and int(announced) > max_bytes:
-            raise RefusalError(413, "body", f"has {announced} bytes; {rule}")
+            raise HttpError(413, "body", f"has {announced} bytes; {rule}")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not self.is_whole and not self.has_left and self.num_bytes <= max_bytes:
@@ -119,11 +133,11 @@ class Exchange:
                     await self._has_news.wait()
         except TimeoutError:
             reason = f"wasn't whole after {BODY_TIMEOUT_S:g} s"
-            raise RefusalError(408, "body", reason, [("connection", "close")]) from None
+            raise HttpError(408, "body", reason, [("connection", "close")]) from None
         self._wire.transport.resume_reading()  # to notice that the client leaves
         if self.num_bytes > max_bytes:
             self._body = None
-            raise RefusalError(413, "body", f"has more than {max_bytes} bytes; {rule}")
+            raise HttpError(413, "body", f"has more than {max_bytes} bytes; {rule}")
         if self.has_left:
             raise CancelledError("the client left before its request was whole")
         body, self._body = b"".join(self._body or ()), None
@@ -277,4 +291,4 @@ def _parse(body: bytes) -> Any:
     try:
         return parse_json(body)
     except JsonError as error:
-        raise RefusalError(400, "body", str(error)) from None
+        raise HttpError(400, "body", str(error)) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quill.server.http.wire import connection, exchange
+from quill.server.http import connection, exchange
 from quill.server.settings import TlsFiles
 from tests.server.authority import Authority, Signed, write
 from tests.server.http_client import (

@@ -1,4 +1,4 @@
-"""What HTTP has to say when something is wrong, in OpenAI's shape.
+"""Errors over HTTP: status, headers, and a body in OpenAI's shape.
 
 Knows: statuses, headers, the shape of an error. Does not know: when errors happen.
 """
@@ -41,8 +41,8 @@ _TYPES = {
 Headers = Sequence[tuple[str, str]]
 
 
-class RefusalError(InvalidFieldError):
-    """What only HTTP can get wrong: `field` is the part of the request that is."""
+class HttpError(InvalidFieldError):
+    """An error of HTTP itself: `field` is the part of the request that is wrong."""
 
     def __init__(self, status: int, field: str, reason: str, headers: Headers = ()):
         super().__init__(field, reason)
@@ -51,11 +51,11 @@ class RefusalError(InvalidFieldError):
 
 
 def status_of(error: RequestError) -> int:
-    return error.status if isinstance(error, RefusalError) else STATUS[status_name(error)]
+    return error.status if isinstance(error, HttpError) else STATUS[status_name(error)]
 
 
 def headers_of(error: RequestError) -> Headers:
-    if isinstance(error, RefusalError):
+    if isinstance(error, HttpError):
         return error.headers
     if status_of(error) == 401:
         return [("www-authenticate", "Bearer")]

@@ -1,1 +1,0 @@
-"""HTTP itself: connections, bodies, streams of events, who is let in, errors."""
