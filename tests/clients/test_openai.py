@@ -25,10 +25,6 @@ def client(server: Server) -> Iterator[Any]:
         yield made
 
 
-def test_models(server: Server, client: Any) -> None:
-    assert [each.id for each in client.models.list()] == [server.model]
-
-
 def test_chat(server: Server, client: Any) -> None:
     answers = [
         client.chat.completions.create(
@@ -152,13 +148,6 @@ def test_completions_batch_and_echo(server: Server, client: Any) -> None:
         assert choice.text[place:] == choice.logprobs.tokens[-1]
 
 
-def test_completions_streamed(server: Server, client: Any) -> None:
-    options = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 10, "seed": 1}
-    whole = client.completions.create(**options).choices[0].text
-    stream = client.completions.create(**options, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == whole
-
-
 def test_options_of_vllm_pass_through(server: Server, client: Any) -> None:
     answer = client.chat.completions.create(
         model=server.model,
@@ -260,21 +249,3 @@ def test_async_many_at_once(server: Server) -> None:
     answers = asyncio.run(main())
     assert len(set(answers[::2])) == 1
     assert len(set(answers[1::2])) == 1
-
-
-def test_async_stream_and_cancel(server: Server) -> None:
-    async def main() -> str:
-        async with openai.AsyncOpenAI(
-            base_url=server.base_url, api_key=server.key, timeout=PATIENCE_S
-        ) as client:
-            stream = await client.chat.completions.create(
-                model=server.model, messages=ASKED, max_tokens=2000, stream=True,
-                extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            async for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content:
-                    await stream.close()
-                    return str(chunk.id)
-        raise AssertionError("nothing was said")
-
-    _wait_for_outcome(server, asyncio.run(main()).removeprefix("chatcmpl-"), "CANCELLED")

@@ -195,19 +195,6 @@ def test_errors_have_words(server: Server, client: Any) -> None:
     assert "UNAUTHENTICATED" in str(refused.value.status())
 
 
-def test_error_leaves_the_stream_open(
-    server: Server, client: Any, ours: tuple[str, list[int]]
-) -> None:
-    stream = Stream(client, server)
-    client.async_stream_infer("quill", asking(options={"top_p": 3}))
-    result, error = stream.answers.get(timeout=PATIENCE_S)
-    assert result is None
-    assert "INVALID_ARGUMENT: top_p is 3" in error.message()
-    client.async_stream_infer("quill", asking(stream=True))
-    assert stream.text() == ours[0]
-    client.stop_stream()
-
-
 def test_cancelled_stream_ends_at_once(server: Server, client: Any) -> None:
     stream = Stream(client, server)
     endless = {"max_tokens": 4000, "ignore_eos": True}
@@ -220,28 +207,6 @@ def test_cancelled_stream_ends_at_once(server: Server, client: Any) -> None:
     ):
         client.infer("quill", asking(options={"max_tokens": 1}), headers=proof(server))
         lines = server.lines()
-
-
-def test_cancelled_call_ends_at_once(server: Server, client: Any) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
-    running = client.async_infer(
-        "quill",
-        asking(options={"max_tokens": 4000, "ignore_eos": True}),
-        callback=lambda result, error: heard.put(error),
-        headers=proof(server),
-    )
-    running.cancel()
-    assert "CANCELLED" in str(heard.get(timeout=PATIENCE_S).status())
-
-
-def test_statistics_count(server: Server, client: Any) -> None:
-    def count() -> int:
-        told = client.get_inference_statistics("quill", headers=proof(server))
-        return int(told.model_stats[0].inference_stats.success.count)
-
-    before = count()
-    client.infer("quill", asking(), headers=proof(server))
-    assert count() == before + 1
 
 
 def test_asyncio(server: Server, ours: tuple[str, list[int]]) -> None:

@@ -155,11 +155,6 @@ def test_bodies_that_are_no_text_or_no_json_are_refused(client: HttpClient, body
     assert (reply.status, reply.error["param"]) == (400, "body"), reply.body
 
 
-def test_whole_surrogate_pair_is_a_character(client: HttpClient) -> None:
-    body = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}], "max_tokens": 1}'
-    assert client.post(CHAT, body).status == 200
-
-
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", ""])
 def test_only_json_is_read(client: HttpClient, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}

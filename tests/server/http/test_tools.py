@@ -326,7 +326,3 @@ def test_bad_calls_in_a_conversation_are_rejected(
     reply = client.post(PATH, {"messages": messages})
     assert (reply.status, reply.error["param"]) == (400, f"messages[0].{field}")
     assert SECRET not in reply.error["message"]
-
-
-def test_docs_have_the_fields(client: HttpClient) -> None:
-    assert all(name in client.get("/docs").body.decode() for name in ("tool_choice", "parallel"))
