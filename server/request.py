@@ -1,18 +1,20 @@
-"""A client's request, as the engine takes it.
+"""A client's request, as the engine takes it, and the limits that it must fit in.
 
-Knows: token ids, limits, how tokens are sampled. Does not know: protobuf, text, blocks.
-The engine's outputs are in server/outputs.py.
+Knows: token ids, limits, how tokens are sampled, what is needed of a grammar (Matcher).
+Does not know: protobuf, text, memory. The engine's outputs are in server/outputs.py.
 
 The ranges stand in server/fields.py and are checked here; an error has the name of its field there.
 Whether a prompt fits the model is checked by server/frontend/prompts.py, which knows the
 field it came from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from quill.server.constraint import Constraint
+import numpy as np
+import numpy.typing as npt
+
 from quill.server.errors import InvalidFieldError
 from quill.server.fields import GENERATE, MAX_SEED, SAMPLING
 from quill.server.outputs import FinishReason
@@ -75,6 +77,43 @@ class PoolingParams:
         assert all(self.texts)
         assert len(self.ranges) in (0, len(self.texts))
         assert not self.masks or len(self.texts) == 1
+
+
+Masks = npt.NDArray[np.uint32]  # a row for each position, a bit for each token, the lowest first
+
+
+class Matcher(Protocol):
+    """How far one sequence has come in its grammar: a function of the sequence's tokens alone.
+
+    Used by one thread at a time.
+    """
+
+    @property
+    def has_failed(self) -> bool:
+        """The grammar became too complex to follow: no mask is known any more."""
+
+    def jump_forward(self) -> list[int]:
+        """The next tokens, as far as the grammar allows only one."""
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first, the grammar allows one after another."""
+
+    def masks(self, draft: Sequence[int], stop_ids: Collection[int], num_unended: int) -> Masks:
+        """The tokens that are allowed next, and after each of the draft tokens, which are allowed.
+
+        In the first `num_unended` positions the stop ids are forbidden where there is any other
+        token. There may be fewer masks, if a draft token leads too far; there is at least one.
+        """
+
+    def accept(self, token: int) -> None:
+        """The sequence has one token more."""
+
+
+class Constraint(Protocol):
+    """A compiled grammar. Used by any thread."""
+
+    def matcher(self) -> Matcher:
+        """For a new sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +196,48 @@ class Request:
     def _require(self, name: str, allowed: bool, rule: str) -> None:
         if not allowed:
             raise InvalidFieldError(name, f"is {getattr(self, name)}; it must be {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many sequences run at once, how long they are, how many blocks they share."""
+
+    max_num_seqs: int
+    context: int  # tokens of prompt and answer together
+    num_blocks: int
+    block_size: int = 16
+    prefix_caching: bool = True
+    speculative: bool = True
+    max_prefill_tokens: int = 1024  # of prompts and sources, in a step
+    whole_prompts: bool = False  # each prompt in one chunk, as encoders need
+    one_token_steps: bool = False  # one token of each sequence, and no speculation
+
+    def num_blocks_of(self, request: Request, num_tokens: int) -> int:
+        """For a request's sequences after so many tokens each: they share the prompt's blocks."""
+        num_prompt, size = request.num_before, self.block_size
+        num_shared = num_prompt // size
+        num_own = -(-(num_prompt + num_tokens) // size) - num_shared
+        return num_shared + request.num_seqs * num_own + self.num_source_blocks(request)
+
+    def num_source_blocks(self, request: Request) -> int:
+        return -(-len(request.source_ids or ()) // self.block_size)
+
+    def fits(self, request: Request) -> bool:
+        """Whether there are sequences and blocks enough for the request alone."""
+        max_tokens = min(request.max_new_tokens, self.context - request.num_before)
+        fits_blocks = self.num_blocks_of(request, max(0, max_tokens)) <= self.num_blocks
+        return request.num_seqs <= self.max_num_seqs and fits_blocks
+
+
+def encoder_limits(*, max_num_seqs: int, context: int, max_prefill_tokens: int = 1024) -> Limits:
+    """An encoder has no KV cache: a block is a place in a step, for one text."""
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        context=context,
+        num_blocks=max_prefill_tokens,
+        block_size=context,
+        prefix_caching=False,
+        speculative=False,
+        max_prefill_tokens=max_prefill_tokens,
+        whole_prompts=True,
+    )

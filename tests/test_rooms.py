@@ -23,7 +23,7 @@ BETWEEN = {
     # The engine without the network, for `quill bench engine`.
     "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
-    "server.loading.engine_factory server.loading.choices server.limits server.request "
+    "server.loading.engine_factory server.loading.choices server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
     "export.precisions",
 }

@@ -6,7 +6,7 @@ Knows: argparse. Does not know: requests. Imports nothing heavy: `--help` must a
 import argparse
 from pathlib import Path
 
-from quill.server.auth.quota import BURST_S
+from quill.server.auth.caller import BURST_S
 from quill.server.cli.arguments import (
     ADDRESS,
     SEVERAL,

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quill.server.auth.caller import Caller
-from quill.server.auth.quota import Quotas, QuotaUsage
+from quill.server.auth.caller import Caller, Quotas, QuotaUsage
 from quill.server.errors import QuotaError
 
 MAX_SILENCE_S = 10.0  # between two heartbeats, which come twice a second

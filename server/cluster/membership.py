@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from quill.server.auth.caller import Caller
-from quill.server.auth.quota import QuotaUsage, RateLimits
+from quill.server.auth.caller import Caller, QuotaUsage, RateLimits
 from quill.server.cluster.coordinator import Coordinator, Heartbeat, Instruction, Rejection
 from quill.server.errors import QuotaError, ReloadError
 

@@ -14,8 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 
 from quill.server.engine.sequence import Sequence
-from quill.server.limits import Limits
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 
 # The id of the block before, or the scope if it is the first; this block's tokens.
 PrefixHash = tuple[int | str, tuple[int, ...]]

@@ -12,8 +12,13 @@ from collections.abc import Callable, Iterable
 from quill.server.engine.model_runner import NOTHING_COMPUTED, ModelOutput, Session
 from quill.server.engine.scheduler import Scheduler
 from quill.server.engine.sequence import FINISHED, SequenceStatus
-from quill.server.engine.step import SchedulerOutput, StepOutput
-from quill.server.engine.step_sampler import MaskThreads, StepMasks, sample_step
+from quill.server.engine.step import (
+    MaskThreads,
+    SchedulerOutput,
+    StepMasks,
+    StepOutput,
+    sample_step,
+)
 from quill.server.errors import (
     CancelledError,
     DeadlineError,
@@ -21,7 +26,6 @@ from quill.server.errors import (
     RequestError,
     StepError,
 )
-from quill.server.limits import Limits
 from quill.server.outputs import (
     EngineOutputs,
     Event,
@@ -31,7 +35,7 @@ from quill.server.outputs import (
     QueueStats,
     StepStats,
 )
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ of them and find a sequence's blocks through a table, so they are bound once. Me
 it is touched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -153,10 +153,6 @@ class DeviceKVCache:
 def view_of(array: npt.NDArray[Any]) -> View:
     assert array.flags.c_contiguous
     return View("cpu", 0, array.dtype, array.shape, array.ctypes.data)
-
-
-def bind(bind_side: Callable[..., None], name: str, view: View) -> None:
-    bind_side(name, *view)
 
 
 def _address(value: Any) -> int:

@@ -16,7 +16,7 @@ import onnxruntime
 
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Sizes
-from quill.server.engine.kv_cache import DeviceKVCache, KVCache, View, bind, view_of
+from quill.server.engine.kv_cache import DeviceKVCache, KVCache, View, view_of
 from quill.server.sampling.native import Hidden, Logits
 
 # S sequences · T tokens of all of them · B blocks of the longest · L logits · V vocabulary
@@ -93,8 +93,8 @@ class BoundGraph:
 
     def bind_in_place(self, name: str, extended: str, view: View) -> None:
         """Once: memory that is read by one name and written by the other."""
-        bind(self._binding.bind_input, name, view)
-        bind(self._binding.bind_output, extended, view)
+        self._binding.bind_input(name, *view)
+        self._binding.bind_output(extended, *view)
 
     def run(self, inputs: Inputs, outputs: Inputs) -> None:
         for name, array in inputs.items():
@@ -102,12 +102,12 @@ class BoundGraph:
             if bound is not None and bound.shape == array.shape and not self._rebinds:
                 bound[...] = array
             else:
-                bind(self._binding.bind_input, name, view_of(array))
+                self._binding.bind_input(name, *view_of(array))
                 self._inputs[name] = array
         for name, array in outputs.items():
             view = view_of(array)
             if self._outputs.get(name) != view:
-                bind(self._binding.bind_output, name, view)
+                self._binding.bind_output(name, *view)
                 self._outputs[name] = view
         self._session.run_with_iobinding(self._binding)
 

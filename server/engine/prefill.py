@@ -19,7 +19,7 @@ from quill.server.engine.block_pool import BlockTables, PrefixHash
 from quill.server.engine.sequence import Sequence
 from quill.server.engine.step_budget import MIN_CHUNK, StepBudget
 from quill.server.engine.strategies import Strategy
-from quill.server.limits import Limits
+from quill.server.request import Limits
 
 QUANTUM = 256
 # Logits are needed of every token of prompts that are scored: 64 x 49,152 of them are 12 MB.

@@ -22,8 +22,7 @@ from quill.server.engine.speculation import Speculation
 from quill.server.engine.step import ScheduledChunk, SchedulerOutput, StepOutput
 from quill.server.engine.step_budget import ChunkSize, StepBudget
 from quill.server.engine.strategies import Strategy, make_group
-from quill.server.limits import Limits
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 
 LOOK_AHEAD = 64  # waiting requests that may start before a step
 WAITING, RUNNING, PREEMPTED = (

@@ -7,11 +7,11 @@ pooling is in server/engine/strategies.py.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import get_args
 
-from quill.server.constraint import Masks, Matcher
 from quill.server.engine.speculation import PromptLookup
 from quill.server.outputs import FinishReason, Timings, Usage
-from quill.server.request import Request
+from quill.server.request import Masks, Matcher, Request
 from quill.server.sampling.native import Mask
 from quill.server.sampling.sampler import Adjustments, SamplerInput, sequence_seed
 
@@ -32,17 +32,14 @@ class SequenceStatus(Enum):
 
 
 FINISHED: dict[FinishReason, SequenceStatus] = {
-    "stop": SequenceStatus.FINISHED_STOP,
-    "eos": SequenceStatus.FINISHED_EOS,
-    "length": SequenceStatus.FINISHED_LENGTH,
-    "cancelled": SequenceStatus.FINISHED_CANCELLED,
-    "deadline": SequenceStatus.FINISHED_DEADLINE,
+    reason: SequenceStatus(f"finished: {reason}") for reason in get_args(FinishReason)
 }
 _ENDED_EARLY = (
     SequenceStatus.FINISHED_CANCELLED,
     SequenceStatus.FINISHED_DEADLINE,
     SequenceStatus.FAILED,
 )
+# ARCHITECTURE.md shows these as a diagram.
 TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
     SequenceStatus.WAITING: (SequenceStatus.RUNNING, *_ENDED_EARLY),
     SequenceStatus.RUNNING: (
@@ -59,18 +56,6 @@ TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
         *_ENDED_EARLY,
     ),
 }
-
-
-def mermaid() -> str:
-    """The states of a sequence as a diagram: ARCHITECTURE.md shows it, and a test compares."""
-    lines = ["stateDiagram-v2", "    [*] --> WAITING"]
-    lines += [
-        f"    {before.name} --> {after.name}"
-        for before, following in TRANSITIONS.items()
-        for after in following
-    ]
-    ends = [each for each in SequenceStatus if each not in TRANSITIONS]
-    return "\n".join([*lines, *(f"    {each.name} --> [*]" for each in ends)])
 
 
 @dataclass(eq=False, slots=True)

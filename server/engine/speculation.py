@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a sequence has its lookup
     from quill.server.engine.block_pool import BlockTables
     from quill.server.engine.sequence import Sequence
     from quill.server.engine.step_budget import StepBudget
-    from quill.server.limits import Limits
+    from quill.server.request import Limits
 
 MAX_DRAFT = 8
 MAX_STEP_DRAFT = 64  # in a step, or one for each sequence: each has logits

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quill.server.constraint import Masks
 from quill.server.engine.block_pool import BlockTables
 from quill.server.engine.model_runner import Chunk
 from quill.server.engine.sequence import (
@@ -35,8 +34,8 @@ from quill.server.outputs import (
     StartEvent,
     TokenEvent,
 )
+from quill.server.request import Masks, Request
 from quill.server.request import Pooling as PoolingMethod
-from quill.server.request import Request
 from quill.server.sampling.beam_search import Search
 from quill.server.sampling.native import Hidden, Logits
 from quill.server.sampling.sampler import SamplerInput, position_logprobs, sequence_seed

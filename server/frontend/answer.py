@@ -29,9 +29,8 @@ from quill.server.outputs import (
     Usage,
 )
 from quill.server.request import Request
-from quill.server.text.detokenizer import Decoder, StopStrings
+from quill.server.text.streaming import Decoder, StopStrings, ToolCallParser
 from quill.server.text.tokenizer import Text
-from quill.server.text.tool_call_parser import ToolCallParser
 from quill.server.tools import ToolCallDelta, add_delta
 
 # N texts · D model size, or as many of its numbers as were requested

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
-from quill.server.auth.caller import ANYBODY, Caller
-from quill.server.auth.quota import QuotaUsage, RateLimits
+from quill.server.auth.caller import ANYBODY, Caller, QuotaUsage, RateLimits
 from quill.server.engine.dispatcher import Dispatcher, Engine
 from quill.server.errors import (
     InvalidFieldError,

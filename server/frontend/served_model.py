@@ -12,8 +12,7 @@ from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.fields import MODEL_DEFAULTS
 from quill.server.grammar.compiler import Compiler
-from quill.server.limits import Limits
-from quill.server.request import Pooling, SamplingParams
+from quill.server.request import Limits, Pooling, SamplingParams
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 

@@ -17,7 +17,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from quill.server.constraint import Masks
+from quill.server.request import Masks
 
 WORD = 32  # bits
 MAX_RENEWAL_S = 0.02

@@ -15,6 +15,8 @@ from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.machine.onnx_session import cuda_problem
 from quill.server.machine.resources import num_cores
+from quill.server.request import Limits, encoder_limits
+from quill.server.settings import Settings
 
 MAX_NUM_SEQS = 256
 MAX_CACHE_BYTES = 2**31  # unless one sequence needs more
@@ -131,69 +133,51 @@ def best_here(manifest: Manifest) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizing:
-    max_num_seqs: int
-    context: int
-    num_blocks: int
-    block_bytes: int
-    weight_bytes: int
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-
-def choose_sizes(
-    manifest: Manifest,
-    graphs: Graphs,
-    available: int,
-    *,
-    max_num_seqs: int | None,
-    context: int | None,
-    cache_bytes: int | None,
-) -> Sizing:
-    """None: as much as is sensible. An option that doesn't fit is an error."""
-    weight_bytes = sum(file.size for file in manifest.files if file.name == graphs.weights)
-    context = _check_context(manifest, context)
+def choose_limits(manifest: Manifest, graphs: Graphs, available: int, settings: Settings) -> Limits:
+    """What isn't set is as large as is sensible. An option that doesn't fit is an error."""
+    context = _check_context(manifest, settings.context)
+    max_num_seqs = settings.max_num_seqs or MAX_NUM_SEQS
     if graphs.decoder is None:
-        return _for_encoder(context, max_num_seqs, cache_bytes, weight_bytes)
+        if settings.kv_cache_mb is not None:
+            raise StartError("an encoder has no KV cache: leave out --kv-cache-mb")
+        return encoder_limits(max_num_seqs=max_num_seqs, context=context)
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        context=context,
+        num_blocks=_num_blocks(manifest, graphs, available, context, settings.kv_cache_mb),
+        block_size=graph_contract.block_size(graphs.device),
+        prefix_caching=settings.prefix_cache,
+        speculative=settings.speculative and not graphs.one_token_steps,
+        one_token_steps=graphs.one_token_steps,
+    )
+
+
+def _num_blocks(
+    manifest: Manifest, graphs: Graphs, available: int, context: int, cache_mb: int | None
+) -> int:
     block_bytes = BlockShape.of(manifest.sizes, graphs).num_bytes
     least = blocks_of_one(graphs, context)
-    free = available - weight_bytes
-    wanted = cache_bytes
-    if wanted is None:
-        wanted = min(max(MAX_CACHE_BYTES, least * block_bytes), int(free * SHARE))
+    model = weight_bytes(manifest, graphs)
+    free = available - model
+    wanted = min(max(MAX_CACHE_BYTES, least * block_bytes), int(free * SHARE))
+    if cache_mb is not None:
+        wanted = cache_mb * 2**20
     num_blocks = wanted // block_bytes
     needed = f"a sequence of {context} tokens needs {megabytes(least * block_bytes)} of KV cache"
-    if num_blocks < least and cache_bytes is not None:
+    if num_blocks < least and cache_mb is not None:
         raise StartError(
-            f"--kv-cache-mb is {cache_bytes // 2**20}; {needed}. Give more, or a smaller --context"
+            f"--kv-cache-mb is {cache_mb}; {needed}. Give more, or a smaller --context"
         )
     if num_blocks < least or wanted > free:
         raise StartError(
-            f"{megabytes(available)} of memory are free, the model takes "
-            f"{megabytes(weight_bytes)}, and {needed}. Give a smaller --kv-cache-mb or --context, "
-            "or free some memory"
+            f"{megabytes(available)} of memory are free, the model takes {megabytes(model)}, and "
+            f"{needed}. Give a smaller --kv-cache-mb or --context, or free some memory"
         )
-    return Sizing(
-        max_num_seqs=MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs,
-        context=context,
-        num_blocks=num_blocks,
-        block_bytes=block_bytes,
-        weight_bytes=weight_bytes,
-    )
+    return num_blocks
 
 
-def _for_encoder(
-    context: int, max_num_seqs: int | None, cache_bytes: int | None, weight_bytes: int
-) -> Sizing:
-    if cache_bytes is not None:
-        raise StartError("this model is an encoder and has no KV cache: leave out --kv-cache-mb")
-    most = MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
-    return Sizing(
-        max_num_seqs=most, context=context, num_blocks=0, block_bytes=0, weight_bytes=weight_bytes
-    )
+def weight_bytes(manifest: Manifest, graphs: Graphs) -> int:
+    return sum(file.size for file in manifest.files if file.name == graphs.weights)
 
 
 def blocks_of_one(graphs: Graphs, context: int) -> int:

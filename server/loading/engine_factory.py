@@ -13,11 +13,10 @@ from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
 from quill.server.engine.model_runner import Chunk, EncoderSession, OrtSession, Session, Source
 from quill.server.errors import StartError
-from quill.server.limits import Limits
 from quill.server.loading.choices import only_on_cpu
-from quill.server.machine.mapped_file import detach
-from quill.server.machine.memory import huge_pages
+from quill.server.machine.memory import detach, huge_pages
 from quill.server.machine.onnx_session import first_line, open_graph
+from quill.server.request import Limits
 from quill.server.sampling import native
 
 

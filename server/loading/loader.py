@@ -11,22 +11,21 @@ from typing import NamedTuple, Protocol
 
 import onnxruntime
 
-from quill.export.bundle import graph_contract
-from quill.export.bundle.manifest import read_manifest
+from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.operators.library import operators_problem
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
+from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
-from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.choices import (
     Choice,
-    Sizing,
     choose_graphs,
-    choose_sizes,
+    choose_limits,
     choose_threads,
     megabytes,
+    weight_bytes,
 )
 from quill.server.loading.engine_factory import Bundle, open_bundle, open_engine
 from quill.server.loading.instance import ModelInstance
@@ -34,7 +33,7 @@ from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import FailEvent
-from quill.server.request import PoolingParams, Request
+from quill.server.request import Limits, PoolingParams, Request
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -93,17 +92,11 @@ class Loader:
         require_operators()
         choice = choose_graphs(manifest, settings.device, settings.precision)
         on_cuda = choice.graphs.device == "cuda"
-        sizing = choose_sizes(
-            manifest,
-            choice.graphs,
-            cuda_free_bytes() if on_cuda else available_bytes(),
-            max_num_seqs=settings.max_num_seqs,
-            context=settings.context,
-            cache_bytes=None if settings.kv_cache_mb is None else settings.kv_cache_mb * 2**20,
-        )
+        available = cuda_free_bytes() if on_cuda else available_bytes()
+        limits = choose_limits(manifest, choice.graphs, available, settings)
         num_threads = choose_threads(settings.threads)
-        _log_choice(manifest.name, choice, sizing, num_threads)
-        return _Chosen(choice, _limits(choice, sizing, settings), num_threads)
+        _log_choice(manifest, choice, limits, num_threads)
+        return _Chosen(choice, limits, num_threads)
 
 
 def require_operators() -> None:
@@ -118,29 +111,16 @@ def require_operators() -> None:
         raise StartError(f"{left}. Compiling them failed: {done.stderr.strip() or 'no message'}")
 
 
-def _limits(choice: Choice, sizing: Sizing, settings: Settings) -> Limits:
-    if choice.graphs.decoder is None:
-        return encoder_limits(max_num_seqs=sizing.max_num_seqs, context=sizing.context)
-    return Limits(
-        max_num_seqs=sizing.max_num_seqs,
-        context=sizing.context,
-        num_blocks=sizing.num_blocks,
-        block_size=graph_contract.block_size(choice.graphs.device),
-        prefix_caching=settings.prefix_cache,
-        speculative=settings.speculative and not choice.graphs.one_token_steps,
-        one_token_steps=choice.graphs.one_token_steps,
-    )
-
-
-def _log_choice(name: str, choice: Choice, sizing: Sizing, threads: int) -> None:
-    graphs = choice.graphs
+def _log_choice(manifest: Manifest, choice: Choice, limits: Limits, threads: int) -> None:
+    graphs, name = choice.graphs, manifest.name
     logger.info("bundle %s: %s on %s (%s)", name, graphs.precision, graphs.device, choice.why)
+    block_bytes = 0 if graphs.decoder is None else BlockShape.of(manifest.sizes, graphs).num_bytes
     logger.info(
         "up to %d sequences, context %d, KV cache %s, model %s, %d threads",
-        sizing.max_num_seqs,
-        sizing.context,
-        megabytes(sizing.cache_bytes),
-        megabytes(sizing.weight_bytes),
+        limits.max_num_seqs,
+        limits.context,
+        megabytes(limits.num_blocks * block_bytes),
+        megabytes(weight_bytes(manifest, graphs)),
         threads,
     )
 

@@ -58,7 +58,8 @@ class Search:
 
     @property
     def num_ranked(self) -> int:
-        return num_ranked(self.request)
+        """How many continuations a step looks at: enough remain when some end."""
+        return max(2, 1 + len(self.request.all_stop_ids)) * self._beams.num_beams
 
     @property
     def banned(self) -> frozenset[int]:
@@ -110,12 +111,6 @@ class Search:
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self._beams.length_penalty)
-
-
-def num_ranked(request: Request) -> int:
-    """How many continuations a step looks at: enough remain when some end."""
-    assert request.beams is not None
-    return max(2, 1 + len(request.all_stop_ids)) * request.beams.num_beams
 
 
 # B beams of all searches, one after another · R rows · V vocabulary · T most tops of a beam

@@ -6,17 +6,20 @@ Knows: the order of starting and stopping, signals. Does not know: what calls do
 import asyncio
 import contextlib
 import logging
+import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
-from quill.server.addresses import write_address
+from quill.server.addresses import reachable, write_address
 from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
 from quill.server.api.servicer import Administration, TextGeneration
+from quill.server.auth.caller import RateLimits
 from quill.server.auth.key_file import Keyring
-from quill.server.auth.quota import RateLimits
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
 from quill.server.frontend.call import Calls
@@ -24,10 +27,9 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App, MetricsApp
 from quill.server.http.connection import HttpServer
 from quill.server.kserve.servicer import InferenceService
+from quill.server.loading.instance import Reloader
 from quill.server.loading.loader import ModelLoader
-from quill.server.loading.reload import Reloader
 from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
-from quill.server.serve.ready_message import http_url, line_to_type
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
@@ -129,27 +131,22 @@ class Server:
         self.listening.set()
         return server
 
-    def _make_server(self, also_open: Sequence[str] = ()) -> grpc.aio.Server:
-        settings = self._settings
+    def _make_server(self) -> grpc.aio.Server:
+        settings, calls, health = self._settings, self.calls, self.health
+        timeout_s = settings.write_timeout_s
         return make_server(
             settings,
             self._keyring,
-            self.calls,
-            TextGeneration(self.calls, settings.write_timeout_s),
-            self._inference(),
-            Administration(self.calls, None if self._keyring is None else self._asked_to_reload),
-            self.health.servicer,
-            also_open,
+            calls,
+            TextGeneration(calls, timeout_s),
+            InferenceService(calls, self.metrics.registry, lambda: health.is_serving, timeout_s),
+            Administration(calls, None if self._keyring is None else self._asked_to_reload),
+            health.servicer,
         )
 
     async def _asked_to_reload(self) -> ServedModel:
         """By an administrator's call."""
         return await self.reload()
-
-    def _inference(self) -> InferenceService:
-        registry, health = self.metrics.registry, self.health
-        timeout_s = self._settings.write_timeout_s
-        return InferenceService(self.calls, registry, lambda: health.is_serving, timeout_s)
 
     async def _open_http(self) -> None:
         if not self._settings.http_ports:
@@ -255,3 +252,41 @@ def _print(line: str) -> None:
     """A full disk, or a reader who has left, is no reason not to serve."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
+
+
+_WORDS: dict[Family, tuple[str, str]] = {
+    "causal": ("generate", "Once upon a time"),
+    "seq2seq": ("generate", "Restart the server"),
+    "encoder": ("embed", "The state of the union"),
+}
+
+
+def http_url(settings: Settings, port: int, path: str = "") -> str:
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://{write_address(reachable(settings.host), port)}{path}"
+
+
+def line_to_type(settings: Settings, port: int, family: Family) -> str:
+    """On this machine, as it is but for the names of files."""
+    # Some shells take brackets for a pattern.
+    address = shlex.quote(write_address(reachable(settings.host), port))
+    command, text = _WORDS[family]
+    return " ".join([quill_command(), command, "--address", address, *proof(settings), f'"{text}"'])
+
+
+def proof(settings: Settings) -> list[str]:
+    """What a command must be given to be let in."""
+    needed = []
+    if settings.tls is not None:
+        needed += ["--ca", "CA.pem"]
+        if settings.tls.client_ca is not None:
+            needed += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+    if settings.api_keys is not None:
+        needed += ["--api-key-file", "FILE"]
+    return needed
+
+
+def quill_command() -> str:
+    """How this very program was called, so that the line can be typed as it is."""
+    called = Path(sys.argv[0])
+    return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"

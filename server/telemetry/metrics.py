@@ -10,7 +10,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
 
-from quill.server.limits import Limits
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -22,6 +21,7 @@ from quill.server.outputs import (
     StepStats,
     TokenEvent,
 )
+from quill.server.request import Limits
 from quill.server.telemetry.call_record import Record
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

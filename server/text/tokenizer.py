@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from quill.server.errors import StartError, StepError
-from quill.server.text.detokenizer import ByteDecoder, Decoder, WindowDecoder
+from quill.server.text.streaming import ByteDecoder, Decoder, WindowDecoder
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import pytest
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import Session
 from quill.server.errors import RequestError
-from quill.server.limits import Limits
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -23,7 +22,7 @@ from quill.server.outputs import (
     StartEvent,
     TokenEvent,
 )
-from quill.server.request import Pooling, PoolingParams, Request
+from quill.server.request import Limits, Pooling, PoolingParams, Request
 from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession, logits_after
 
 if TYPE_CHECKING:  # torch takes seconds to import: see tests/tiers.py

@@ -21,8 +21,8 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
-from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
+from quill.server.request import Limits
 from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate

@@ -26,7 +26,6 @@ from quill.loadtest.bench.backends.protocol import (
     serve,
 )
 from quill.server.errors import CancelledError
-from quill.server.limits import Limits, encoder_limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import (
     EmbeddingEvent,
@@ -38,7 +37,14 @@ from quill.server.outputs import (
     PromptEvent,
     TokenEvent,
 )
-from quill.server.request import BeamParams, PoolingParams, Request, SamplingParams
+from quill.server.request import (
+    BeamParams,
+    Limits,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    encoder_limits,
+)
 
 MAX_NUM_SEQS = 32
 SEQUENCE_TOKENS = 1024  # of each sequence, when all run

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from quill.__main__ import main
-from quill.server.auth.caller import Caller
+from quill.server.auth.caller import BURST_S, Caller, Quotas
 from quill.server.auth.key_file import Keyring, KeysError, add_key, digest, read_keys, revoke_key
-from quill.server.auth.quota import BURST_S, Quotas
 from quill.server.errors import QuotaError, RevokedError, UnauthenticatedError
 
 

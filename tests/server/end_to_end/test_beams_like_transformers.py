@@ -8,10 +8,9 @@ import torch
 
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
-from quill.server.limits import Limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.outputs import FinishEvent, HypothesisEvent
-from quill.server.request import BeamParams, Request
+from quill.server.request import BeamParams, Limits, Request
 from tests.model.huggingface_models import (
     CONTEXT,
     EOS,

@@ -16,9 +16,9 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
-from quill.server.limits import Limits
 from quill.server.loading.choices import MIN_CONTEXT
 from quill.server.loading.loader import Loader, warm_up
+from quill.server.request import Limits
 from tests.bad_files import SMALL
 from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
 from tests.server.scripted_session import Reciter

@@ -20,8 +20,8 @@ from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import ReloadError, StartError
-from quill.server.limits import Limits
 from quill.server.loading.instance import ModelInstance
+from quill.server.request import Limits
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import WITHOUT_TORCH, change_manifest
 from tests.server.process import ask as ask_process

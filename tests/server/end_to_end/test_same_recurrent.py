@@ -13,9 +13,8 @@ from quill.model.reference.beam_search import BeamParameters, beam_search
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
 from quill.server.engine.engine import Engine
-from quill.server.limits import Limits
 from quill.server.outputs import FailEvent, HypothesisEvent, TokenEvent
-from quill.server.request import BeamParams, Request, SamplingParams
+from quill.server.request import BeamParams, Limits, Request, SamplingParams
 from tests.operators import OWN, needs_operators
 from tests.server.random_requests import restless_clock
 from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, make_tiny_recurrent

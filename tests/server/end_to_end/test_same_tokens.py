@@ -18,14 +18,12 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.model.randomness import sequence_seed, uniform
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters, choose
-from quill.server.constraint import Constraint
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import Chunk, OrtSession, Source
 from quill.server.grammar import constraint_source as source
 from quill.server.grammar.compiler import Compiler
-from quill.server.limits import Limits
 from quill.server.outputs import PositionLogprobs, StartEvent, TokenEvent
-from quill.server.request import Request, SamplingParams
+from quill.server.request import Constraint, Limits, Request, SamplingParams
 from quill.server.sampling.sampler import position_logprobs
 from quill.server.tools import TOOL_CALL_FORMATS
 from tests.operators import CROWDS, SERVED

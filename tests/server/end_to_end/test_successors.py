@@ -14,8 +14,7 @@ from quill.export.pipeline import ExportOptions, write_bundle
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape
-from quill.server.limits import Limits
-from quill.server.request import Request, SamplingParams
+from quill.server.request import Limits, Request, SamplingParams
 from tests.model.huggingface_models import saved
 from tests.model.successors import CONTEXT, SUCCESSORS
 from tests.operators import OWN

@@ -15,8 +15,8 @@ from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from quill.server.errors import StartError, UnsupportedError
 from quill.server.frontend.reader import Arrival, RequestReader
-from quill.server.limits import Limits
 from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.request import Limits
 from tests.server.running import CONTEXT, make_manifest, make_served, served_bundle
 from tests.server.tiny_bundle import EOS, TinyBundle
 

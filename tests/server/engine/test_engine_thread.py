@@ -8,9 +8,8 @@ import pytest
 from quill.server.engine.engine import MAX_FAILURES, Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import RequestError, StepError, UnavailableError
-from quill.server.limits import Limits
 from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent, TokenEvent
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 from tests.server.fake_session import FakeSession, oracle
 
 CONTEXT = 64

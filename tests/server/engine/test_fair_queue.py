@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,18 +32,45 @@ def _empty(queue: FairQueue) -> list[str]:
     return order
 
 
-def test_first_come_is_first_served() -> None:
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        ([_request(name) for name in "abc"], "a b c"),
+        (
+            [_request("low", -1), _request("normal"), _request("high", 1), _request("too")],
+            "high normal too low",
+        ),
+        (
+            [
+                *(_request(name, owner="a", num_sequences=3) for name in ("a0", "a1")),
+                *(_request(f"b{number}", owner="b") for number in range(4)),
+            ],
+            "a0 b0 b1 b2 a1 b3",
+        ),
+        (
+            [
+                _request("a1", 0, "a"),
+                _request("b", 0, "b"),
+                _request("a2", 0, "a"),
+                _request("a3", 5, "a"),
+            ],
+            "a3 b a1 a2",
+        ),
+        (
+            [_request(f"long{number}", owner="a", num_prompt=4000) for number in range(3)]
+            + [_request(str(number), owner="b", num_prompt=10) for number in range(40)],
+            f"long0 {' '.join(map(str, range(40)))} long1 long2",
+        ),
+    ],
+    ids=["arrival", "priority", "sequences", "priority within an owner", "tokens"],
+)
+def test_owners_take_turns_by_cost_and_each_goes_by_priority(
+    requests: list[Request], order: str
+) -> None:
     queue = FairQueue()
-    for name in "abc":
-        queue.add(_request(name))
-    assert _empty(queue) == ["a", "b", "c"]
-
-
-def test_higher_priority_goes_first() -> None:
-    queue = FairQueue()
-    for name, priority in (("low", -1), ("normal", 0), ("high", 1), ("normal too", 0)):
-        queue.add(_request(name, priority))
-    assert _empty(queue) == ["high", "normal", "normal too", "low"]
+    for request in requests:
+        queue.add(request)
+    assert _empty(queue) == order.split()
 
 
 def test_removed_request_is_never_next() -> None:
@@ -67,18 +95,6 @@ def test_nobody_is_overtaken_by_more_than_the_lead_of_priority(priorities: list[
             assert later - index < PLACES_PER_LEVEL * lead
 
 
-def test_low_priority_gets_through_an_endless_stream_of_high_priority() -> None:
-    queue = FairQueue()
-    queue.add(_request("patient", -MAX_PRIORITY))
-    for index in range(10_000):
-        queue.add(_request(str(index), MAX_PRIORITY))
-        (first,) = queue.in_order(1)
-        queue.remove(first.request_id)
-        if first.request_id == "patient":
-            break
-    assert index <= PLACES_PER_LEVEL * 2 * MAX_PRIORITY
-
-
 def _take(queue: FairQueue) -> Request:
     (request,) = queue.in_order(1)
     queue.serve(request)
@@ -93,15 +109,6 @@ def test_owners_take_turns_whoever_sent_more() -> None:
     for number in range(2):
         queue.add(_request(f"b{number}", owner="b"))
     assert _empty(queue) == ["b0", "a1", "b1", "a2", "a3", "a4"], "the newcomer first"
-
-
-def test_several_sequences_cost_as_many_turns() -> None:
-    queue = FairQueue()
-    for number in range(2):
-        queue.add(_request(f"a{number}", owner="a", num_sequences=3))
-    for number in range(4):
-        queue.add(_request(f"b{number}", owner="b"))
-    assert _empty(queue) == ["a0", "b0", "b1", "b2", "a1", "b3"]
 
 
 def test_backlog_that_was_served_is_not_held_against_its_owner() -> None:
@@ -174,22 +181,6 @@ def test_whoever_calls_everything_urgent_makes_nobody_else_wait() -> None:
         queue.add(_request(f"d{index}", 0, "d"))
     served = Counter(_take(queue).owner for _ in range(600))
     assert abs(served["c"] - served["d"]) <= 1
-
-
-def test_urgent_request_goes_before_its_owners_others() -> None:
-    queue = FairQueue()
-    for name, priority, owner in (("a1", 0, "a"), ("b1", 0, "b"), ("a2", 0, "a"), ("a3", 5, "a")):
-        queue.add(_request(name, priority, owner))
-    assert _empty(queue) == ["a3", "b1", "a1", "a2"]
-
-
-def test_owners_take_turns_by_tokens() -> None:
-    queue = FairQueue()
-    for number in range(3):
-        queue.add(_request(f"long{number}", owner="a", num_prompt=4000))
-    for number in range(40):
-        queue.add(_request(f"{number}", owner="b", num_prompt=10))
-    assert _empty(queue) == ["long0", *map(str, range(40)), "long1", "long2"]
 
 
 def test_newcomer_goes_before_the_owner_that_was_just_served() -> None:

@@ -17,14 +17,13 @@ from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
 from quill.server.engine.model_runner import BlockCopy, OrtSession
 from quill.server.errors import StartError
-from quill.server.limits import Limits
 from quill.server.machine.onnx_session import (
     identity_graph,
     input_name,
     open_graph,
     output_name,
 )
-from quill.server.request import BeamParams, Request, SamplingParams
+from quill.server.request import BeamParams, Limits, Request, SamplingParams
 from tests.server.random_requests import Answers, restless_clock, together
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

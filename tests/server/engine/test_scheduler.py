@@ -9,9 +9,8 @@ from quill.server.engine.fair_queue import cost
 from quill.server.engine.scheduler import PREEMPTED, RUNNING, WAITING, Scheduler
 from quill.server.engine.sequence import SequenceStatus
 from quill.server.engine.step import Choice, SchedulerOutput, StepOutput
-from quill.server.limits import Limits
 from quill.server.outputs import FinishEvent, TokenEvent
-from quill.server.request import BeamParams, Request
+from quill.server.request import BeamParams, Limits, Request
 
 CONTEXT = 128
 

@@ -11,7 +11,6 @@ from quill.server.engine.sequence import (
     Sequence,
     SequenceStatus,
     make_sequence,
-    mermaid,
 )
 from tests.server.engine_harness import make_request
 
@@ -42,6 +41,18 @@ def test_sequence_makes_the_transitions_of_the_table_and_no_others(
 def test_every_finish_reason_has_a_status_that_nothing_follows() -> None:
     assert not {*FINISHED.values(), SequenceStatus.FAILED} & {*TRANSITIONS}
     assert {*SequenceStatus} == {*TRANSITIONS, *FINISHED.values(), SequenceStatus.FAILED}
+
+
+def mermaid() -> str:
+    """The states of a sequence as a diagram."""
+    lines = ["stateDiagram-v2", "    [*] --> WAITING"]
+    lines += [
+        f"    {before.name} --> {after.name}"
+        for before, following in TRANSITIONS.items()
+        for after in following
+    ]
+    ends = [each for each in SequenceStatus if each not in TRANSITIONS]
+    return "\n".join([*lines, *(f"    {each.name} --> [*]" for each in ends)])
 
 
 def test_architecture_shows_the_states_of_the_code() -> None:

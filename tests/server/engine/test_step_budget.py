@@ -1,9 +1,11 @@
-"""What steps may cost, learnt from what they cost."""
+"""What steps cost, and which prompts are prefilled within the budget."""
 
 import random
 
 import pytest
 
+from quill.server.engine.block_pool import BlockTables
+from quill.server.engine.prefill import PrefillScheduler
 from quill.server.engine.step_budget import (
     GAIN,
     IDLE_S,
@@ -15,6 +17,8 @@ from quill.server.engine.step_budget import (
     ChunkSize,
     StepBudget,
 )
+from quill.server.engine.strategies import make_group
+from quill.server.request import Limits, Request
 
 
 def _taught(rows_s: float, token_s: float, past_s: float, noise: float = 0.0) -> StepBudget:
@@ -122,3 +126,21 @@ def test_clock_that_stands_still_breaks_nothing() -> None:
         budget.observe(0.0, 0, 0, [ChunkSize(8, 5)])
     assert budget.num_affordable(0.1, 100) > 0
     assert budget.cost_s(10, 10) >= 0
+
+
+LIMITS = Limits(max_num_seqs=4, context=32, num_blocks=16, block_size=4)
+
+
+def test_oldest_does_not_wait_for_another_that_has_more_of_the_same_block() -> None:
+    """That one may find no block of its own to write, and only the oldest may preempt."""
+    blocks = BlockTables(LIMITS)
+    prefill = PrefillScheduler(blocks, StepBudget(), LIMITS)
+    requests = [Request(request_id=name, prompt_ids=(*range(20),)) for name in "abc"]
+    groups = [make_group(request, LIMITS.context, blocks) for request in requests]
+    for group in groups:
+        prefill.enter(group)
+    (oldest,), (ahead,), (youngest,) = (group.sequences for group in groups)
+    ahead.blocks, ahead.num_computed = [blocks.pool.take()], 3
+    chunk_sizes = prefill.schedule(groups, 0)
+    assert oldest in chunk_sizes
+    assert youngest not in chunk_sizes, "all others wait"

@@ -10,9 +10,8 @@ import pytest
 
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput, Source
-from quill.server.limits import Limits
 from quill.server.outputs import FailEvent, StartEvent, TokenEvent
-from quill.server.request import Request, SamplingParams
+from quill.server.request import Limits, Request, SamplingParams
 
 CONTEXT = 9000
 STEP_S, ROW_S, TOKEN_S, PAST_S = 0.012, 0.0012, 0.0011, 0.0000003

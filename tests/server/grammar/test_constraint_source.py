@@ -24,8 +24,8 @@ from quill.server.grammar.constraint_source import (
     tool_constraint,
 )
 from quill.server.grammar.matcher import TokenMatcher
+from quill.server.text.streaming import ToolCallParser
 from quill.server.text.tokenizer import Text
-from quill.server.text.tool_call_parser import ToolCallParser
 from quill.server.tools import PLAIN, TOOL_CALL_FORMATS, ToolCallDelta, ToolCallFormat, merge_deltas
 from tests.server.grammar.test_generated_json import NAMES, PAIR, SCHEMAS
 from tests.server.small_grammars import allows

@@ -12,10 +12,9 @@ from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.export.errors import BundleError
 from quill.server.engine.engine import Engine
 from quill.server.errors import StartError
-from quill.server.limits import Limits
 from quill.server.loading.engine_factory import Bundle, open_bundle, open_engine
 from quill.server.outputs import TokenEvent
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 from tests.operators import SERVED
 from tests.server.tiny_bundle import CONTEXT, TinyBundle
 

@@ -11,12 +11,12 @@ import pytest
 
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.server.errors import StartError
-from quill.server.limits import Limits
 from quill.server.loading import choices
 from quill.server.loading.choices import Choice, choose_graphs
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.loader import Loader
 from quill.server.machine.onnx_session import cuda_free_bytes, cuda_problem
+from quill.server.request import Limits
 from quill.server.settings import Settings
 from tests.server.running import make_manifest
 from tests.server.scripted_session import TIMEOUT_S

@@ -6,38 +6,41 @@ from typing import Any
 import pytest
 
 from quill.export.bundle.manifest import File, Graphs, Manifest, Verification
-from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.loading import choices
 from quill.server.loading.choices import (
     MAX_CACHE_BYTES,
     MAX_NUM_SEQS,
-    Sizing,
     choose_graphs,
-    choose_sizes,
+    choose_limits,
     choose_threads,
 )
 from quill.server.machine.resources import num_cores
+from quill.server.request import Limits
+from quill.server.settings import Settings
 from tests.server.running import make_manifest
 
-MANIFEST = make_manifest(files=(File(name="weights", size=1000, sha256=""),))
-BLOCK_BYTES = BlockShape.of(MANIFEST.sizes, MANIFEST.graphs[0]).num_bytes
+MB = 2**20
+# With one MB a block.
+SIZES = dataclasses.replace(
+    make_manifest().sizes, num_layers=16, num_kv_heads=8, head_size=64, value_size=64
+)
+MANIFEST = make_manifest(sizes=SIZES, files=(File(name="weights", size=1000, sha256=""),))
 LEAST = 13  # blocks, for a context of 200
 
 
-def sizes(available: int, **options: Any) -> Sizing:
-    options = {"max_num_seqs": None, "context": None, "cache_bytes": None, **options}
-    return choose_sizes(MANIFEST, MANIFEST.graphs[0], available, **options)
+def limits(available: int, **options: Any) -> Limits:
+    return choose_limits(MANIFEST, MANIFEST.graphs[0], available, Settings(**options))
 
 
 def test_blocks_take_half_of_what_the_model_leaves_up_to_a_limit() -> None:
-    chosen = sizes(1000 + 2 * 20 * BLOCK_BYTES)
+    chosen = limits(1000 + 2 * 20 * MB)
     assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (MAX_NUM_SEQS, 200, 20)
-    assert sizes(10**12).cache_bytes <= MAX_CACHE_BYTES
+    assert limits(10**12).num_blocks == MAX_CACHE_BYTES // MB
 
 
 def test_options_are_kept_where_they_fit() -> None:
-    chosen = sizes(1000 + 7 * BLOCK_BYTES, max_num_seqs=2, context=100, cache_bytes=7 * BLOCK_BYTES)
+    chosen = limits(1000 + 7 * MB, max_num_seqs=2, context=100, kv_cache_mb=7)
     assert (chosen.max_num_seqs, chosen.context, chosen.num_blocks) == (2, 100, 7)
 
 
@@ -46,19 +49,19 @@ def test_options_are_kept_where_they_fit() -> None:
     [
         {"context": 201},
         {"context": 1},
-        {"cache_bytes": (LEAST - 1) * BLOCK_BYTES},
-        {"cache_bytes": 101_000},
+        {"kv_cache_mb": LEAST - 1},
+        {"kv_cache_mb": 101},
     ],
     ids=str,
 )
 def test_what_does_not_fit_says_what_to_change(options: dict[str, int]) -> None:
     with pytest.raises(StartError, match=r"--context"):
-        sizes(100_000, **options)
+        limits(100 * MB, **options)
 
 
 def test_too_little_memory_for_one_sequence_is_an_error() -> None:
     with pytest.raises(StartError, match="smaller --kv-cache-mb or --context"):
-        sizes(1000)
+        limits(1000)
 
 
 def graphs_in(precision: Any, **changes: Any) -> Graphs:

@@ -1,13 +1,27 @@
-"""Huge pages where they pay, small ones for the KV cache, and pages given back."""
+"""The weights are in huge pages and in no file, the KV cache is in small pages."""
 
 import ctypes
+import mmap
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from quill.server.machine.memory import PAGE_BYTES, Region, read_code, read_regions
+from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.machine import memory
+from quill.server.machine.memory import (
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    Region,
+    detach,
+    read_code,
+    read_regions,
+)
+from quill.server.request import Limits
+from tests.server.tiny_bundle import TinyBundle
 
 SMAPS = """\
 00400000-00500000 r-xp 00000000 fe:00 123 /usr/bin/python3
@@ -130,3 +144,56 @@ def test_code_that_only_starting_needed_is_given_back_and_comes_again() -> None:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert int(said[0]) > 4000  # KB
     assert said[1] == "8.0"
+
+
+LENGTH = 2 * CHUNK_BYTES + 5000
+
+
+def write(path: Path) -> bytes:
+    path.write_bytes(os.urandom(LENGTH))
+    return path.read_bytes()
+
+
+def private_mapping(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in memory.MAPS.read_text()
+
+
+def test_mapping_keeps_what_it_had_when_the_file_is_written_over(tmp_path: Path) -> None:
+    path, other = tmp_path / "a file", tmp_path / "another"
+    content = write(path)
+    write(other)
+    with private_mapping(path) as mapping, private_mapping(other):
+        assert is_mapped(path)
+        assert LENGTH <= detach(path) < LENGTH + mmap.PAGESIZE
+        assert not is_mapped(path)
+        assert is_mapped(other)
+        path.write_bytes(b"")
+        assert mapping[:] == content
+        assert detach(path) == 0
+
+
+def test_link_to_the_file_will_do(tmp_path: Path) -> None:
+    write(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with private_mapping(tmp_path / "link"):
+        assert detach(tmp_path / "link") >= LENGTH
+
+
+def test_engine_has_nothing_of_its_bundle_mapped(tiny_bundle: TinyBundle) -> None:
+    bundle = open_bundle(tiny_bundle.directory, "fp32")
+    limits = Limits(max_num_seqs=1, context=64, num_blocks=4)
+    engine = open_engine(bundle, limits, 1)
+    assert not is_mapped(tiny_bundle.directory)
+    assert engine.is_idle
+
+
+def test_without_a_list_of_mappings_nothing_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "MAPS", tmp_path / "none")
+    assert detach(tmp_path / "file") == 0

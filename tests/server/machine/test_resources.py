@@ -143,7 +143,7 @@ def own_group(controller: str) -> Path:
 
 
 def planned(bundle: Path, *before: str) -> tuple[float, int]:
-    """Gigabytes of keys and values, and threads, of a real server; `before`: its command."""
+    """Gigabytes of KV cache, and threads, of a real server; `before`: its command."""
     command = [*before, *serve_command(bundle, ("--precision", "fp32"))]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -153,8 +153,9 @@ def planned(bundle: Path, *before: str) -> tuple[float, int]:
         said = ""
         for line in process.stdout:
             said += line
-            if found := re.search(r"(\S+) GB for keys and values, .* (\d+) threads", line):
+            if found := re.search(r"KV cache (\S+) GB, .* (\d+) threads", line):
                 return float(found[1]), int(found[2])
+            assert "Serving at" not in line, said
         raise AssertionError(said)
     finally:
         process.kill()

@@ -66,10 +66,36 @@ def export_of(bundle: Path, *options: str) -> list[str]:
     return [*quill, "export", "smollm2-135m", "--out", str(bundle), *options]
 
 
-def test_bundle_in_the_cache_is_used_as_it_is(cache: Path, commands: Commands) -> None:
-    bundle = cached_bundle(cache)
-    assert default_bundle() == bundle
-    assert not commands.ran
+ADD = "--add"
+TRIED = {"left_out": ("quill4",)}  # and wasn't good enough: it isn't tried again
+
+
+@pytest.mark.parametrize(
+    ("cached", "changes", "asked", "options"),
+    [
+        (None, {}, ("cpu", None), []),
+        (None, {}, ("cpu", "fp32"), ["--precision", "fp32"]),
+        (None, {}, ("cuda", None), ["--precision", "fp16"]),
+        ("quill4", {}, ("auto", None), None),
+        ("quill4", {}, ("cpu", "fp32"), ["--precision", "fp32", ADD]),
+        ("fp32", {}, ("cpu", None), [ADD]),
+        ("quill8", TRIED, ("cpu", None), None),
+    ],
+)
+def test_what_is_asked_for_and_is_not_in_the_cache_is_made(
+    cache: Path,
+    commands: Commands,
+    cached: str | None,
+    changes: dict[str, Any],
+    asked: tuple[str, str | None],
+    options: list[str] | None,
+) -> None:
+    """`options`: of the export; None: nothing is made."""
+    bundle = cache / "bundles" / "smollm2-135m"
+    if cached is not None:
+        cached_bundle(cache, cached, **changes)
+    assert default_bundle(*asked) == bundle
+    assert commands.ran == ([] if options is None else [export_of(bundle, *options)])
 
 
 @pytest.mark.parametrize(
@@ -90,43 +116,6 @@ def test_bundle_of_another_version_is_made_anew(
 def test_first_start_exports_in_a_process_of_its_own(cache: Path, commands: Commands) -> None:
     assert default_bundle() == cache / "bundles" / "smollm2-135m"
     assert commands.ran == [export_of(default_bundle())] * 2
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "options"),
-    [
-        ("cpu", "fp32", ["--precision", "fp32"]),
-        ("cuda", None, ["--precision", "fp16"]),
-        ("cpu", None, []),
-    ],
-)
-def test_what_was_asked_for_is_what_is_made(
-    cache: Path, commands: Commands, device: str, precision: str | None, options: list[str]
-) -> None:
-    bundle = default_bundle(device, precision)
-    assert commands.ran == [export_of(bundle, *options)]
-
-
-def test_bundle_that_lacks_what_is_asked_for_gets_it_added(cache: Path, commands: Commands) -> None:
-    bundle = cached_bundle(cache)
-    default_bundle("cpu", "fp32")
-    assert commands.ran == [export_of(bundle, "--precision", "fp32", "--add")]
-
-
-def test_bundle_that_lacks_what_this_machine_would_serve_gets_it_added(
-    cache: Path, commands: Commands
-) -> None:
-    bundle = cached_bundle(cache, "fp32")
-    default_bundle("cpu")
-    assert commands.ran == [export_of(bundle, "--add")]
-
-
-def test_what_was_tried_and_was_not_good_enough_is_not_tried_again(
-    cache: Path, commands: Commands
-) -> None:
-    cached_bundle(cache, "quill8", left_out=("quill4",))
-    default_bundle("cpu")
-    assert not commands.ran
 
 
 @pytest.mark.parametrize("precision", [None, "quill8"])

@@ -1,7 +1,9 @@
 """What a server tells of itself: metrics and logs, and never a prompt."""
 
+import asyncio
 import json
 import logging
+import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from quill.server.telemetry.log_format import JsonFormatter, TextFormatter
+from quill.server.telemetry.call_record import JsonFormatter, TextFormatter, is_news
 from quill.server.telemetry.metrics import stats
 from tests.server.running import Running, make_manifest, make_served, running_server
 from tests.server.scripted_session import TIMEOUT_S
@@ -181,3 +183,19 @@ def test_values_are_told_by_label_and_histograms_with_their_buckets() -> None:
     (one,) = read["metrics"]["time_seconds"]
     assert (one["labels"], one["count"], one["buckets"]) == ({"kind": "x"}, 3, [[0.5, 1], [1, 2]])
     assert abs(one["sum"] - 4.8) < 1e-9
+
+
+def record_of(error: BaseException) -> logging.LogRecord:
+    try:
+        raise error
+    except BaseException:
+        return logging.makeLogRecord({"msg": "it failed", "exc_info": sys.exc_info()})
+
+
+@pytest.mark.parametrize(("error", "told"), [(asyncio.CancelledError(), False), (OSError(), True)])
+def test_only_cancelled_calls_are_left_out(error: BaseException, told: bool) -> None:
+    assert is_news(record_of(error)) == told
+
+
+def test_a_line_without_an_error_is_told() -> None:
+    assert is_news(logging.makeLogRecord({"msg": "ready"}))

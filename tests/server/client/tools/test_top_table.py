@@ -14,9 +14,9 @@ from quill.server.client.tools.top import (
     quantile,
     table,
 )
-from quill.server.limits import Limits
 from quill.server.outputs import EngineOutputs, QueueStats, StepStats
 from quill.server.prometheus_text import Samples, read_samples
+from quill.server.request import Limits
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
 
