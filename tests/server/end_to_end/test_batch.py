@@ -44,7 +44,7 @@ def test_a_server_that_is_killed_costs_no_line(
             goes.signal(signal.SIGKILL)
         _, said = batch.communicate()
         assert batch.returncode == 0, said
-        assert f"{goes.address} is away" in said
+        assert f"{goes.address} doesn't serve" in said
         shared = out.read_bytes()
         assert shared.count(b"\n") == NUM_LINES
         out.unlink()
