@@ -108,6 +108,7 @@ def test_grammars_are_cached_by_what_was_sent(monkeypatch: pytest.MonkeyPatch) -
         assert asyncio.run(compile(Constraint(*GRAMMARS["schema"]))) is first
         assert own.cached(asked[0]) is first
         assert own.cached(Constraint("json_schema", asked[0].text + " ")) is None
+        assert own.cached(Constraint("lark", asked[0].text)) is None
     monkeypatch.setattr(compiler, "MAX_CACHED", 2)
     for each in asked[1:]:
         own.compile_now(each)
