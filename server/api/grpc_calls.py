@@ -8,7 +8,7 @@ Left to itself grpc.aio logs a traceback for bytes that are no message, and answ
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -156,8 +156,7 @@ def _details(error: RequestError, request_id: str) -> list[Message]:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Health needs no key: orchestrators and load balancers have none.
 
-    `services`: ours, whose methods get a CallerContext. `also_open`: prefixes of other methods that
-    need no key.
+    `services`: ours, whose methods get a CallerContext.
     """
 
     def __init__(
@@ -166,12 +165,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         calls: Calls,
         keyring: Keyring | None,
         open_reflection: bool,
-        also_open: Sequence[str] = (),
     ) -> None:
         self._services = services
         self._calls = calls
         self._keyring = keyring
-        self._open = (HEALTH, *([REFLECTION] if open_reflection else []), *also_open)
+        self._open = (HEALTH, *([REFLECTION] if open_reflection else []))
 
     async def intercept_service(
         self,

@@ -57,15 +57,11 @@ def make_server(
     inference: kserve_grpc.GRPCInferenceServiceServicer,
     administration: Administration,
     health_servicer: health.aio.HealthServicer,
-    also_open: Sequence[str] = (),
 ) -> grpc.aio.Server:
-    """Without API keys there is no administrator: that service only reports so, and isn't listed.
-
-    `also_open`: how methods begin that need no key, and that the caller adds.
-    """
+    """Without API keys there is no administrator: that service reports so, and isn't listed."""
     services = (SERVICE, ADMINISTRATION, KSERVE)
     open_reflection = "reflection" in settings.allow_unauthenticated
-    interceptor = Interceptor(services, calls, keyring, open_reflection, also_open)
+    interceptor = Interceptor(services, calls, keyring, open_reflection)
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         names.append(ADMINISTRATION)
