@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _NOW = {
     "failing": "step after step fails; health says NOT_SERVING until one succeeds",
+    "restarting": "health says NOT_SERVING: the engine's process is started again",
     "stopping": "health says NOT_SERVING: the server is stopping",
 }
 _OVER = {"failing": "steps succeed again"}

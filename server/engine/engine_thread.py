@@ -64,11 +64,11 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, arrived_s: float | None = None) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
             raise UnavailableError("the server is stopping. Try another one, or later")
-        self._mailbox.put(_Submit(request, self._clock()))
+        self._mailbox.put(_Submit(request, self._clock() if arrived_s is None else arrived_s))
 
     def end(
         self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"

@@ -51,7 +51,7 @@ class Engine:
 
 
 def open_dispatcher(**settings: Any) -> Dispatcher:
-    dispatcher = Dispatcher(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
+    dispatcher = Dispatcher(Admission(4), lambda _: None, **settings)
     dispatcher.open()
     return dispatcher
 
