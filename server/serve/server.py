@@ -247,7 +247,8 @@ class Server:
         await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        logger.info("stopped")
+        if self.ready.is_set():
+            logger.info("stopped")
 
     def _report(self, record: Record) -> None:
         self.metrics.finish(record)
