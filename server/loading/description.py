@@ -47,7 +47,7 @@ def describe(
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(manifest, text),
-        grammars=_open_grammars(directory, manifest, text),
+        grammars=open_grammars(directory, manifest),
     )
 
 
@@ -61,18 +61,14 @@ def _open_text(directory: Path, manifest: Manifest) -> Text | None:
     return Text.load(directory / manifest.tokenizer, bos, eos)
 
 
-def _open_grammars(directory: Path, manifest: Manifest, text: Text | None) -> Compiler | None:
-    if (
-        manifest.tokenizer is None
-        or text is None
-        or manifest.family == "encoder"
-        or not manifest.stop_ids
-    ):
+def open_grammars(directory: Path, manifest: Manifest) -> Compiler | None:
+    """None: the model can't follow constraints."""
+    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
         return None
     tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
     try:
         sizes, stop_ids = manifest.sizes, manifest.stop_ids
-        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids, text.split)
+        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
     except ValueError as error:
         logger.info("constraints can't be followed with this tokenizer: %s", error)
         return None

@@ -28,7 +28,7 @@ from quill.server.loading.choices import (
     megabytes,
     weight_bytes,
 )
-from quill.server.loading.description import describe, manifest_sha256
+from quill.server.loading.description import describe, manifest_sha256, open_grammars
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.instance import (
     EngineEvents,
@@ -40,7 +40,7 @@ from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
 from quill.server.outputs import EngineOutputs, FailEvent
-from quill.server.request import Limits, PoolingParams, Request
+from quill.server.request import GrammarCompiler, Limits, PoolingParams, Request
 from quill.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class LoadedEngine(NamedTuple):
     """An engine that has run its first step, and what was chosen for it."""
 
     engine: Engine
+    grammars: GrammarCompiler | None  # None: the model can't follow constraints
     manifest: Manifest
     manifest_sha256: str
     precision: str
@@ -81,7 +82,8 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
         ) from error
     drop_startup_pages()
     version = onnxruntime.__version__
-    return LoadedEngine(engine, bundle.manifest, sha256, choice.graphs.precision, limits, version)
+    grammars, precision = open_grammars(directory, manifest), choice.graphs.precision
+    return LoadedEngine(engine, grammars, bundle.manifest, sha256, precision, limits, version)
 
 
 class Loader:
@@ -101,12 +103,12 @@ class Loader:
             loaded.runtime_version,
             self._settings,
         )
-        return ModelInstance(served, in_thread(loaded.engine))
+        return ModelInstance(served, in_thread(loaded.engine, loaded.grammars))
 
     reload = load
 
 
-def in_thread(engine: Engine) -> StartEngine:
+def in_thread(engine: Engine, grammars: GrammarCompiler | None = None) -> StartEngine:
     """For an engine in this process."""
 
     def start(events: EngineEvents) -> RunningEngine:
@@ -118,7 +120,7 @@ def in_thread(engine: Engine) -> StartEngine:
         def note_health(is_good: bool) -> None:
             soon(events.on_health, is_good)
 
-        thread = EngineThread(engine, publish, note_health)
+        thread = EngineThread(engine, publish, note_health, grammars)
         thread.start()
         return thread
 

@@ -120,7 +120,9 @@ class EngineServer:
     """The engine's thread, and who gets which of its events."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
-        self._thread = EngineThread(loaded.engine, self._publish, self._tell_health)
+        self._thread = EngineThread(
+            loaded.engine, self._publish, self._tell_health, loaded.grammars
+        )
         self._connections: tuple[Connection, ...] = ()
         self._open: dict[str, tuple[Connection, int]] = {}  # and how many sequences are unfinished
         self._lock = threading.Lock()

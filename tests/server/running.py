@@ -141,7 +141,8 @@ class Running:
 
     def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
-        return ModelInstance(self._served, in_thread(Engine(self.session, self._served.limits)))
+        engine = Engine(self.session, self._served.limits)
+        return ModelInstance(self._served, in_thread(engine, self._served.grammars))
 
     def reload(self) -> ModelInstance:
         return self.load_again()
