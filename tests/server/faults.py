@@ -4,7 +4,8 @@ Knows: which methods of the session a step runs. Does not know: what the fault s
 
 `CODE` runs in the engine's process before it starts, as Python's sitecustomize. A fault is a file
 in the directory that QUILL_FAULTS names: `raise` fails every step while it is there, and a step
-that finds a pipe named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms.
+that finds a pipe named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms;
+with `abort` the process crashes while it loads.
 """
 
 import os
@@ -33,6 +34,8 @@ if "quill.server.process.engine_main" in sys.orig_argv:
     from quill.server.engine.model_runner import OrtSession
 
     faults = pathlib.Path(os.environ["QUILL_FAULTS"])
+    if (faults / "abort").exists():
+        os.abort()
     OrtSession.step = faulty(OrtSession.step)
 """
 
