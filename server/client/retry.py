@@ -30,7 +30,7 @@ _COMPLETE = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_EOS, pb.FINISH_REASON_LENGT
 class Retries:
     """Exponential backoff with jitter, until the call's deadline.
 
-    `max_retries`: in a row, without a new token; None: as many as there is time for.
+    `max_retries`: consecutive, without a new token; None: as many as there is time for.
     `first_s`, `max_s`: the delays; a server that is back is found after the latter at most.
     `unavailable_timeout_s`: for calls without a deadline, after the first failure. Six times what
     the restart of a server with the default model took.
