@@ -20,7 +20,6 @@ from quill.server.settings import Settings
 MODULE = "quill.server.process.engine_main"
 MAX_BACKLOG = 16
 RECEIVE_BYTES = 2**16
-MAX_DYING_S = 0.2  # its connections close before its parent is told
 
 
 class EngineProcess:
@@ -57,11 +56,6 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(self.path)
-        return sock
-
     def stop(self) -> None:
         """Soon: a step under way ends first."""
         self._control.close()
@@ -77,12 +71,13 @@ class EngineProcess:
             return False
         return True
 
-    def how_it_ended(self) -> str:
-        """After its connection was lost."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(MAX_DYING_S)
-        code = self._process.poll()
-        return "it hangs" if code is None else _in_words(code)
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> str:
+        """How it ended, in words, once it has."""
+        return in_words(self._process.wait())
 
     def _wait_until_ready(self, directory: Path) -> Ready:
         frames = Frames()
@@ -93,9 +88,9 @@ class EngineProcess:
                     if isinstance(message, Failed):
                         raise StartError(message.reason)
                     return message
-        how = _in_words(self._process.wait())
+        how = in_words(self._process.wait())
         raise StartError(f"the engine's process ended while it loaded {directory}: {how}")
 
 
-def _in_words(code: int) -> str:
+def in_words(code: int) -> str:
     return f"by signal {-code}" if code < 0 else f"with code {code}"

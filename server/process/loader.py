@@ -1,8 +1,13 @@
-"""Loads bundles into engine processes, for a server in this process.
+"""Loads bundles for a frontend: the supervisor starts the engines, and the frontend connects.
 
-Knows: engine processes, what frontends need of a bundle. Does not know: ports, signals, calls.
+Knows: the supervisor's messages, what frontends need of a bundle. Does not know: ports, calls.
 """
 
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from quill.export.bundle.manifest import read_manifest
@@ -10,29 +15,74 @@ from quill.server.errors import StartError
 from quill.server.loading.description import describe, manifest_sha256
 from quill.server.loading.instance import ModelInstance
 from quill.server.process.engine_client import EngineClient
-from quill.server.process.engine_process import EngineProcess
+from quill.server.process.messages import (
+    FROM_SUPERVISOR,
+    Engine,
+    Failed,
+    Frames,
+    FromSupervisor,
+    Load,
+    Release,
+    ToSupervisor,
+    frame,
+)
 from quill.server.settings import Settings
 
+RECEIVE_BYTES = 2**16
 
-class ProcessLoader:
+
+class Supervisor:
+    """The supervisor, as a frontend sees it. `on_gone`: it has ended, and so must this process."""
+
+    def __init__(self, control: socket.socket, on_gone: Callable[[], None]) -> None:
+        self._control = control
+        self._on_gone = on_gone
+        self._answers: queue.SimpleQueue[FromSupervisor] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="supervisor", daemon=True).start()
+
+    def tell(self, message: ToSupervisor) -> None:
+        self._control.sendall(frame(message))
+
+    def load(self, after: int) -> Engine:
+        """Waits until an engine is there that was started after this one."""
+        self.tell(Load(after))
+        answer = self._answers.get()
+        if isinstance(answer, Failed):
+            raise StartError(answer.reason)
+        return answer
+
+    def _receive(self) -> None:
+        frames = Frames()
+        while data := self._control.recv(RECEIVE_BYTES):
+            for body in frames.feed(data):
+                self._answers.put(FROM_SUPERVISOR.decode(body))
+        self._answers.put(Failed("the supervisor's process ended", True))
+        self._on_gone()
+
+
+class SupervisedLoader:
     """Each bundle gets a process of its own: one that crashes while it loads harms nobody."""
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(self, directory: Path, settings: Settings, supervisor: Supervisor) -> None:
         self._directory = directory
         self._settings = settings
+        self._supervisor = supervisor
+        self._number = 0  # of the newest engine
 
     def load(self) -> ModelInstance:
-        process = EngineProcess(self._directory, self._settings)
+        engine = self._supervisor.load(self._number)
+        self._number = engine.number
+        lease = Lease(engine.number, self._supervisor)
         try:
-            return self._instance(process)
+            return self._instance(engine, lease)
         except BaseException:
-            process.stop()
+            lease.stop()
             raise
 
     reload = load
 
-    def _instance(self, process: EngineProcess) -> ModelInstance:
-        ready = process.ready
+    def _instance(self, engine: Engine, lease: "Lease") -> ModelInstance:
+        ready = engine.ready
         manifest = read_manifest(self._directory)
         if manifest_sha256(self._directory) != ready.manifest_sha256:
             raise StartError(f"{self._directory} changed while it was loaded. Try again")
@@ -44,5 +94,17 @@ class ProcessLoader:
             ready.runtime_version,
             self._settings,
         )
-        sock = process.connect()
-        return ModelInstance(served, lambda events: EngineClient(sock, process, events))
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(os.fspath(engine.path))
+        return ModelInstance(served, lambda events: EngineClient(sock, lease, events))
+
+
+class Lease:
+    """The use of one engine."""
+
+    def __init__(self, number: int, supervisor: Supervisor) -> None:
+        self._number = number
+        self._supervisor = supervisor
+
+    def stop(self) -> None:
+        self._supervisor.tell(Release(self._number))

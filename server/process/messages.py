@@ -3,7 +3,8 @@
 Knows: msgspec, which values cross. Does not know: sockets' events, what a request means.
 
 A frame is its length in four bytes and a msgpack value. Frontends send Submit and End; the engine's
-process sends EngineOutputs, one frame a step, and Health.
+process sends Outputs, one frame a step, and Health. The supervisor, which starts both, takes Load,
+Release and Serving from a frontend, and answers each Load with Engine or Failed.
 """
 
 import struct
@@ -66,8 +67,38 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_expected: bool
 
 
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """A frontend wants an engine that was started after this one; 0: any."""
+
+    after: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """A frontend doesn't need this engine any more."""
+
+    number: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """A frontend is ready. If it dies, the next one listens at the same ports."""
+
+    port: int
+    http_port: int | None
+    metrics_port: int | None
+
+
+class Engine(msgspec.Struct, frozen=True, tag=True):
+    """An engine that frontends may connect to."""
+
+    number: int  # counts up from 1
+    path: str  # of its socket
+    ready: Ready
+
+
 ToEngine = Submit | End
 ToFrontend = Outputs | Health
+ToSupervisor = Load | Release | Serving
+FromSupervisor = Engine | Failed
 
 
 def _encode(value: Any) -> Any:
@@ -98,9 +129,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
 TO_ENGINE = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode)
 TO_FRONTEND = msgspec.msgpack.Decoder(ToFrontend, dec_hook=_decode)
 LOADED = msgspec.msgpack.Decoder(Ready | Failed, dec_hook=_decode)
+TO_SUPERVISOR = msgspec.msgpack.Decoder(ToSupervisor)
+FROM_SUPERVISOR = msgspec.msgpack.Decoder(FromSupervisor, dec_hook=_decode)
 
 
-def frame(message: ToEngine | ToFrontend | Ready | Failed) -> bytes:
+def frame(message: ToEngine | ToFrontend | Ready | ToSupervisor | FromSupervisor) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 

@@ -49,14 +49,20 @@ class ServerProcess:
         return self.process.pid
 
     @property
+    def children(self) -> dict[int, str]:
+        """Of the supervisor: what each runs."""
+        paths = Path(f"/proc/{self.pid}/task").glob("*/children")
+        pids = [int(pid) for path in paths for pid in path.read_text().split()]
+        return {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+
+    @property
     def engine_pid(self) -> int:
         """Of the engine's process; of the newest, if there are two."""
-        children = Path(f"/proc/{self.pid}/task").glob("*/children")
-        pids = [int(pid) for path in children for pid in path.read_text().split()]
-        engines = [
-            pid for pid in pids if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        return max(engines)
+        return max(pid for pid, line in self.children.items() if "engine_main" in line)
+
+    @property
+    def frontend_pid(self) -> int:
+        return max(pid for pid, line in self.children.items() if "frontend_main" in line)
 
     @property
     def port(self) -> int:
@@ -96,23 +102,31 @@ class ServerProcess:
 
     @property
     def num_fds(self) -> int:
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        return len(list(Path(f"/proc/{self.frontend_pid}/fd").iterdir()))
 
     @property
     def num_connections(self) -> int:
         """That it has accepted: those that still wait for it have no file, and the inode 0."""
-        tables = [Path(f"/proc/{self.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        tables = [
+            Path(f"/proc/{self.frontend_pid}/net/{name}").read_text() for name in ("tcp", "tcp6")
+        ]
         sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
         own = [each for each in sockets if each[1].endswith(f":{self.port:04X}")]
         return sum(each[3] != _LISTENS and each[9] != "0" for each in own)
 
     @property
     def memory_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        """Of all its processes."""
+        pids = [self.pid, *self.children]
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def signal(self, number: signal.Signals) -> None:
+        """To the supervisor; what pauses a server goes to all its processes."""
         self.process.send_signal(number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in self.children:
+                os.kill(pid, number)
 
     def _read_address(self) -> str:
         assert self.process.stdout is not None

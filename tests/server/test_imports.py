@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import importlib, pkgutil, sys
 for name in ("torch", "transformers", "quill.model", "quill.loadtest", "ray"):
@@ -44,14 +46,21 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
 
 FRONTEND = """
 import sys
-import quill.server.serve.run
+import quill.server.serve.frontend_main
 assert "quill.server.serve.server" in sys.modules
 print(*{"onnxruntime", "quill.server.engine.engine"} & set(sys.modules))
 """
+SUPERVISOR = """
+import sys
+import quill.server.serve.run
+assert "quill.server.process.supervisor" in sys.modules
+print(*{"onnxruntime", "grpc", "quill.server.engine.engine", "tokenizers"} & set(sys.modules))
+"""
 
 
-def test_frontend_process_does_not_load_the_engine() -> None:
+@pytest.mark.parametrize("program", [FRONTEND, SUPERVISOR])
+def test_processes_import_only_what_they_need(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FRONTEND], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
