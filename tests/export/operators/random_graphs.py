@@ -55,9 +55,10 @@ class Changer:
             attributes[name] = chance.choice(("16", [16], [16.0], "", 0.5, 16))
         elif isinstance(before, float):
             attributes[name] = chance.choice(FLOATS)
+        elif isinstance(before, int) and abs(before) < 2**31 and chance.random() < 0.5:
+            attributes[name] = before + chance.choice((-32, -16, -1, 1, 16, 32, before))
         else:
-            near = before + chance.choice((-32, -16, -1, 1, 16, 32, before))
-            attributes[name] = chance.choice((near, chance.choice(NUMBERS)))
+            attributes[name] = chance.choice(NUMBERS)
 
     def _tensor(self) -> Tensor | None:
         return self._chance.choice([*self._case.inputs.values(), None])

@@ -149,10 +149,11 @@ def experts(make: Maker) -> Case:
         block = 32 * 64 if bits == 32 else head + 64 * bits
         return number * (columns // 16) * (inputs // 32) * block
 
-    attributes = {"inputs": width, "d_expert": inner, "number": number, "groups": groups}
-    attributes |= {"top_groups": top, "group_best": chance.randint(1, of_group), "bits": bits}
-    attributes |= {"per_token": chance.randint(1, of_group * top), "normalize": 1, "sigmoid": 0}
-    attributes |= {"up_halves": halves[0], "down_halves": halves[1], "scale": 1.0}
+    attributes: dict[str, Any] = {"inputs": width, "d_expert": inner, "number": number}
+    attributes |= {"groups": groups, "top_groups": top, "group_best": chance.randint(1, of_group)}
+    attributes |= {"per_token": chance.randint(1, of_group * top), "bits": bits, "scale": 1.0}
+    attributes |= {"normalize": chance.randint(0, 1), "sigmoid": chance.randint(0, 1)}
+    attributes |= {"up_halves": halves[0], "down_halves": halves[1]}
     x = make.rows(width)
     tensors: dict[str, Tensor | None] = {"x": Tensor(x)}
     tensors["logits"] = Tensor(make.floats(*x.shape[:-1], number))
