@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 import pytest
 
 from quill.__main__ import build_parser, main
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import server as bench
-from quill.loadtest.bench.backends.quill_streams import Streams
+from quill.loadtest.bench.backends.quill_streams import Client, Streams, run_client
 from quill.loadtest.bench.experiment import Entry
 from quill.loadtest.bench.server import ServerLoad
 from quill.loadtest.environment.process import ROOT
@@ -130,12 +129,9 @@ def test_prefix_caching_is_on_only_where_a_prefix_is_shared() -> None:
 
 
 def test_streams_measure_gaps_throughput_and_admission(server: StartedServer) -> None:
-    async def main() -> None:
+    async def measure(client: Client) -> None:
         begin_s, prompt = time.perf_counter(), [1, 2, 3, 4]
-        async with (
-            grpc.aio.insecure_channel(server.address) as channel,
-            Streams(channel, prompt, 4, num_new=100) as streams,
-        ):
+        async with Streams(client, prompt, 4, num_new=100) as streams:
             num_tokens, seconds = await streams.throughput(10)
             assert num_tokens >= 10
             assert seconds > 0
@@ -147,7 +143,7 @@ def test_streams_measure_gaps_throughput_and_admission(server: StartedServer) ->
             streams.cancel_one()
             assert sent_s <= await waiting <= time.perf_counter()
 
-    asyncio.run(main())
+    run_client(server.address, measure)
 
 
 def test_bench_streams_needs_a_long_context(

@@ -147,7 +147,7 @@ def test_open_loop_tells_its_goodput(
         *("--slo", "ttft=60s,gap=60s", "--max-new-tokens", "4"),
     )
     assert done.code == 0, done.errors
-    assert "served well: 100.0%; goodput" in done.out
+    assert "100.0% of all requests were served well, goodput" in done.out
 
 
 @pytest.fixture(scope="module")
