@@ -149,9 +149,15 @@ DAMAGES: list[Damage] = [
 ]
 
 
-def damaged(exported: Exported, directory: Path, damage: Damage, role: str = "decoder") -> Runner:
-    """A copy of the fp32 graphs with something wrong in one of them."""
-    graphs = exported.manifest.graphs_in("fp32")
+def damaged(
+    exported: Exported,
+    directory: Path,
+    damage: Damage,
+    role: str = "decoder",
+    precision: str = "fp32",
+) -> Runner:
+    """A copy of the graphs with something wrong in one of them."""
+    graphs = exported.manifest.graphs_in(precision)
     shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
     name = graphs.decoder if role == "decoder" else graphs.encoder
     assert name is not None
@@ -198,14 +204,9 @@ def exchange_two_layers(model: onnx.ModelProto) -> None:
 def test_a_damaged_integer_graph_is_caught(
     llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
-    shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
-    graphs = llama.manifest.graphs_in("quill4")
-    assert graphs.decoder is not None
-    model = onnx.load(tmp_path / graphs.decoder)
-    exchange_two_layers(model)
-    onnx.save(model, tmp_path / graphs.decoder)
+    runner = damaged(llama, tmp_path, exchange_two_layers, precision="quill4")
     with pytest.raises(VerificationError, match="the quill4 graph"):
-        check_comparisons(compare(runner_for(llama, tmp_path, graphs), llama_answers), "quill4")
+        check_comparisons(compare(runner, llama_answers), "quill4")
 
 
 def test_a_difference_is_measured_in_spreads_of_its_position() -> None:
