@@ -140,7 +140,7 @@ class Answer:
 
     def _of_field(self, error: RequestError) -> RequestError:
         """A grammar that failed names the field that asked for it."""
-        constraint = self._parsed.constraint
+        constraint = self._parsed.request.constraint
         is_tools = constraint is not None and constraint.kind == "tools"
         if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
             return InvalidFieldError("tools", error.reason)

@@ -51,7 +51,7 @@ class ModelInstance:
             if here is not None:
                 on_health(here, healthy)
 
-        self.engine = EngineThread(self._idle_engine, publish, note_health)
+        self.engine = EngineThread(self._idle_engine, publish, note_health, self.served.grammars)
         self.engine.start()
 
     @contextmanager

@@ -154,7 +154,7 @@ def describe(bundle: Bundle, limits: Limits, settings: Settings) -> ServedModel:
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(bundle, text),
-        grammars=_open_grammars(bundle, text),
+        grammars=open_grammars(bundle),
     )
 
 
@@ -169,19 +169,15 @@ def _open_text(bundle: Bundle) -> Text | None:
     return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
 
 
-def _open_grammars(bundle: Bundle, text: Text | None) -> Compiler | None:
+def open_grammars(bundle: Bundle) -> Compiler | None:
+    """None: the model can't follow constraints."""
     manifest = bundle.manifest
-    if (
-        manifest.tokenizer is None
-        or text is None
-        or manifest.family == "encoder"
-        or not manifest.stop_ids
-    ):
+    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
         return None
     tokenizer_json = (bundle.directory / manifest.tokenizer).read_text("utf-8")
     try:
         sizes, stop_ids = manifest.sizes, manifest.stop_ids
-        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids, text.split)
+        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
     except ValueError as error:
         logger.info("constraints can't be followed with this tokenizer: %s", error)
         return None
