@@ -1,7 +1,6 @@
 """Verification: graphs that compute something else are caught, whatever is wrong with them."""
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quill.export.verify.compare import Comparison, check_comparisons, compare, 
 from quill.export.verify.held_out import HeldOut, Passage
 from quill.export.verify.pytorch_reference import PyTorchReference, ReferenceOutput
 from quill.export.verify.runner import Runner
-from tests.export.tiny import Exported
+from tests.export.tiny import Exported, changed
 
 pytestmark = pytest.mark.portable
 
@@ -150,21 +149,9 @@ DAMAGES: list[Damage] = [
 
 
 def damaged(
-    exported: Exported,
-    directory: Path,
-    damage: Damage,
-    role: str = "decoder",
-    precision: str = "fp32",
+    exported: Exported, directory: Path, damage: Damage, role: str = "decoder", **more: str
 ) -> Runner:
-    """A copy of the graphs with something wrong in one of them."""
-    graphs = exported.manifest.graphs_in(precision)
-    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
-    name = graphs.decoder if role == "decoder" else graphs.encoder
-    assert name is not None
-    model = onnx.load(directory / name)
-    damage(model)
-    onnx.save(model, directory / name)
-    return runner_for(exported, directory, graphs)
+    return runner_for(exported, directory, changed(exported, directory, damage, role, **more))
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
