@@ -7,6 +7,7 @@ Knows: gRPC, asyncio, the clock. Does not know: bars, other backends.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     times_s: list[float] = field(default_factory=list)  # of each chunk
+    token_times_s: list[float] = field(default_factory=list)
     finish: int = pb.FINISH_REASON_UNSPECIFIED
     queue_ms: float = 0.0
     status: str = "OK"
@@ -50,14 +52,15 @@ class Answer:
         """What must be the same alone and batched."""
         return self.token_ids, self.finish, self.status
 
-    def gaps(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
-        """Between two chunks, of the gaps that end in this interval."""
-        return [b - a for a, b in itertools.pairwise(self.times_s) if begin_s <= b <= end_s]
-
     def check(self) -> "Answer":
         if self.status != "OK":
             raise BackendError(f"an answer failed with {self.status}: {self.message}")
         return self
+
+
+def gaps(times_s: list[float], begin_s: float = 0.0, end_s: float = math.inf) -> list[float]:
+    """Between two chunks or tokens, of the gaps that end in this interval."""
+    return [b - a for a, b in itertools.pairwise(times_s) if begin_s <= b <= end_s]
 
 
 class Client:
@@ -73,6 +76,7 @@ class Client:
         try:
             async for chunk in self._stub.GenerateStream(request, timeout=MAX_WAIT_S):
                 answer.times_s.append(time.perf_counter())
+                answer.token_times_s += answer.times_s[-1:] * len(chunk.token_ids)
                 answer.token_ids += chunk.token_ids
                 answer.text += chunk.text
                 answer.finish = chunk.finish_reason or answer.finish
@@ -125,7 +129,7 @@ class Streams:
     async def __aenter__(self) -> "Streams":
         for _ in range(self._num_streams):
             self._add()
-        await self._client.until(lambda: all(each.times_s for each in self._answers))
+        await self._client.until(lambda: all(each.token_ids for each in self._answers))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -144,7 +148,7 @@ class Streams:
 
     async def throughput(self, num_steps: int) -> tuple[int, float]:
         """Tokens of all streams together, and seconds, over so many steps."""
-        times_s = self._answers[0].times_s
+        times_s = self._answers[0].token_times_s
         begin_s, before = times_s[-1], self._num_tokens()
         await self.wait_for_steps(num_steps)
         return self._num_tokens() - before, times_s[-1] - begin_s
@@ -153,7 +157,9 @@ class Streams:
         return sum(len(each.token_ids) for each in self._answers)
 
     def gaps(self, begin_s: float, end_s: float) -> list[float]:
-        return [gap for each in self._answers for gap in each.gaps(begin_s, end_s)]
+        """Between tokens."""
+        times_s = [each.token_times_s for each in self._answers]
+        return [gap for each in times_s for gap in gaps(each, begin_s, end_s)]
 
     async def admitted(self, ids: Sequence[int]) -> float:
         """One more request that waits in the queue; when it left the queue, as the server says."""

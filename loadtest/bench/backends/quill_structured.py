@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from quill.loadtest.bench.backends.quill_server import QuillServer, main
-from quill.loadtest.bench.backends.quill_streams import Answer, Client, cancel, run_client
+from quill.loadtest.bench.backends.quill_streams import Answer, Client, cancel, gaps, run_client
 from quill.loadtest.workload.constraints import SCHEMAS, adversarial_constraints, wanted_schema
 from quill.protos import generation_pb2 as pb
 
@@ -213,7 +213,7 @@ async def _watched_gap(
     beside = asyncio.create_task(repeat())
     answers = await send_checked(client, watched, num_each)
     await cancel([beside])
-    return float(np.percentile([gap for answer in answers for gap in answer.gaps()], 95))
+    return float(np.percentile([gap for answer in answers for gap in gaps(answer.times_s)], 95))
 
 
 class AdversarialLoad:
@@ -276,7 +276,7 @@ class AdversarialLoad:
         begin_s = time.perf_counter()
         await wait
         end_s = time.perf_counter()
-        return [gap for answer in self._answers for gap in answer.gaps(begin_s, end_s)]
+        return [gap for answer in self._answers for gap in gaps(answer.times_s, begin_s, end_s)]
 
 
 if __name__ == "__main__":
