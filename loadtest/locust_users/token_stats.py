@@ -60,7 +60,8 @@ class NameStats(NamedTuple):
         self.merge((numbers, buckets(first), buckets(record.gaps_ms), Counter(reasons)))
 
     def merge(self, others: Iterable[Mapping[Any, int]]) -> None:
-        for ours, theirs in zip(self, others, strict=True):
+        counters: tuple[Counter[Any], ...] = self
+        for ours, theirs in zip(counters, others, strict=True):
             ours.update(theirs)
 
 
