@@ -10,7 +10,7 @@ import pytest
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from tests.server.client.conftest import MakeClient
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import PATIENCE_S, PROMPT, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -38,7 +38,7 @@ def test_every_stream_outlasts_the_restart_of_its_only_server(
     faults.start("slow")  # so that none has ended when the server is killed
     room = ("--max-num-seqs", str(NUM_STREAMS))
     with (
-        server_process(bundle, log, *room, code=CODE, environment=faults.environment) as first,
+        server_process(bundle, log, *room, environment=faults.environment) as first,
         ThreadPoolExecutor(NUM_STREAMS) as threads,
     ):
         clients = [make_client(first.address) for _ in range(NUM_STREAMS)]
@@ -66,7 +66,7 @@ def test_stream_whose_server_stays_away_ends_at_its_deadline(
     faults.start("slow")
     with (
         server_process(
-            *(tiny_bundle.directory, tmp_path / "log"), code=CODE, environment=faults.environment
+            *(tiny_bundle.directory, tmp_path / "log"), environment=faults.environment
         ) as server,
         make_client(server.address) as client,
     ):
