@@ -71,6 +71,7 @@ class Metrics:
         )
         self._preemptions = counter("quill_preemptions", "Requests preempted to free KV blocks")
         self._embeddings = counter("quill_embeddings", "Texts embedded")
+        self._restarts = counter("quill_engine_restarts", "Ends of the engine's process")
         self._cancellations = counter("quill_cancellations", "Calls whose client left")
 
     def _make_gauges(self) -> None:
@@ -115,6 +116,9 @@ class Metrics:
     def watch_health(self, is_serving: Callable[[], bool]) -> None:
         """`is_serving` is called whenever the metrics are read."""
         self._serving.set_function(is_serving)
+
+    def note_restart(self) -> None:
+        self._restarts.inc()
 
     def set_limits(self, limits: Limits) -> None:
         self._max_num_seqs.set(limits.max_num_seqs)

@@ -13,7 +13,7 @@ from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.client.conftest import MakeClient
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -41,7 +41,7 @@ def bundle(tiny_bundle: TinyBundle) -> Path:
 def slow_server(
     bundle: Path, faults: Faults, log: Path, *options: str
 ) -> AbstractContextManager[ServerProcess]:
-    return server_process(bundle, log, *options, code=CODE, environment=faults.environment)
+    return server_process(bundle, log, *options, environment=faults.environment)
 
 
 def kill(server: ServerProcess) -> None:

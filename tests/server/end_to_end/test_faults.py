@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import (
     NEVER,
     PATIENCE_S,
@@ -38,7 +38,7 @@ def server(
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("log") / "log"
     with server_process(
-        tiny_bundle.directory, log, "--watchdog", "0.5", code=CODE, environment=faults.environment
+        tiny_bundle.directory, log, "--watchdog", "0.5", environment=faults.environment
     ) as running:
         yield running
 
