@@ -227,6 +227,7 @@ def test_call_that_grpc_drops_unaccepted_is_retried(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_UNREAD", 1)
+    monkeypatch.setattr(grpc_server, "NUM_ACCEPTORS", 1)
     held, dropped = threading.Event(), threading.Event()
 
     def sleep(_: float) -> None:
@@ -292,7 +293,8 @@ def test_request_that_kills_every_server_is_given_up(make_client: MakeClient) ->
     with breaking_server(CHUNKS, Reset(INTERNAL_ERROR)) as server:
         with pytest.raises(CallError) as caught:
             read(make_client, server.address, Retries(max_retries=3, first_s=0.001))
-        assert server.num_calls == 4
+        # A reset may overtake tokens, and each of the three that comes at last gives three retries.
+        assert 4 <= server.num_calls <= 3 * 4
     assert caught.value.code is grpc.StatusCode.INTERNAL
 
 
