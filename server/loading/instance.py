@@ -22,6 +22,7 @@ from quill.server.errors import ReloadError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.machine.memory import trim_heap
 from quill.server.outputs import EngineOutputs
+from quill.server.request import GrammarCompiler
 
 STOP_S = 30.0  # how long a step under way may take to end
 
@@ -31,8 +32,11 @@ class ModelInstance:
 
     engine: EngineThread  # from the start on
 
-    def __init__(self, served: ServedModel, engine: Engine) -> None:
+    def __init__(
+        self, served: ServedModel, engine: Engine, grammars: GrammarCompiler | None = None
+    ) -> None:
         self.served = served
+        self._grammars = grammars
         self._idle_engine = engine
         self._num_calls = 0
         self._idle = asyncio.Event()
@@ -51,7 +55,7 @@ class ModelInstance:
             if here is not None:
                 on_health(here, healthy)
 
-        self.engine = EngineThread(self._idle_engine, publish, note_health, self.served.grammars)
+        self.engine = EngineThread(self._idle_engine, publish, note_health, self._grammars)
         self.engine.start()
 
     @contextmanager

@@ -18,6 +18,7 @@ from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.frontend.served_model import ServedModel
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.grammar.compiler import Compiler
 from quill.server.loading.choices import (
     Choice,
@@ -71,7 +72,9 @@ class Loader:
         try:
             engine = open_engine(bundle, limits, num_threads, self._settings.spinning)
             warm_up(engine, bundle.manifest.family)
-            instance = ModelInstance(describe(bundle, limits, self._settings), engine)
+            grammars = open_grammars(bundle)
+            served = describe(bundle, limits, self._settings, grammars is not None)
+            instance = ModelInstance(served, engine, grammars)
         except MemoryError as error:
             raise StartError(
                 f"there is too little memory for {self._directory} "
@@ -141,7 +144,9 @@ def _warm_up_request(family: Family) -> Request:
     return Request(request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2)
 
 
-def describe(bundle: Bundle, limits: Limits, settings: Settings) -> ServedModel:
+def describe(
+    bundle: Bundle, limits: Limits, settings: Settings, takes_constraints: bool
+) -> ServedModel:
     text = _open_text(bundle)
     return ServedModel(
         manifest=bundle.manifest,
@@ -154,7 +159,7 @@ def describe(bundle: Bundle, limits: Limits, settings: Settings) -> ServedModel:
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(bundle, text),
-        grammars=open_grammars(bundle),
+        grammars=_open_checker(bundle) if takes_constraints else None,
     )
 
 
@@ -181,6 +186,14 @@ def open_grammars(bundle: Bundle) -> Compiler | None:
     except ValueError as error:
         logger.info("constraints can't be followed with this tokenizer: %s", error)
         return None
+
+
+def _open_checker(bundle: Bundle) -> GrammarChecker | None:
+    manifest = bundle.manifest
+    if manifest.tokenizer is None:
+        return None
+    path = bundle.directory / manifest.tokenizer
+    return GrammarChecker(path, manifest.sizes.vocab_size, manifest.stop_ids)
 
 
 def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:

@@ -64,10 +64,10 @@ class Metrics:
             "quill_jump_forward_tokens", "Tokens that a grammar determined"
         )
         self._grammar_hits = counter(
-            "quill_grammar_cache_hits", "Constraints whose grammar was cached"
+            "quill_grammar_cache_hits", "Constraints that had compiled before"
         )
         self._grammar_misses = counter(
-            "quill_grammar_cache_misses", "Constraints whose grammar was compiled"
+            "quill_grammar_cache_misses", "Constraints that the grammar worker compiled"
         )
         self._preemptions = counter("quill_preemptions", "Requests preempted to free KV blocks")
         self._embeddings = counter("quill_embeddings", "Texts embedded")
@@ -110,7 +110,7 @@ class Metrics:
         self._masks = histogram(
             "quill_mask_time_seconds", "All grammar masks of a step, computed beside the model"
         )
-        self._compile = histogram("quill_grammar_compile_time_seconds", "Compiling a grammar")
+        self._compile = histogram("quill_grammar_compile_time_seconds", "A constraint in the grammar worker and its queue")
 
     def watch_health(self, is_serving: Callable[[], bool]) -> None:
         """`is_serving` is called whenever the metrics are read."""
