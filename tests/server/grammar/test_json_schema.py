@@ -207,7 +207,7 @@ def test_looking_for_the_place_has_a_time_limit() -> None:
         ("json_schema", '{{"items": {{"patternProperties": {{"x": {{"pattern": "{}"}}}}}}}}'),
     ],
 )
-@pytest.mark.parametrize("part", ["a?", "[?*+]*", "ab+", "a{3}", "\\\\.?"])
+@pytest.mark.parametrize("part", ["a?", "ab+", "a{3}", "\\\\.?"])
 def test_quantified_parts_are_limited_before_anything_compiles(
     kind: ConstraintKind, text: str, part: str
 ) -> None:
