@@ -76,7 +76,7 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, arrived_s: float | None = None) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
             raise UnavailableError("the server is stopping. Try another one, or later")
@@ -84,7 +84,9 @@ class EngineThread:
         if request.constraint is not None:
             assert self._grammars is not None, "the frontend rejects these"
             grammar = self._grammars.start(request.constraint)
-        self._mailbox.put(_Submit(request, self._clock(), grammar))
+        self._mailbox.put(
+            _Submit(request, self._clock() if arrived_s is None else arrived_s, grammar)
+        )
         if grammar is not None:  # after the message before it, even if it is done
             compiled = _Compiled(request.request_id)
             grammar.add_done_callback(lambda _: self._mailbox.put(compiled))

@@ -71,6 +71,7 @@ class Metrics:
         )
         self._preemptions = counter("quill_preemptions", "Requests preempted to free KV blocks")
         self._embeddings = counter("quill_embeddings", "Texts embedded")
+        self._restarts = counter("quill_engine_restarts", "Ends of the engine's process")
         self._cancellations = counter("quill_cancellations", "Calls whose client left")
 
     def _make_gauges(self) -> None:
@@ -110,11 +111,16 @@ class Metrics:
         self._masks = histogram(
             "quill_mask_time_seconds", "All grammar masks of a step, computed beside the model"
         )
-        self._compile = histogram("quill_grammar_compile_time_seconds", "A constraint in the grammar worker and its queue")
+        self._compile = histogram(
+            "quill_grammar_compile_time_seconds", "A constraint in the grammar worker and its queue"
+        )
 
     def watch_health(self, is_serving: Callable[[], bool]) -> None:
         """`is_serving` is called whenever the metrics are read."""
         self._serving.set_function(is_serving)
+
+    def note_restart(self) -> None:
+        self._restarts.inc()
 
     def set_limits(self, limits: Limits) -> None:
         self._max_num_seqs.set(limits.max_num_seqs)

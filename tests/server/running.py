@@ -25,6 +25,7 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.checker import GrammarChecker
 from quill.server.grammar.compiler import Compiler
 from quill.server.loading.instance import ModelInstance
+from quill.server.loading.loader import in_thread
 from quill.server.request import Limits
 from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
@@ -154,7 +155,7 @@ class Running:
     def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         engine = Engine(self.session, self._served.limits)
-        return ModelInstance(self._served, engine, make_grammars())
+        return ModelInstance(self._served, in_thread(engine, make_grammars()))
 
     def reload(self) -> ModelInstance:
         return self.load_again()
