@@ -32,6 +32,7 @@ NUM_THREADS = 2
 # of it, and a large constraint is compiled within its second all the same; with 15 it wasn't.
 NICENESS = 5
 MAX_REASON = 300  # characters of the library's own message
+MAX_DETERMINED = 4096  # tokens at the beginning: 50,000 hold the interpreter's lock for 40 ms
 # Of work that the library does at once. Fuel is about 14,000 a millisecond, items 1,500.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
@@ -128,6 +129,9 @@ def _warm_up(matcher: llguidance.LLMatcher) -> None:
     """
     matcher.compute_bitmask()
     jump_forward = matcher.compute_ff_tokens()
+    if len(jump_forward) > MAX_DETERMINED:
+        num = len(jump_forward)
+        raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
     if jump_forward:
         trial = matcher.deep_copy()
         trial.consume_token(jump_forward[0])
