@@ -129,14 +129,14 @@ def _warm_up(matcher: llguidance.LLMatcher) -> None:
     """
     matcher.compute_bitmask()
     jump_forward = matcher.compute_ff_tokens()
-    if len(jump_forward) > MAX_DETERMINED:
-        num = len(jump_forward)
-        raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
     if jump_forward:
         trial = matcher.deep_copy()
         trial.consume_token(jump_forward[0])
         if trial.is_error():
             raise ValueError("what must be said has no end, or none that can be foreseen")
+    if len(jump_forward) > MAX_DETERMINED:
+        num = len(jump_forward)
+        raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
 
 
 @functools.lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from quill.server.client.access import Access
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
 from tests.server.process import NEVER, PATIENCE_S, ServerProcess, server_process
-from tests.server.tiny_bundle import TinyBundle
+from tests.server.tiny_bundle import TinyBundle, make_talker
 
 MAX_GROWTH = 100 * 2**20  # of a serving process
 HEADROOM = 500 * 2**20  # of address space: with less than a hostile constraint wants
@@ -37,12 +37,17 @@ REPRODUCERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
+    return make_talker(tmp_path_factory.mktemp("talker"))
+
+
 @pytest.fixture
-def server(tiny_bundle: TinyBundle, tmp_path: Path) -> Iterator[tuple[ServerProcess, list[Access]]]:
+def server(talker: TinyBundle, tmp_path: Path) -> Iterator[tuple[ServerProcess, list[Access]]]:
     keys = tmp_path / "keys.json"
     access = [Access(api_key=add_key(keys, name)) for name in ("attacker", "victim")]
     options = ("--api-keys", str(keys), "--allow-unauthenticated", "metrics")
-    with server_process(tiny_bundle.directory, tmp_path / "log", *options) as running:
+    with server_process(talker.directory, tmp_path / "log", *options) as running:
         yield running, access
 
 
@@ -105,9 +110,7 @@ def test_constraints_that_killed_a_server_are_errors_and_nobody_else_notices(
     harm(*server, list(REPRODUCERS.values()))
 
 
-def test_hostile_constraints_harm_nobody(
-    server: tuple[ServerProcess, list[Access]], request: pytest.FixtureRequest
-) -> None:
+def test_hostile_constraints_harm_nobody(server: tuple[ServerProcess, list[Access]]) -> None:
     hostile = list(hostile_constraints().values())
     assert len(hostile) >= 200
     harm(*server, hostile[:: len(hostile) // NUM_QUICK])
