@@ -67,7 +67,8 @@ class EngineThread:
     def submit(self, request: Request) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
-            raise UnavailableError("the server is stopping. Try another one, or later")
+            reason = "the server is stopping. Try another one, or later"
+            raise UnavailableError(reason, "stopping")
         self._mailbox.put(_Submit(request, self._clock()))
 
     def end(
