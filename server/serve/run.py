@@ -13,6 +13,7 @@ import sys
 from quill.server.api.grpc_server import allow_connections
 from quill.server.loading.instance import is_loading
 from quill.server.loading.loader import Loader
+from quill.server.machine.systemd import keep_notified, notify
 from quill.server.serve.default_model import default_bundle
 from quill.server.serve.server import Server
 from quill.server.settings import Settings, check_exposure, read_settings
@@ -44,16 +45,26 @@ MAX_ENDING_S = 1.0
 async def serve(loader: Loader, settings: Settings) -> None:
     """Until a signal comes."""
     server = Server(loader, settings)
-    loop = asyncio.get_running_loop()
+    loop, health = asyncio.get_running_loop(), server.health
+
+    def stop() -> None:
+        notify("STOPPING=1")
+        server.stop()
+
+    def is_well() -> bool:
+        return not (health.has("hanging") or health.has("failing"))
+
     handlers = {
-        signal.SIGTERM: server.stop,
-        signal.SIGINT: server.stop,
+        signal.SIGTERM: stop,
+        signal.SIGINT: stop,
         signal.SIGHUP: server.reload_soon,
     }
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
+    notifying = asyncio.ensure_future(keep_notified(server.ready, is_well))
     try:
         await server.run()
+        notifying.cancel()
         await _let_calls_end()
     finally:
         for number in handlers:
