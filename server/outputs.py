@@ -9,9 +9,9 @@ any order, or one PromptEvent for all masks, and one FinishEvent.
 A FailEvent may come at any point instead and ends all its sequences. Nothing follows the end.
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ class Alternative(NamedTuple):
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """One position in the model's own distribution, before penalties and truncation."""
 
     token_id: int
@@ -34,8 +33,7 @@ class PositionLogprobs:
     top: tuple[Alternative, ...]  # best first, as many as were asked for
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, array_like=True):
     """In tokens."""
 
     prompt: int
@@ -45,8 +43,7 @@ class Usage:
     accepted: int = 0  # of the draft tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True, array_like=True):
     """In milliseconds, each from the request's arrival."""
 
     queue_ms: float
@@ -54,8 +51,7 @@ class Timings:
     total_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartEvent:
+class StartEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request left the queue."""
 
     request_id: str
@@ -63,16 +59,14 @@ class StartEvent:
     was_looked_up: bool = True  # in the prefix cache; a source for an encoder never is
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEvent:
+class PromptEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Some of the prompt's positions, in order; several events make up the whole prompt."""
 
     request_id: str
     logprobs: tuple[PositionLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingEvent:
+class EmbeddingEvent(msgspec.Struct, frozen=True, array_like=True, eq=False, tag=True):
     """The embedding of one of a request's texts."""
 
     request_id: str
@@ -80,8 +74,7 @@ class EmbeddingEvent:
     vector_D: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One sequence has one token more. The token that ends a sequence comes too."""
 
     request_id: str
@@ -90,8 +83,7 @@ class TokenEvent:
     logprobs: PositionLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class HypothesisEvent:
+class HypothesisEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All tokens of one sequence, best sequence first: the output of a beam search."""
 
     request_id: str
@@ -100,8 +92,7 @@ class HypothesisEvent:
     logprobs: tuple[PositionLogprobs, ...]  # one a token, if they were asked for
 
 
-@dataclass(frozen=True, slots=True)
-class FinishEvent:
+class FinishEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One sequence is complete."""
 
     request_id: str
@@ -113,8 +104,7 @@ class FinishEvent:
     score: float | None = None  # of a beam search's hypothesis
 
 
-@dataclass(frozen=True, slots=True)
-class FailEvent:
+class FailEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request and all its sequences ended without an answer."""
 
     request_id: str
@@ -133,8 +123,7 @@ Event = (
 StepKind = Literal["prefill", "decode", "mixed"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """One step in numbers, for metrics."""
 
     kind: StepKind
@@ -157,8 +146,7 @@ class QueueStats(NamedTuple):
     num_requests: int = 0  # with running sequences
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutputs:
+class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
     """What one round of the engine produced. `step` is None if only messages were handled."""
 
     events: tuple[Event, ...]

@@ -1,14 +1,20 @@
 """A client's request, as the engine takes it, and the limits that it must fit in.
 
-Knows: token ids, limits, how tokens are sampled, what is needed of a grammar (Matcher).
+Knows: token ids, limits, how tokens are sampled, constraints as they were sent, what the engine
+needs of a grammar (Grammar, Matcher).
 Does not know: protobuf, text, memory. The engine's outputs are in server/outputs.py.
+
+A request is plain data: it crosses from a frontend's process to the engine's.
 
 The ranges stand in server/fields.py and are checked here; an error has the name of its field there.
 Whether a prompt fits the model is checked by server/frontend/prompts.py, which knows the
 field it came from.
 """
 
+import functools
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -79,6 +85,39 @@ class PoolingParams:
         assert not self.masks or len(self.texts) == 1
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
+MAX_CONSTRAINT_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a client asked for, exactly as it was sent: nothing is parsed before the cache is asked.
+
+    For choice, `text` is a JSON list; for tools, server/grammar's `tool_constraint` writes it.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+    def __post_init__(self) -> None:
+        num_bytes = len(self.text.encode())
+        # Of tools, the parameters are what is limited.
+        if num_bytes > MAX_CONSTRAINT_BYTES and self.kind != "tools":
+            rule = f"it may have {MAX_CONSTRAINT_BYTES} at most"
+            raise InvalidFieldError(self.field, f"has {num_bytes} bytes; {rule}")
+        if not self.text:
+            raise InvalidFieldError(self.field, "is empty")
+
+    @property
+    def field(self) -> str:
+        return "tools" if self.kind == "tools" else f"constraint.{self.kind}"
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """What its grammar is cached by."""
+        return hashlib.sha256(f"{self.kind}\0{self.text}".encode()).digest()
+
+
 Masks = npt.NDArray[np.uint32]  # a row for each position, a bit for each token, the lowest first
 
 
@@ -109,11 +148,18 @@ class Matcher(Protocol):
         """The sequence has one token more."""
 
 
-class Constraint(Protocol):
-    """A compiled grammar. Used by any thread."""
+class Grammar(Protocol):
+    """A compiled constraint. Used by any thread. It never leaves the engine's process."""
 
     def matcher(self) -> Matcher:
         """For a new sequence."""
+
+
+class GrammarCompiler(Protocol):
+    """What the engine needs of server/grammar/compiler.py."""
+
+    def start(self, constraint: Constraint) -> Future[Grammar]:
+        """Done already, if the grammar is cached; else by another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +172,7 @@ class Request:
     source_ids: tuple[int, ...] | None = None  # what a seq2seq encoder reads; None for causal
     sampling: SamplingParams = field(default_factory=SamplingParams)
     beams: BeamParams | None = None  # None: answers are sampled, each by itself
-    constraint: Constraint | None = None  # a grammar for the answers; not with beams
+    constraint: Constraint | None = None  # what the answers must match; not with beams
     seed: int = 0
     max_new_tokens: int = 256  # for each sequence; 0: the prompt is only scored
     min_new_tokens: int = 0  # before so many, no token that ends a sequence is chosen

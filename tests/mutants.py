@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("stop-string", "server/text/streaming.py", "max(map(len, strings)) - 1)", "max(map(len, strings)) - 2)", "text/test_streaming.py -k stop"),
     Mutant("utf8-split", "server/text/streaming.py", "return self._utf8.decode(self._bytes_of(token_id))", "return self._bytes_of(token_id).decode(\"utf-8\", \"replace\")", "text/test_streaming.py"),
     Mutant("tool-call-index", "server/text/streaming.py", "ToolCallDelta(self._num_calls, arguments=text)", "ToolCallDelta(0, arguments=text)", "text/test_streaming.py"),
-    Mutant("grammar-cache-key", "server/grammar/constraint_source.py", "f\"{self.kind}\\0{self.text}\"", "f\"{self.text}\"", "grammar/test_compiler.py"),
+    Mutant("grammar-cache-key", "server/request.py", "f\"{self.kind}\\0{self.text}\"", "f\"{self.text}\"", "grammar/test_compiler.py"),
     Mutant("usage", "server/frontend/answer.py", "usage = replace(event.usage, generated=self.num_tokens)", "usage = event.usage", "engine/test_dispatcher.py -k stop_string"),
     Mutant("retry-final", "server/client/retry.py", "return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting", "return True", "client/test_calls.py -k retr"),
     Mutant("retry-after", "server/http/errors.py", "(\"retry-after\", str(math.ceil(wait_s))), ", "", "http/test_completions.py -k batch_is_one_call"),

@@ -111,6 +111,11 @@ class Graphs:
         )
 
     @property
+    def is_invariant(self) -> bool:
+        """Whether the graphs are batch-invariant: export measured that, and it held."""
+        return self.invariance is not None and self.invariance.holds
+
+    @property
     def file_names(self) -> list[str]:
         return [name for name in (self.decoder, self.encoder, self.weights) if name is not None]
 

@@ -120,13 +120,13 @@ def offset_port(address: str, offset: int) -> str:
 
 
 def wait_until_healthy(address: str, timeout_s: float = 60.0, access: Access | None = None) -> None:
-    """Returns when the server is SERVING. A wrong TLS setup fails at once, if gRPC detects it."""
+    """Returns when the server is SERVING. An address that can't be connected to fails at once."""
     request, access = health_pb2.HealthCheckRequest(), access or Access()
     with access.channel(address, ()) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         problem = _problem(stub, access, timeout_s)
-        if problem is not None and problem.is_lasting:
-            raise NoServerError(f"{address}: {problem.reason}")
+        if problem is not None:
+            raise NoServerError(f"no healthy server at {address}: {problem.reason}")
         watch = stub.Watch(request, timeout=timeout_s, wait_for_ready=True)
         try:
             for reply in watch:
@@ -134,12 +134,8 @@ def wait_until_healthy(address: str, timeout_s: float = 60.0, access: Access | N
                     watch.cancel()
                     return
         except grpc.RpcError as error:
-            advice = "Start one there (quill serve), or leave out --address"
-            if problem is not None:
-                advice = f"At first {problem.reason}"
             raise NoServerError(
-                f"no healthy server at {address} within {timeout_s:g} s "
-                f"({error.code().name}). {advice}"
+                f"no healthy server at {address} within {timeout_s:g} s ({error.code().name})"
             ) from error
 
 

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _NOW = {
     "failing": "step after step fails; health says NOT_SERVING until one succeeds",
+    "restarting": "health says NOT_SERVING: the engine's process is started again",
     "stopping": "health says NOT_SERVING: the server is stopping",
 }
 _OVER = {"failing": "steps succeed again"}
@@ -151,45 +152,57 @@ class Health:
 
 
 # ------------------------------------------------------------------- a patch of grpcio's server
-# Why: grpc.aio decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
+# Why: grpc.aio accepts calls one by one: of each method, one call in several turns of the event
+# loop. With 600 streams a turn takes tens of milliseconds, so calls waited unread for seconds, and
+# each that was reached was nearly dead. Here several calls of a method are accepted in a turn.
+# grpc.aio also decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
 # calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls;
 # whoever can connect can do that, with or without a key. A generic handler, the public way to
 # handle unknown methods, is asked only after that decoding. All our methods are registered, so
 # calls of others are accepted here instead: their names aren't decoded, and they end with
 # UNIMPLEMENTED.
-# When it can go: when the path that tests/server/end_to_end/test_fuzz.py sends gets
-# UNIMPLEMENTED from a plain `grpc.aio.server()`. The same test fails where another grpcio needs
-# another patch.
+# When it can go: when tests/server/api/test_accepting.py passes with a plain `grpc.aio.server()`,
+# and the path that tests/server/end_to_end/test_fuzz.py sends gets UNIMPLEMENTED from it. The same
+# tests fail where another grpcio needs another patch.
 _aio_server: Any = importlib.import_module("grpc.aio._server")
 _core: Any = importlib.import_module("grpc._cython.cygrpc")
 
 UNKNOWN_METHOD = "/unknown/unknown"  # instead of the name
+NUM_ACCEPTORS = 32  # of each method: calls that are accepted in one turn of the event loop
 
 
 class _Core(_core.AioServer):  # type: ignore[misc]
-    """Takes calls in. `_make_request_call_future(None)` is how it waits for unregistered ones."""
+    """Accepts calls. `_make_request_call_future` is how grpc.aio waits for each method's next."""
 
     def __init__(self, loop: Any, guards: Sequence[Any], options: Any) -> None:
         super().__init__(loop, None, (), guards, options, None)
         self._own_loop = loop
         self._guards = tuple(guards)
-        self._rejections: set[asyncio.Task[None]] = set()
+        self._handlers: dict[str, Any] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def add_registered_method_handlers(self, handlers: dict[str, Any]) -> None:
+        super().add_registered_method_handlers(handlers)
+        self._handlers.update(handlers)
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        if method is not None:
-            return super()._make_request_call_future(method)
-        return self._own_loop.create_task(self._reject_unknown())
+        """Of a task that accepts all calls, and ends as grpc.aio expects when the server stops."""
+        acceptors = [self._accept(method) for _ in range(1 if method is None else NUM_ACCEPTORS)]
+        return asyncio.gather(*acceptors)
 
-    async def _reject_unknown(self) -> None:
-        """Until the server stops: then `_request_call` raises what grpc's loop expects."""
-        nothing, loop = _core._MethodResolver([], {}), self._own_loop
+    async def _accept(self, method: bytes | None) -> None:
+        """Until the server stops: then requesting a call raises."""
+        loop, name = self._own_loop, UNKNOWN_METHOD if method is None else method.decode()
+        resolver = _core._MethodResolver([], {} if method is None else self._handlers)
         while True:
-            state = await self._request_call()
-            answer = _core._handle_rpc(UNKNOWN_METHOD, nothing, self._guards, state, loop, False)
-            call = _core._schedule_rpc_coro(answer, state, loop, UNKNOWN_METHOD)
-            task = loop.create_task(call)
-            self._rejections.add(task)
-            task.add_done_callback(self._rejections.discard)
+            if method is None:
+                state = await self._request_call()
+            else:
+                state = await self._request_registered_call(method)
+            answer = _core._handle_rpc(name, resolver, self._guards, state, loop, False)
+            task = loop.create_task(_core._schedule_rpc_coro(answer, state, loop, name))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
 
 
 class _Server(_aio_server.Server):  # type: ignore[misc]

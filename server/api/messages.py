@@ -5,9 +5,10 @@ Knows: protobuf, specs, results. Does not know: gRPC, how answers come about, li
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
+
+import msgspec
 
 from quill.protos import generation_pb2 as pb
 from quill.server.errors import InvalidFieldError
@@ -244,7 +245,7 @@ def _usage(usage: Usage) -> pb.Usage:
 
 
 def _timings(timings: Timings) -> pb.Timings:
-    return pb.Timings(**asdict(timings))
+    return pb.Timings(**msgspec.structs.asdict(timings))
 
 
 def score_response(whole: Chunk, text: Text | None) -> pb.ScoreResponse:

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 from quill.protos import generation_pb2 as pb
 from quill.server.cli.client_commands import CHAT_SAMPLING
-from quill.server.cli.generate import read_options
+from quill.server.cli.generate import open_client, read_options
 from quill.server.cli.local_tools import LocalTool, load_tools
-from quill.server.client.access import read_access
 from quill.server.client.errors import CallError
 from quill.server.client.requests import Options
 from quill.server.client.sync_client import Client
@@ -29,7 +28,7 @@ def chat(args: argparse.Namespace) -> None:
     history: list[Message] = []
     if args.system:
         history.append({"role": "system", "content": args.system})
-    with Client(args.address, access=read_access(args)) as client:
+    with open_client(args) as client:
         model = client.model()
         if not model.chat_template:
             raise ServerError(f"{model.name} has no chat template. Use `quill generate`")

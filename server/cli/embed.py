@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToJson
 
 from quill.protos import generation_pb2 as pb
 from quill.server.cli.arguments import given_fields
-from quill.server.client.access import read_access
+from quill.server.cli.generate import open_client
 from quill.server.client.options import EmbedOptions
 from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError
@@ -54,7 +54,7 @@ def embed(args: argparse.Namespace) -> None:
         return
     texts = _texts(args.texts)
     options = cast("EmbedOptions", given_fields(args, EMBED.values()))
-    with Client(args.address, access=read_access(args)) as client:
+    with open_client(args) as client:
         answers = [client.embed(some, timeout_s=args.timeout, **options) for some in _split(texts)]
     if args.json:
         for answer in answers:
@@ -93,7 +93,7 @@ def _split(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def fill_mask(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.text == "-" else args.text
-    with Client(args.address, access=read_access(args)) as client:
+    with open_client(args) as client:
         answer = client.fill_mask(text, top_k=args.top_k, timeout_s=args.timeout)
     if args.json:
         print(MessageToJson(answer, preserving_proto_field_name=True, ensure_ascii=False))
@@ -118,7 +118,7 @@ def compare(args: argparse.Namespace) -> None:
     out: Path = args.out or Path(f"{args.compare}.png")
     if out.suffix.lower() != ".png":
         raise ServerError(f"the plot is a PNG; {out} should end in .png")
-    with Client(args.address, access=read_access(args)) as client:
+    with open_client(args) as client:
         inputs = [find_word(client, args.compare, sentence) for sentence in sentences]
         answer = client.embed(inputs, pooling="mean", timeout_s=args.timeout)
     similarity_NN = cosines([list(each.values) for each in answer.embeddings])

@@ -16,6 +16,7 @@ from quill.server.cli.arguments import given_fields
 from quill.server.client.access import read_access
 from quill.server.client.errors import CallError
 from quill.server.client.requests import Options, Prompt
+from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.errors import ServerError
 from quill.server.fields import GENERATE
@@ -29,7 +30,7 @@ def generate(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
     options = read_options(args)
-    with Client(args.address, access=read_access(args)) as client:
+    with open_client(args) as client:
         if args.json or options.get("num_sequences", 1) > 1:
             answer = client.generate(prompt, timeout_s=args.timeout, **options)
             _show_whole(answer, args.json)
@@ -42,6 +43,11 @@ def generate(args: argparse.Namespace) -> None:
     is_random = "seed" not in options and "num_beams" not in options and not args.json
     if is_random and sys.stderr.isatty():
         print(f"(--seed {seed} gives this answer again)", file=sys.stderr)
+
+
+def open_client(args: argparse.Namespace) -> Client:
+    """A command whose server was never reached fails at once; one whose server goes away waits."""
+    return Client(args.address, Retries(retry_connect=False), access=read_access(args))
 
 
 def read_options(args: argparse.Namespace) -> Options:

@@ -99,7 +99,7 @@ class AsyncClient:
             endpoint.read_load(await responses.trailing_metadata())
             return response
 
-        return await self._retry(call, key, timeout_s, set())
+        return await self._retry(call, key, Attempts(self._retries, timeout_s), set())
 
     def stream(
         self,
@@ -114,40 +114,34 @@ class AsyncClient:
         With `resume`, a stream that breaks is requested again with the same seed, here or from
         another server, and continues after the tokens that were received.
         """
-        request = with_seed(make_request(prompt, options))
-        return (self._stream_resumed if resume else self._stream)(request, timeout_s)
+        return self._stream(with_seed(make_request(prompt, options)), timeout_s, resume)
 
-    async def _stream_resumed(
-        self, request: pb.GenerateRequest, timeout_s: float | None
+    async def _stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None, resume: bool
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:
-            has_started = False
             try:
-                stream = self._stream(request, attempts.left_s, failed)
+                stream = self._stream_once(request, attempts, failed)
                 async with contextlib.aclosing(stream) as chunks:
                     async for chunk in chunks:
-                        has_started, new = True, received.filter(chunk)
+                        new = received.filter(chunk) if resume else chunk
                         if new is not None:
+                            attempts.note_progress()
                             yield new
                 return
             except CallError as error:
-                # Before its first chunk `_stream` has retried often enough.
-                has_other = self._pool.has_other(failed)
-                delay_s = attempts.delay_s(error, warn=False, has_other=has_other)
-                if not has_started or delay_s is None:
+                if not resume:
                     raise
+                await self._wait(error, attempts, failed)
             received.restart()
 
-    async def _stream(
-        self,
-        request: pb.GenerateRequest,
-        timeout_s: float | None,
-        failed: set[str] | None = None,
+    async def _stream_once(
+        self, request: pb.GenerateRequest, attempts: Attempts, failed: set[str]
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         """`failed`: servers on which the stream broke before. This one joins them if it breaks."""
-        failed, key = set() if failed is None else failed, prefix_key(request)
+        key = prefix_key(request)
 
         async def start(endpoint: PickedEndpoint, left_s: float | None) -> _Started:
             headers = self._metadata + endpoint.headers + write_prefix_hash(key)
@@ -159,7 +153,7 @@ class AsyncClient:
                 call.cancel()
                 raise
 
-        endpoint, call, chunk = await self._retry(start, key, timeout_s, failed)
+        endpoint, call, chunk = await self._retry(start, key, attempts, failed)
         try:
             while chunk is not None:
                 yield chunk
@@ -224,26 +218,21 @@ class AsyncClient:
             endpoint.end()
             return response
 
-        return await self._retry(call, None, timeout_s, set())
+        return await self._retry(call, None, Attempts(self._retries, timeout_s), set())
 
     async def _retry(
         self,
         call: Callable[[PickedEndpoint, float | None], Awaitable[_Result]],
         key: bytes | None,
-        timeout_s: float | None,
+        attempts: Attempts,
         failed: set[str],
     ) -> _Result:
         """Calls until it succeeds or a retry is of no use. `failed`: servers to avoid."""
-        attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
                 return await self._attempt(call, key, attempts, failed)
             except CallError as error:
-                has_other = self._pool.has_other(failed)
-                delay_s = attempts.delay_s(error, has_other=has_other)
-                if delay_s is None:
-                    raise
-            await self._sleep(delay_s)
+                await self._wait(error, attempts, failed)
 
     async def _attempt(
         self,
@@ -254,10 +243,21 @@ class AsyncClient:
     ) -> _Result:
         endpoint = await self._pool.pick(key, failed, attempts.left_s)
         try:
-            return await call(endpoint, attempts.left_s)
+            result = await call(endpoint, attempts.left_s)
         except ASYNC_CALL_ERRORS as raised:
             failed.add(endpoint.address)
             raise endpoint.fail(raised) from raised
         except BaseException:
             endpoint.end()
             raise
+        self._pool.was_reached = True
+        return result
+
+    async def _wait(self, error: CallError, attempts: Attempts, failed: set[str]) -> None:
+        """For the next attempt. Raises the error if there is none."""
+        delay_s = attempts.delay_s(
+            error, has_other=self._pool.has_other(failed), was_reached=self._pool.was_reached
+        )
+        if delay_s is None:
+            raise error
+        await self._sleep(delay_s)

@@ -59,6 +59,7 @@ class AsyncEndpointPool:
         self._tasks = AsyncTasks()
         self._is_ready, self._closed = AsyncEvent(), AsyncEvent()
         self._is_started = False
+        self.was_reached = False  # any server, by any call
 
     @property
     def is_closed(self) -> bool:
@@ -119,7 +120,11 @@ class AsyncEndpointPool:
             self._state.balancer.set_load(address, num_calls, time.monotonic())
 
     def _read_error(self, raised: BaseException) -> CallError:
-        return read_failure(raised, self._access, is_closed=self.is_closed)
+        error = read_failure(
+            raised, self._access, is_closed=self.is_closed, was_reached=self.was_reached
+        )
+        self.was_reached |= not error.is_unreached
+        return error
 
     def _connect(self) -> None:
         """To the servers that are new."""

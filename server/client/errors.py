@@ -33,6 +33,7 @@ class CallError(ServerError):
     `request_id`: the server's log has more under this id; None if the error isn't the server's.
     `is_lasting`: the same call would fail again.
     `is_broken`: the connection or the server died during the call; another server may answer.
+    `is_unreached`: no connection was established.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CallError(ServerError):
         *,
         is_lasting: bool = False,
         is_broken: bool = False,
+        is_unreached: bool = False,
     ) -> None:
         super().__init__(f"{message} ({code.name})")
         self.code = code
@@ -54,19 +56,22 @@ class CallError(ServerError):
         self.request_id = request_id
         self.is_lasting = is_lasting
         self.is_broken = is_broken
+        self.is_unreached = is_unreached
 
 
 def closed() -> CallError:
     return CallError(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
-def read_failure(raised: BaseException, access: Access, *, is_closed: bool) -> CallError:
+def read_failure(
+    raised: BaseException, access: Access, *, is_closed: bool, was_reached: bool
+) -> CallError:
     """`is_closed`: the client is. The cancellation of the caller's task is raised as it is."""
     if is_closed and not is_task_canceled(raised):
         return closed()
     if isinstance(raised, asyncio.CancelledError):
         raise raised
-    return read_error(raised, access)
+    return read_error(raised, access, was_reached=was_reached)
 
 
 def status_code(raised: BaseException) -> grpc.StatusCode:
@@ -80,17 +85,21 @@ def status_code(raised: BaseException) -> grpc.StatusCode:
     return code
 
 
-def read_error(error: BaseException, access: Access) -> CallError:
+def read_error(error: BaseException, access: Access, *, was_reached: bool = False) -> CallError:
     """The server's error with its details, or why no server was reached.
 
+    `was_reached`: one was before, with the same options.
     Not for calls that were canceled here: such a CANCELLED would be taken for a server's death.
     """
     call: Any = error  # every RpcError that a call raises is a Call too, which no type says
     code, reason = call.code(), call.details() or "no reason was given"
-    if code is grpc.StatusCode.UNAVAILABLE and (found := diagnose(reason, access)):
-        return CallError(code, found.reason, is_lasting=found.is_lasting)
+    if code is grpc.StatusCode.UNAVAILABLE and (
+        found := diagnose(reason, access, was_reached=was_reached)
+    ):
+        return CallError(code, found.reason, is_lasting=found.is_lasting, is_unreached=True)
     details = _read_details(call.trailing_metadata())
-    if code in _BROKEN and details.request_id is None:
+    is_closed = code is grpc.StatusCode.UNAVAILABLE and _is_closed_by_server(reason)
+    if (code in _BROKEN or is_closed) and details.request_id is None:
         # To callers CANCELLED means that they did it.
         code = grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.CANCELLED else code
         return CallError(code, f"the connection broke during the call: {reason}", is_broken=True)
@@ -142,7 +151,6 @@ _LASTING = {
     "Failed to create security handshaker": _NO_PEM,
     "Failed parsing HTTP/2": _NOT_GRPC,
 }
-_CLOSED_BY_SERVER = ("Socket closed", "Connection reset")
 
 
 @dataclass(frozen=True)
@@ -153,10 +161,13 @@ class Diagnosis:
     is_lasting: bool = False
 
 
-def diagnose(details: str, access: Access) -> Diagnosis | None:
-    """Why a connection failed, from gRPC's text. None: the text isn't about a connection."""
+def diagnose(details: str, access: Access, *, was_reached: bool = False) -> Diagnosis | None:
+    """Why a connection failed, from gRPC's text. None: the text isn't about a connection.
+
+    `was_reached`: the same options have worked, so no advice is given on them.
+    """
     if details.startswith("errors resolving"):
-        return Diagnosis(f"the host in --address isn't known: {details}")
+        return Diagnosis(f"the host name can't be resolved: {details}")
     if not details.startswith("failed to connect"):
         return None
     last = details.partition("last error: ")[2].partition(": ")[2] or details
@@ -165,9 +176,15 @@ def diagnose(details: str, access: Access) -> Diagnosis | None:
     for part, reason in _LASTING.items():
         if part in last:
             return Diagnosis(reason, is_lasting=True)
-    if any(part in last for part in _CLOSED_BY_SERVER):
-        return Diagnosis(_closed_by_server(access))
-    return Diagnosis(f"no server answers: {last}. Is one running? `quill serve` starts it")
+    if _is_closed_by_server(last):
+        advice = "" if was_reached else f". {_closed_advice(access)}"
+        return Diagnosis(f"the server closed the connection: {last}{advice}")
+    advice = "" if was_reached else ". Is one running? `quill serve` starts it"
+    return Diagnosis(f"no server answers: {last}{advice}")
+
+
+def _is_closed_by_server(text: str) -> bool:
+    return "Socket closed" in text or "Connection reset" in text
 
 
 def _untrusted(last: str, access: Access) -> str:
@@ -179,15 +196,10 @@ def _untrusted(last: str, access: Access) -> str:
     )
 
 
-def _closed_by_server(access: Access) -> str:
+def _closed_advice(access: Access) -> str:
+    """A server that requires TLS or a client certificate closes connections without a reason."""
     if not access.uses_tls:
-        return "the server closed the connection. If it requires TLS, give --ca or --tls"
+        return "If it requires TLS, give --ca or --tls"
     if access.cert is None:
-        return (
-            "the server closed the connection. If it requires a client certificate (--client-ca), "
-            "give --cert and --key"
-        )
-    return (
-        "the server closed the connection. Is the certificate in --cert signed by an authority of "
-        "the server's --client-ca?"
-    )
+        return "If it requires a client certificate (--client-ca), give --cert and --key"
+    return "Is the certificate in --cert signed by an authority of the server's --client-ca?"

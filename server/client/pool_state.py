@@ -30,10 +30,12 @@ WATCH_S = 10.0
 RETRY_WATCH_S = 0.2  # before the health of a server that doesn't serve is watched again
 FIRST_STATUS_S = 1.0  # the first call waits so long at most for the first status of all servers
 RESOLVE_S = 10.0  # before a DNS name is resolved again
-# A server that comes back is found soon: gRPC's own backoff grows to two minutes.
-_RECONNECT_OPTIONS = (
+# A server that comes back is found soon: gRPC's own backoff grows to two minutes, and it waits 20 s
+# for a machine that doesn't respond.
+_RECONNECT_OPTIONS: ChannelOptions = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.min_reconnect_backoff_ms", 5000),
 )
 
 
@@ -41,9 +43,7 @@ def channel_options(target: Target, access: Access) -> ChannelOptions:
     """Raises if the access can't be used for any of the servers."""
     for server in target.servers if target.name is None else (target.name,):
         access.credentials(server)
-    if not target.is_watched:
-        return CHANNEL_OPTIONS
-    options: ChannelOptions = (*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS)
+    options = (*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS)
     if target.name is None or not access.uses_tls:
         return options
     # Certificates are for the DNS name, not for the addresses that it resolves to.
@@ -161,7 +161,7 @@ class PoolState:
     def begin(self, key: bytes | None, avoid: set[str]) -> str:
         if not self.balancer.states():
             reason = f"no servers are known by the name {self.target.name}: {self.dns_error}"
-            raise CallError(grpc.StatusCode.UNAVAILABLE, reason)
+            raise CallError(grpc.StatusCode.UNAVAILABLE, reason, is_unreached=True)
         return self.balancer.begin(key, avoid, time.monotonic())
 
     def end(self, address: str, error: CallError | None) -> bool:

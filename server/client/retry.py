@@ -18,6 +18,9 @@ from quill.server.client.errors import CallError
 
 logger = logging.getLogger(__name__)
 
+_MAX_DOUBLINGS = 16  # of the delay; floats have an end
+# Then a retry waits though another server serves: the request may be what kills them.
+_MAX_AT_ONCE = 5
 _OVERLOADED = grpc.StatusCode.RESOURCE_EXHAUSTED
 # Finish reasons that don't depend on time; a deadline cuts the repeated response sooner.
 _COMPLETE = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_EOS, pb.FINISH_REASON_LENGTH)
@@ -25,58 +28,86 @@ _COMPLETE = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_EOS, pb.FINISH_REASON_LENGT
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """Exponential backoff with jitter. Only calls that have no response yet are retried."""
+    """Exponential backoff with jitter, until the call's deadline.
 
-    max_retries: int = 5
+    `max_retries`: consecutive, without a new token; None: as many as there is time for.
+    `first_s`, `max_s`: the delays; a server that is back is found after the latter at most.
+    `unavailable_timeout_s`: for calls without a deadline, after the first failure. Six times what
+    the restart of a server with the default model took.
+    `retry_connect`: False: a client that has reached no server yet fails at once.
+    """
+
+    max_retries: int | None = None
     first_s: float = 0.2
-    max_s: float = 30.0
+    max_s: float = 2.0
+    unavailable_timeout_s: float = 60.0
+    retry_connect: bool = True
 
-    def delay_s(self, error: CallError, num_tried: int, left_s: float | None) -> float | None:
+    def delay_s(self, error: CallError, num_failed: int, left_s: float | None) -> float | None:
         """None: give up. The server's own delay goes first; the deadline is never overrun."""
-        if num_tried >= self.max_retries or not is_retryable(error):
+        is_often = self.max_retries is not None and num_failed >= self.max_retries
+        if is_often or not is_retryable(error):
             return None
         delay_s = error.retry_after_s
         if delay_s is None:
             # Jitter, so that clients that failed together don't come back together.
-            delay_s = min(self.first_s * 2**num_tried, self.max_s) * random.uniform(0.5, 1)
+            longest_s = min(self.first_s * 2 ** min(num_failed, _MAX_DOUBLINGS), self.max_s)
+            delay_s = longest_s * random.uniform(0.5, 1)
         return None if left_s is not None and delay_s >= left_s else delay_s
-
-    def warn(self, error: CallError, delay_s: float) -> None:
-        """So that nobody waits without knowing why. Where logging isn't set up, on stderr."""
-        busy = "the server is busy: " if error.code is _OVERLOADED else ""
-        logger.warning(
-            "%s%s (retrying in %.1f s, %d times at most)",
-            *(busy, error.reason, delay_s, self.max_retries),
-        )
 
 
 class Attempts:
-    """The attempts of one call, until it succeeds or its deadline passes."""
+    """The attempts of one call, until it succeeds or its time is over."""
 
     def __init__(self, retries: Retries, timeout_s: float | None) -> None:
         self._retries = retries
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._num_failed = 0
+        self.note_progress()
 
     @property
     def left_s(self) -> float | None:
         return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
-    def delay_s(
-        self, error: CallError, *, warn: bool = True, has_other: bool = False
-    ) -> float | None:
+    def note_progress(self) -> None:
+        """The call has brought something new: failures before that don't count."""
+        self._num_failed = 0
+        self._has_warned = False
+
+    def delay_s(self, error: CallError, *, has_other: bool, was_reached: bool) -> float | None:
         """After a failed attempt: how long to wait before the next. None: give up.
 
-        `has_other`: another server can be called, without waiting.
+        `has_other`: another server can be called, at first without waiting.
+        `was_reached`: this client has reached a server before.
         """
-        left_s = None if has_other else self.left_s
+        now_s = time.monotonic()
+        if not self._num_failed:
+            self._failed_s = now_s
+        is_over = self._end_s is None and (
+            now_s - self._failed_s > self._retries.unavailable_timeout_s
+        )
+        is_unreached = error.is_unreached and not was_reached and not self._retries.retry_connect
+        at_once = has_other and self._num_failed < _MAX_AT_ONCE
+        left_s = None if at_once else self.left_s
         delay_s = self._retries.delay_s(error, self._num_failed, left_s)
-        if delay_s is not None and has_other:
-            delay_s = 0.0
-        elif delay_s is not None and warn and not self._num_failed:
-            self._retries.warn(error, delay_s)
         self._num_failed += 1
+        if delay_s is None or (not at_once and (is_over or is_unreached)):
+            return None
+        if at_once:
+            return 0.0
+        self._warn(error, delay_s)
         return delay_s
+
+    def _warn(self, error: CallError, delay_s: float) -> None:
+        """Once, so that nobody waits without knowing why. Where logging isn't set up, on stderr."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        retries, left_s = self._retries, self.left_s
+        limit = f"for {retries.unavailable_timeout_s if left_s is None else left_s:.0f} s at most"
+        if retries.max_retries is not None:
+            limit = f"{retries.max_retries} times at most"
+        busy = "the server is busy: " if error.code is _OVERLOADED else ""
+        logger.warning("%s%s (retrying in %.1f s, %s)", busy, error.reason, delay_s, limit)
 
 
 def is_retryable(error: CallError) -> bool:

@@ -100,7 +100,7 @@ class Client:
             endpoint.read_load(responses.trailing_metadata())
             return response
 
-        return self._retry(call, key, timeout_s, set())
+        return self._retry(call, key, Attempts(self._retries, timeout_s), set())
 
     def stream(
         self,
@@ -115,40 +115,34 @@ class Client:
         With `resume`, a stream that breaks is requested again with the same seed, here or from
         another server, and continues after the tokens that were received.
         """
-        request = with_seed(make_request(prompt, options))
-        return (self._stream_resumed if resume else self._stream)(request, timeout_s)
+        return self._stream(with_seed(make_request(prompt, options)), timeout_s, resume)
 
-    def _stream_resumed(
-        self, request: pb.GenerateRequest, timeout_s: float | None
+    def _stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None, resume: bool
     ) -> Generator[pb.GenerateChunk, None, None]:
         attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:
-            has_started = False
             try:
-                stream = self._stream(request, attempts.left_s, failed)
+                stream = self._stream_once(request, attempts, failed)
                 with contextlib.closing(stream) as chunks:
                     for chunk in chunks:
-                        has_started, new = True, received.filter(chunk)
+                        new = received.filter(chunk) if resume else chunk
                         if new is not None:
+                            attempts.note_progress()
                             yield new
                 return
             except CallError as error:
-                # Before its first chunk `_stream` has retried often enough.
-                has_other = self._pool.has_other(failed)
-                delay_s = attempts.delay_s(error, warn=False, has_other=has_other)
-                if not has_started or delay_s is None:
+                if not resume:
                     raise
+                self._wait(error, attempts, failed)
             received.restart()
 
-    def _stream(
-        self,
-        request: pb.GenerateRequest,
-        timeout_s: float | None,
-        failed: set[str] | None = None,
+    def _stream_once(
+        self, request: pb.GenerateRequest, attempts: Attempts, failed: set[str]
     ) -> Generator[pb.GenerateChunk, None, None]:
         """`failed`: servers on which the stream broke before. This one joins them if it breaks."""
-        failed, key = set() if failed is None else failed, prefix_key(request)
+        key = prefix_key(request)
 
         def start(endpoint: PickedEndpoint, left_s: float | None) -> _Started:
             headers = self._metadata + endpoint.headers + write_prefix_hash(key)
@@ -160,7 +154,7 @@ class Client:
                 call.cancel()
                 raise
 
-        endpoint, call, chunk = self._retry(start, key, timeout_s, failed)
+        endpoint, call, chunk = self._retry(start, key, attempts, failed)
         try:
             while chunk is not None:
                 yield chunk
@@ -225,26 +219,21 @@ class Client:
             endpoint.end()
             return response
 
-        return self._retry(call, None, timeout_s, set())
+        return self._retry(call, None, Attempts(self._retries, timeout_s), set())
 
     def _retry(
         self,
         call: Callable[[PickedEndpoint, float | None], _Result],
         key: bytes | None,
-        timeout_s: float | None,
+        attempts: Attempts,
         failed: set[str],
     ) -> _Result:
         """Calls until it succeeds or a retry is of no use. `failed`: servers to avoid."""
-        attempts = Attempts(self._retries, timeout_s)
         while True:
             try:
                 return self._attempt(call, key, attempts, failed)
             except CallError as error:
-                has_other = self._pool.has_other(failed)
-                delay_s = attempts.delay_s(error, has_other=has_other)
-                if delay_s is None:
-                    raise
-            self._sleep(delay_s)
+                self._wait(error, attempts, failed)
 
     def _attempt(
         self,
@@ -255,10 +244,21 @@ class Client:
     ) -> _Result:
         endpoint = self._pool.pick(key, failed, attempts.left_s)
         try:
-            return call(endpoint, attempts.left_s)
+            result = call(endpoint, attempts.left_s)
         except CALL_ERRORS as raised:
             failed.add(endpoint.address)
             raise endpoint.fail(raised) from raised
         except BaseException:
             endpoint.end()
             raise
+        self._pool.was_reached = True
+        return result
+
+    def _wait(self, error: CallError, attempts: Attempts, failed: set[str]) -> None:
+        """For the next attempt. Raises the error if there is none."""
+        delay_s = attempts.delay_s(
+            error, has_other=self._pool.has_other(failed), was_reached=self._pool.was_reached
+        )
+        if delay_s is None:
+            raise error
+        self._sleep(delay_s)

@@ -23,7 +23,7 @@ from quill.server.cluster.membership import Membership
 from quill.server.cluster.plan import REPLICA_PORTS
 from quill.server.errors import StartError, UnavailableError
 from quill.server.frontend.served_model import ServedModel
-from quill.server.loading.loader import ModelLoader
+from quill.server.loading.instance import ModelLoader
 from quill.server.serve.server import QUIET_S, Server
 from quill.server.settings import Settings
 

@@ -1,10 +1,10 @@
 """The frontends' side of the engine, on the event loop: admits requests, delivers their events.
 
-Knows: asyncio, the engine's thread, how many requests wait. Does not know: gRPC, text, steps.
+Knows: asyncio, how many requests wait. Does not know: gRPC, text, steps.
 
-The engine publishes once a step from its own thread; here its events are distributed by request. A
-request's events gather in its inbox until its reader takes them all at once, so a slow reader gets
-fewer, larger chunks.
+The engine publishes once a step; here its events are distributed by request. A request's events
+gather in its inbox until its reader takes them all at once, so a slow reader gets fewer, larger
+chunks.
 
 Admission to the queue is decided here, so that a rejection needn't wait for the step that runs.
 Where callers have names, none may have more requests waiting than there are places left. So an
@@ -123,7 +123,7 @@ class Admission:
 
 
 class Engine(Protocol):
-    """What the dispatcher needs of the engine's thread."""
+    """What the dispatcher needs of an engine in a thread or process of its own."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -175,16 +175,14 @@ class Inbox:
 
 
 class Dispatcher:
-    """All requests that are being answered. Everything but `publish` runs on the event loop."""
+    """All requests that are being answered. Belongs to the event loop."""
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         admission: Admission,
         observe: Callable[[EngineOutputs], None],
         max_unread: int = MAX_UNREAD_EVENTS,
     ) -> None:
-        self._loop = loop
         self.admission = admission
         self._observe = observe
         self._max_unread = max_unread
@@ -225,10 +223,6 @@ class Dispatcher:
             self._forget(request.request_id)
 
     def publish(self, batch: EngineOutputs) -> None:
-        """Called from the engine's thread."""
-        self._loop.call_soon_threadsafe(self._deliver, batch)
-
-    def _deliver(self, batch: EngineOutputs) -> None:
         self.admission.observe(batch)
         self._observe(batch)
         for event in batch.events:

@@ -35,7 +35,7 @@ from quill.server.outputs import (
     QueueStats,
     StepStats,
 )
-from quill.server.request import Limits, Request
+from quill.server.request import Grammar, Limits, Request
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,9 @@ class Engine:
         """Whether it can ever be served; others mustn't be submitted. From any thread."""
         return self._limits.fits(request)
 
-    def submit(self, request: Request, arrived_s: float) -> None:
-        self._scheduler.add(request, arrived_s)
+    def submit(self, request: Request, arrived_s: float, grammar: Grammar | None = None) -> None:
+        """`grammar`: of the request's constraint. Without it the request can only be ended."""
+        self._scheduler.add(request, arrived_s, grammar)
 
     def end(self, request_id: str, sequence: int | None, reason: FinishReason) -> None:
         """Ends a request, or one of its sequences, early. Once ended, it stays so."""

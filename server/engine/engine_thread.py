@@ -1,6 +1,7 @@
 """The thread that owns the engine. All others send it messages.
 
-Knows: threads, the mailbox. Does not know: what an engine does in a step.
+Knows: threads, the mailbox, that a constraint is compiled before its request joins the engine.
+Does not know: what an engine does in a step.
 
 `submit`, `end` and `stop` are called from one thread, the event loop's. `publish` and `on_health`
 are called from the engine's thread, once a step at most; they must return at once.
@@ -11,12 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from quill.server.engine.engine import Engine
-from quill.server.errors import StepError, UnavailableError
+from quill.server.errors import RequestError, StepError, UnavailableError
 from quill.server.outputs import EngineOutputs, FailEvent, FinishReason
-from quill.server.request import Request
+from quill.server.request import Grammar, GrammarCompiler, Request
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,12 @@ logger = logging.getLogger(__name__)
 class _Submit:
     request: Request
     arrived_s: float
+    grammar: Future[Grammar] | None  # None: the request has no constraint
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class _Stop:
     pass
 
 
-_Message = _Submit | _End | _Stop
+_Message = _Submit | _Compiled | _End | _Stop
 
 
 class EngineThread:
@@ -49,11 +57,15 @@ class EngineThread:
         engine: Engine,
         publish: Callable[[EngineOutputs], None],
         on_health: Callable[[bool], None],
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`grammars` None: no request has a constraint."""
         self._engine = engine
         self._publish = publish
         self._on_health = on_health
+        self._grammars = grammars
+        self._compiling: dict[str, _Submit] = {}  # requests whose grammar isn't there yet
         self._clock = clock
         self._healthy = True
         self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -64,12 +76,21 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, arrived_s: float | None = None) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
             reason = "the server is stopping. Try another one, or later"
             raise UnavailableError(reason, "stopping")
-        self._mailbox.put(_Submit(request, self._clock()))
+        grammar = None
+        if request.constraint is not None:
+            assert self._grammars is not None, "the frontend rejects these"
+            grammar = self._grammars.start(request.constraint)
+        self._mailbox.put(
+            _Submit(request, self._clock() if arrived_s is None else arrived_s, grammar)
+        )
+        if grammar is not None:  # after the message before it, even if it is done
+            compiled = _Compiled(request.request_id)
+            grammar.add_done_callback(lambda _: self._mailbox.put(compiled))
 
     def end(
         self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"
@@ -93,12 +114,12 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self._serve()
-            self._publish(self._engine.abandon(UnavailableError("the server is stopping")))
+            self._abandon(UnavailableError("the server is stopping"))
         except Exception:
             # A bug: what the engine holds can't be relied upon any more.
             logger.exception("the engine broke down")
             self._on_health(False)
-            self._publish(self._engine.abandon(StepError("the engine broke down; see its log")))
+            self._abandon(StepError("the engine broke down; see its log"))
             self._reject()
 
     def _serve(self) -> None:
@@ -119,10 +140,43 @@ class EngineThread:
             if isinstance(message, _Stop):
                 return False
             if isinstance(message, _Submit):
-                self._engine.submit(message.request, message.arrived_s)
+                self._submit(message)
+            elif isinstance(message, _Compiled):
+                self._join(message.request_id)
             else:
-                self._engine.end(message.request_id, message.sequence, message.reason)
+                self._end(message)
         return True
+
+    def _submit(self, message: _Submit) -> None:
+        if message.grammar is None:
+            self._engine.submit(message.request, message.arrived_s)
+        else:
+            self._compiling[message.request.request_id] = message
+
+    def _join(self, request_id: str) -> None:
+        """The request's grammar is compiled, or couldn't be."""
+        message = self._compiling.pop(request_id, None)
+        if message is None or message.grammar is None:
+            return  # it was ended
+        error = message.grammar.exception()
+        if error is None:
+            self._engine.submit(message.request, message.arrived_s, message.grammar.result())
+            return
+        if not isinstance(error, RequestError):
+            logger.error("a bug in compiling a grammar, request %s", request_id, exc_info=error)
+            error = StepError(f"a bug in the server; its log has more under {request_id}")
+        self._publish(EngineOutputs((FailEvent(request_id, error),), None))
+
+    def _end(self, message: _End) -> None:
+        waiting = self._compiling.pop(message.request_id, None)
+        if waiting is not None:  # the engine answers it as any that has no token yet
+            self._engine.submit(waiting.request, waiting.arrived_s)
+        self._engine.end(message.request_id, message.sequence, message.reason)
+
+    def _abandon(self, error: RequestError) -> None:
+        for message in self._compiling.values():
+            self._engine.submit(message.request, message.arrived_s)
+        self._publish(self._engine.abandon(error))
 
     def _reject(self) -> None:
         """Rejects all requests, until the thread is stopped."""

@@ -22,7 +22,7 @@ from quill.server.engine.speculation import Speculation
 from quill.server.engine.step import ScheduledChunk, SchedulerOutput, StepOutput
 from quill.server.engine.step_budget import ChunkSize, StepBudget
 from quill.server.engine.strategies import Strategy, make_group
-from quill.server.request import Limits, Request
+from quill.server.request import Grammar, Limits, Request
 
 LOOK_AHEAD = 64  # waiting requests that may start before a step
 WAITING, RUNNING, PREEMPTED = (
@@ -90,13 +90,13 @@ class Scheduler:
         found = (each[request_id] for each in self._groups.values() if request_id in each)
         return next(found, None)
 
-    def add(self, request: Request, arrived_s: float = 0.0) -> None:
+    def add(self, request: Request, arrived_s: float = 0.0, grammar: Grammar | None = None) -> None:
         assert self._limits.fits(request), "the frontend rejects these"
         fits = request.num_before < self._limits.context
         assert fits or not request.max_new_tokens, "the frontend rejects these"
         assert self.find(request.request_id) is None, "request ids are unique"
         group = make_group(request, self._limits.context, self._blocks)
-        group.arrived_s = arrived_s
+        group.arrived_s, group.grammar = arrived_s, grammar
         self._groups[WAITING][request.request_id] = group
         self._queue.add(request)
 

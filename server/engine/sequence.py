@@ -11,7 +11,7 @@ from typing import get_args
 
 from quill.server.engine.speculation import PromptLookup
 from quill.server.outputs import FinishReason, Timings, Usage
-from quill.server.request import Masks, Matcher, Request
+from quill.server.request import Grammar, Masks, Matcher, Request
 from quill.server.sampling.native import Mask
 from quill.server.sampling.sampler import Adjustments, SamplerInput, sequence_seed
 
@@ -84,11 +84,12 @@ class Sequence:
         assert status in allowed, f"{self.status.name} can't become {status.name}"
         self.status = status
 
-    def prepare(self) -> None:
+    def prepare(self, grammar: Grammar | None) -> None:
         """Before the first step: the grammar's matcher, and what adjusts logits."""
         request = self.request
-        if request.constraint is not None:
-            self.matcher = request.constraint.matcher()
+        assert (grammar is None) == (request.constraint is None), "EngineThread compiles it"
+        if grammar is not None:
+            self.matcher = grammar.matcher()
         # A grammar's masks forbid the stop ids where they can.
         bans = request.min_new_tokens and self.matcher is None
         banned = request.all_stop_ids if bans else frozenset()
@@ -156,6 +157,7 @@ class SequenceGroup:
         self.request = request
         self.sequences = sequences  # never empty before the request's end
         self.arrived_s = 0.0
+        self.grammar: Grammar | None = None  # of the request's constraint
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.has_started = False  # some of the prompt was scheduled

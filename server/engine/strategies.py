@@ -197,7 +197,7 @@ class Generation(Strategy):
 
     def prepare(self) -> None:
         for sequence in self.sequences:
-            sequence.prepare()
+            sequence.prepare(self.grammar)
 
     def is_open(self, index: int | None) -> bool:
         return index is None or any(each.index == index for each in self.sequences)

@@ -6,12 +6,13 @@ Knows: events, detokenizing, stop strings, tool calls. Does not know: wires, the
 import hashlib
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from quill.server.errors import InvalidFieldError, RequestError
 from quill.server.frontend.spec import ParsedRequest
@@ -140,7 +141,7 @@ class Answer:
 
     def _of_field(self, error: RequestError) -> RequestError:
         """A grammar that failed names the field that asked for it."""
-        constraint = self._parsed.constraint
+        constraint = self._parsed.request.constraint
         is_tools = constraint is not None and constraint.kind == "tools"
         if is_tools and isinstance(error, InvalidFieldError) and error.field == "constraint":
             return InvalidFieldError("tools", error.reason)

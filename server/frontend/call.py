@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
@@ -32,6 +32,7 @@ from quill.server.frontend.prompts import PromptReader
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
+from quill.server.request import Constraint
 from quill.server.telemetry.call_record import Record, new_request_id
 from quill.server.text.tokenizer import Text
 
@@ -217,7 +218,8 @@ class Call:
         reader = RequestReader(self.served)
         parsed = await self._read(reader.read_generate, parse, num_bytes)
         try:
-            return await self._compiled(parsed)
+            await self._compile(parsed.request.constraint)
+            return parsed
         except InvalidFieldError as error:
             raise renamed(error, parsed.names) from None
 
@@ -238,20 +240,18 @@ class Call:
 
         return await inline_or_thread(num_bytes, parse_and_read)
 
-    async def _compiled(self, parsed: ParsedRequest) -> ParsedRequest:
+    async def _compile(self, constraint: Constraint | None) -> None:
         """Requests of one call have one grammar: the first of them compiles it."""
         grammars = self.served.grammars
-        if parsed.constraint is None or grammars is None:
-            return parsed
+        if constraint is None or grammars is None:
+            return
         self._record.has_constraint = True
-        grammar = grammars.cached(parsed.constraint)
-        if grammar is None:
+        if grammars.cached(constraint) is None:
             began_s = time.monotonic()
             try:
-                grammar = await grammars.compile(parsed.constraint)
+                await grammars.compile(constraint)
             finally:
                 self._record.compile_ms = 1000 * (time.monotonic() - began_s)
-        return replace(parsed, request=replace(parsed.request, constraint=grammar))
 
     async def generate(self, parsed: ParsedRequest) -> Result:
         chunks: list[Chunk] = []

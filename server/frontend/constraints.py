@@ -15,13 +15,9 @@ from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.frontend.json_values import JsonError, parse_json
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import Conversation, GenerateSpec, ToolChoice, ToolSpec, ToolUse
-from quill.server.grammar.constraint_source import (
-    MAX_BYTES,
-    Constraint,
-    ToolSchema,
-    tool_constraint,
-)
+from quill.server.grammar.constraint_source import ToolSchema, tool_constraint
 from quill.server.grammar.json_schema import MAX_DEPTH, nested
+from quill.server.request import MAX_CONSTRAINT_BYTES, Constraint
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 from quill.server.tools import PLAIN, ToolCallFormat
@@ -86,7 +82,9 @@ def read_tools(
         tool_call_format=format_,
         marker_id=_marker_id(format_, served.text),
         constraint=tool_constraint(
-            called, format_, may_speak=choice.mode == "auto", several=several
+            *(called, format_, served.text.split),
+            may_speak=choice.mode == "auto",
+            several=several,
         ),
     )
 
@@ -113,8 +111,8 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
         rule = f"at most {MAX_TOOLS} are allowed"
         raise InvalidFieldError("tools", f"has {len(specs)} entries; {rule}")
     num_bytes = sum(len(_written(each.parameters).encode()) for each in specs)
-    if num_bytes > MAX_BYTES:
-        rule = f"they may have {MAX_BYTES} at most together"
+    if num_bytes > MAX_CONSTRAINT_BYTES:
+        rule = f"they may have {MAX_CONSTRAINT_BYTES} at most together"
         raise InvalidFieldError("tools", f"have {num_bytes} bytes of parameters; {rule}")
     names = set[str]()
     for each in specs:

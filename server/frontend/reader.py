@@ -29,7 +29,7 @@ from quill.server.frontend.spec import (
     ParsedRequest,
     ToolUse,
 )
-from quill.server.request import BeamParams, PoolingParams, Request, SamplingParams
+from quill.server.request import BeamParams, Constraint, PoolingParams, Request, SamplingParams
 
 MAX_INPUTS = 2048
 MAX_MASKS = 64  # logits are computed for each
@@ -72,7 +72,7 @@ class RequestReader:
         options = self._generate_options(spec)
         constraint = read_constraint(spec, options, self._served)
         tools = read_tools(spec, options, self._served)
-        request = self._request(spec, options, arrival, tools)
+        request = self._request(spec, options, arrival, tools, constraint)
         self._check_fits(request)
         return ParsedRequest(
             request=request,
@@ -80,7 +80,6 @@ class RequestReader:
             echo=options["echo"],
             logprobs=options["logprobs"],
             prompt_logprobs=options["prompt_logprobs"],
-            constraint=constraint if tools is None else tools.constraint or constraint,
             tools=tools,
             names=spec.names,
         )
@@ -107,6 +106,7 @@ class RequestReader:
         options: Mapping[str, Any],
         arrival: Arrival,
         tools: ToolUse | None,
+        constraint: Constraint | None,
     ) -> Request:
         served, seed = self._served, options["seed"]
         beams = self._beams(spec.options, options)
@@ -120,6 +120,7 @@ class RequestReader:
             source_ids=source_ids,
             sampling=sampling,
             beams=beams,
+            constraint=constraint if tools is None else tools.constraint or constraint,
             seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
             max_new_tokens=options["max_new_tokens"],
             min_new_tokens=options["min_new_tokens"],

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.constraint_source import Constraint
-from quill.server.request import Request
+from quill.server.request import Constraint, Request
 from quill.server.tools import PLAIN, ToolCallFormat
 
 ToolMode = Literal["auto", "none", "required"]
@@ -63,7 +62,7 @@ class ToolChoice(NamedTuple):
 
 
 class ConstraintSpec(NamedTuple):
-    """What an answer must match, as server/grammar's Constraint has it."""
+    """What an answer must match, as a request's Constraint has it."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     text: str
@@ -135,7 +134,6 @@ class ParsedRequest:
     prompt_logprobs: int | None = None  # of masks, too
     normalize: bool = False  # embeddings
     dimensions: int | None = None  # of embeddings; None: all
-    constraint: Constraint | None = None  # whose grammar the request gets
     tools: ToolUse | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # as in GenerateSpec
 

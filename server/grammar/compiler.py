@@ -14,21 +14,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.constraint_source import (
-    Constraint,
-    Split,
-    schema_source,
-    source_of,
-    tool_schemas,
-)
+from quill.server.grammar.constraint_source import schema_source, source_of, tool_schemas
 from quill.server.grammar.json_schema import Schema, locate, parse_schema
-from quill.server.grammar.matcher import Grammar, panics_are_errors
+from quill.server.grammar.matcher import TokenGrammar, panics_are_errors
 from quill.server.machine.resources import lower_priority
+from quill.server.request import Constraint, Grammar
 
 MAX_CACHED = 64  # grammars: each may grow to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the constraints that they were compiled from
@@ -58,33 +53,36 @@ class Compiler:
         tokenizer_json: str,
         vocab_size: int,
         stop_ids: Sequence[int],
-        split: Split = lambda text: [text],
     ) -> None:
-        """`split` finds special tokens in what stands around tool calls."""
         self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
-        self._split = split
         self._cache = _Cache()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars", lower_priority, (NICENESS,))
 
-    def cached(self, constraint: Constraint) -> Grammar | None:
+    def cached(self, constraint: Constraint) -> TokenGrammar | None:
         """One that was compiled before, and whose lexer isn't full."""
         found = self._cache.get(constraint)
         return None if found is None or found.is_worn_out else found
 
+    def start(self, constraint: Constraint) -> Future[Grammar]:
+        """Done already, if the grammar is cached; else by another thread."""
+        found = self.cached(constraint)
+        if found is None:
+            return self._threads.submit(self.compile_now, constraint)
+        done: Future[Grammar] = Future()
+        done.set_result(found)
+        return done
+
     async def compile(self, constraint: Constraint) -> Grammar:
         """From the cache, or by another thread."""
-        found = self.cached(constraint)
-        if found is not None:
-            return found
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, self.compile_now, constraint)
         try:
-            return await asyncio.wait_for(work, MAX_COMPILE_S)
+            return await asyncio.wait_for(
+                asyncio.wrap_future(self.start(constraint)), MAX_COMPILE_S
+            )
         except TimeoutError:
             rule = f"takes longer than {MAX_COMPILE_S:g} s to prepare. Ask for something simpler"
             raise InvalidFieldError(constraint.field, rule) from None
 
-    def compile_now(self, constraint: Constraint) -> Grammar:
+    def compile_now(self, constraint: Constraint) -> TokenGrammar:
         """In the caller's thread. May take long."""
         found = self.cached(constraint)
         if found is None:
@@ -92,9 +90,9 @@ class Compiler:
             self._cache.put(constraint, found)
         return found
 
-    def _compile(self, constraint: Constraint) -> Grammar:
+    def _compile(self, constraint: Constraint) -> TokenGrammar:
         try:
-            return self._try(source_of(constraint, self._split))
+            return self._try(source_of(constraint))
         except ValueError as error:
             for field, schema in tool_schemas(constraint).items():  # which of them is it?
                 self._check_alone(field, schema)
@@ -122,12 +120,12 @@ class Compiler:
             return str(error)
         return None
 
-    def _try(self, source: str) -> Grammar:
+    def _try(self, source: str) -> TokenGrammar:
         make = functools.partial(
             llguidance.LLMatcher, self._tokenizer, source, log_level=0, limits=LIMITS
         )
         with panics_are_errors():
-            grammar = Grammar(make, self._tokenizer.vocab_size)
+            grammar = TokenGrammar(make, self._tokenizer.vocab_size)
             if not grammar.fresh.is_error():
                 _warm_up(grammar.fresh)
         if grammar.fresh.is_error():
@@ -161,18 +159,18 @@ class _Cache:
     """Least recently used first out."""
 
     def __init__(self) -> None:
-        self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
+        self._grammars: OrderedDict[bytes, tuple[TokenGrammar, int]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, constraint: Constraint) -> Grammar | None:
+    def get(self, constraint: Constraint) -> TokenGrammar | None:
         with self._lock:
             if constraint.key not in self._grammars:
                 return None
             self._grammars.move_to_end(constraint.key)
             return self._grammars[constraint.key][0]
 
-    def put(self, constraint: Constraint, grammar: Grammar) -> None:
+    def put(self, constraint: Constraint, grammar: TokenGrammar) -> None:
         key, num_bytes = constraint.key, len(constraint.text)
         with self._lock:
             self._num_bytes += 0 if key in self._grammars else num_bytes

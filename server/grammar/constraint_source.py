@@ -12,53 +12,20 @@ has all control characters, as [^"] does, the library writes as any escape at al
 backslashes are back. So such classes lose one character, backspace, which has no escape either.
 """
 
-import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import llguidance
 
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.json_schema import Schema, all_schemas, check_lark, nested, parse_schema
+from quill.server.request import Constraint
 from quill.server.tools import ToolCallFormat
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tools"]
 # Cuts a text at special tokens, which become ids.
 Split = Callable[[str], Sequence[str | int]]
-
-MAX_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What a client asked for, exactly as it was sent: nothing is parsed before the cache is asked.
-
-    For choice, `text` is a JSON list; for tools, `tool_constraint` writes it.
-    """
-
-    kind: Kind
-    text: str
-
-    def __post_init__(self) -> None:
-        num_bytes = len(self.text.encode())
-        if num_bytes > MAX_BYTES and self.kind != "tools":  # whose parameters are what is limited
-            rule = f"it may have {MAX_BYTES} at most"
-            raise InvalidFieldError(self.field, f"has {num_bytes} bytes; {rule}")
-        if not self.text:
-            raise InvalidFieldError(self.field, "is empty")
-
-    @property
-    def field(self) -> str:
-        return "tools" if self.kind == "tools" else f"constraint.{self.kind}"
-
-    @functools.cached_property
-    def key(self) -> bytes:
-        """What its grammar is cached by."""
-        return hashlib.sha256(f"{self.kind}\0{self.text}".encode()).digest()
 
 
 class ToolSchema(NamedTuple):
@@ -70,14 +37,22 @@ class ToolSchema(NamedTuple):
 
 
 def tool_constraint(
-    tools: Sequence[ToolSchema], format_: ToolCallFormat, *, may_speak: bool, several: bool
+    tools: Sequence[ToolSchema],
+    format_: ToolCallFormat,
+    split: Split,
+    *,
+    may_speak: bool,
+    several: bool,
 ) -> Constraint:
-    """Calls of these tools. `may_speak`: the model may also write text, before them or instead."""
-    around = format_.marker, format_.before, format_.between, format_.after, format_.key
-    return Constraint("tools", json.dumps([tools, around, may_speak, several]))
+    """Calls of these tools. `may_speak`: the model may also write text, before them or instead.
+
+    `split` finds special tokens in what stands around calls: whoever compiles has no tokenizer.
+    """
+    calls = [(each.field, format_.head(each.name), each.parameters) for each in tools]
+    return Constraint("tools", json.dumps([calls, _start(format_, split, may_speak, several)]))
 
 
-def source_of(constraint: Constraint, split: Split) -> str:
+def source_of(constraint: Constraint) -> str:
     """Raises ValueError: with what is wrong."""
     kind, text = constraint.kind, constraint.text
     if kind == "regex":
@@ -90,7 +65,7 @@ def source_of(constraint: Constraint, split: Split) -> str:
         texts = " | ".join(json.dumps(each) for each in json.loads(text))
         return str(llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if kind == "tools":
-        return _tool_source(text, split)
+        return _tool_source(text)
     return schema_source(parse_schema(text if kind == "json_schema" else '{"type": "object"}'))
 
 
@@ -170,16 +145,13 @@ def tool_schemas(constraint: Constraint) -> dict[str, str]:
     return {field: json.dumps(_arguments(field, text)) for field, _, text in tools}
 
 
-def _tool_source(text: str, split: Split) -> str:
-    tools, (marker, before, between, after, key), may_speak, several = json.loads(text)
-    format_ = ToolCallFormat(
-        name="", marker=marker, before=before, between=between, after=after, key=key
-    )
+def _tool_source(text: str) -> str:
+    tools, start = json.loads(text)
     rules = [f"call_{index}" for index in range(len(tools))]
-    lines = [*_start(format_, split, may_speak, several), f"call: {' | '.join(rules)}"]
+    lines = [*start, f"call: {' | '.join(rules)}"]
     grammars: list[Any] = []
-    for rule, (field, name, parameters) in zip(rules, tools, strict=True):
-        lines.append(f'{rule}: {json.dumps(format_.head(name))} @{rule}_arguments "}}"')
+    for rule, (field, head, parameters) in zip(rules, tools, strict=True):
+        lines.append(f'{rule}: {json.dumps(head)} @{rule}_arguments "}}"')
         grammars.append(_schema_grammar(_arguments(field, parameters), f"{rule}_arguments"))
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *grammars]})
 

@@ -39,7 +39,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-class Grammar:
+class TokenGrammar:
     """A compiled grammar. It is never changed, only copied.
 
     Copies share one lexer with all states that it has found: that makes masks fast, until the lexer
@@ -73,7 +73,7 @@ class Grammar:
 class TokenMatcher:
     """One sequence's place in a grammar."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: TokenGrammar) -> None:
         self._grammar = grammar
         self._base = grammar.fresh
         self._inner = self._base.deep_copy()

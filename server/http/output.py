@@ -10,8 +10,10 @@ import codecs
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from quill.server.fields import OPENAI_FINISH_REASON
 from quill.server.frontend.answer import Chunk, ranked_logprobs
@@ -159,7 +161,7 @@ def extensions(chunk: Chunk, values: Json) -> Json:
 
 
 def timings_json(timings: Timings) -> Json:
-    return {name: round(each_ms, 3) for name, each_ms in asdict(timings).items()}
+    return {name: round(each_ms, 3) for name, each_ms in msgspec.structs.asdict(timings).items()}
 
 
 # -------------------------------------------------------------------------------------- tool calls

@@ -5,8 +5,10 @@ Knows: the tensors of the model card, vLLM's names of options. Does not know: gR
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from quill.protos import kserve_pb2 as kserve
 from quill.server.errors import InvalidFieldError, RequestError, status_name
@@ -216,7 +218,9 @@ class Responses:
     def whole(self, result: Result) -> kserve.ModelInferResponse:
         for sequence, chunk in zip(self._sequences, result.sequences, strict=True):
             sequence.take(chunk)
-        end = replace(result.finishes[0], usage=result.usage, timings=result.timings)
+        end = msgspec.structs.replace(
+            result.finishes[0], usage=result.usage, timings=result.timings
+        )
         return self._response(end, self._inference.prefix)
 
     def part(self, chunk: Chunk) -> kserve.ModelInferResponse:
@@ -266,5 +270,8 @@ def _end_parameters(end: FinishEvent) -> Json:
         "quill_finish_reason": FINISH_REASON.proto_name(end.reason),
         "quill_prompt_tokens": end.usage.prompt,
         "quill_cached_tokens": end.usage.cached,
-        **{f"quill_{name}": each_ms for name, each_ms in asdict(end.timings).items()},
+        **{
+            f"quill_{name}": each_ms
+            for name, each_ms in msgspec.structs.asdict(end.timings).items()
+        },
     }

@@ -28,11 +28,6 @@ class Bundle:
     manifest: Manifest
     graphs: Graphs
 
-    @property
-    def is_invariant(self) -> bool:
-        """Whether the graphs are batch-invariant: export measured that, and it held."""
-        return self.graphs.invariance is not None and self.graphs.invariance.holds
-
 
 def open_bundle(directory: Path, precision: str) -> Bundle:
     """StartError: the bundle is damaged, or was made for another version of ONNX Runtime."""

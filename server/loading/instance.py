@@ -4,7 +4,8 @@ Knows: instances, the calls that use them, loading, the watchdog. Does not know:
 
 A call keeps to the instance that it began with. The new bundle is loaded beside the old one and
 tried out. If anything is wrong with it, it is refused and the old one goes on. Otherwise new calls
-go to the new one; the old one finishes its calls, and then its memory is freed.
+go to the new one; the old one finishes its calls, and then its memory is freed. An engine whose
+process ends is loaded again.
 """
 
 import asyncio
@@ -13,46 +14,62 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from quill.server.engine.engine import Engine
-from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import ReloadError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.machine.memory import trim_heap
-from quill.server.outputs import EngineOutputs
+from quill.server.outputs import EngineOutputs, FinishReason
+from quill.server.request import Request
 
 STOP_S = 30.0  # how long a step under way may take to end
 
 
+class RunningEngine(Protocol):
+    """An engine in a thread, or in a process of its own."""
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """When the step under way began; None: nothing is to do."""
+
+    def submit(self, request: Request) -> None: ...
+    def end(
+        self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"
+    ) -> None: ...
+    def describe(self) -> str: ...
+    def stop(self) -> None: ...
+    def join(self, timeout_s: float) -> bool: ...
+
+
+@dataclass(frozen=True)
+class EngineEvents:
+    """Whom an engine tells what. All are called on the event loop."""
+
+    publish: Callable[[EngineOutputs], None]
+    on_health: Callable[[bool], None]  # whether steps succeed
+    on_gone: Callable[[], None]  # its process has ended, and wasn't told to
+
+
+StartEngine = Callable[[EngineEvents], RunningEngine]
+
+
 class ModelInstance:
-    """Belongs to the event loop once it has started, but for the engine's own thread."""
+    """Belongs to the event loop once it has started."""
 
-    engine: EngineThread  # from the start on
+    engine: RunningEngine  # from the start on
 
-    def __init__(self, served: ServedModel, engine: Engine) -> None:
+    def __init__(self, served: ServedModel, start_engine: StartEngine) -> None:
         self.served = served
-        self._idle_engine = engine
+        self._start_engine = start_engine
         self._num_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def start(
-        self,
-        publish: Callable[[EngineOutputs], None],
-        on_health: Callable[["ModelInstance", bool], None],
-    ) -> None:
-        """Puts it on duty."""
-        instance = weakref.ref(self)  # no ring: what nobody uses any more is freed at once
-
-        def note_health(healthy: bool) -> None:
-            here = instance()
-            if here is not None:
-                on_health(here, healthy)
-
-        self.engine = EngineThread(self._idle_engine, publish, note_health)
-        self.engine.start()
+    def start(self, events: EngineEvents) -> None:
+        self.engine = self._start_engine(events)
 
     @contextmanager
     def call(self) -> Iterator["ModelInstance"]:
@@ -83,10 +100,19 @@ class ModelInstance:
 logger = logging.getLogger(__name__)
 
 UNWIND_S = 5.0
+MAX_RESTARTS = 5  # of an engine that can't be loaded any more
+RESTART_S = 1.0  # before the second attempt; more before each further one
 LOADING = "loading"
 
 OnHealth = Callable[[str, bool], None]
 Load = Callable[[], ModelInstance]
+
+
+class ModelLoader(Protocol):
+    """What a server needs. Both take seconds to minutes, so another thread calls them."""
+
+    def load(self) -> ModelInstance: ...
+    def reload(self) -> ModelInstance: ...
 
 
 class Watchdog:
@@ -121,16 +147,24 @@ class Watchdog:
 
 
 class Reloader:
-    """Belongs to the event loop. `on_health(problem, is_there)` may be called from any thread."""
+    """Belongs to the event loop. `on_health(problem, is_there)`; `on_lost` ends the server."""
 
     def __init__(
-        self, publish: Callable[[EngineOutputs], None], on_health: OnHealth, max_step_s: float
+        self,
+        publish: Callable[[EngineOutputs], None],
+        on_health: OnHealth,
+        max_step_s: float,
+        on_restart: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._publish = publish
         self._on_health = on_health
+        self._on_restart = on_restart
+        self._on_lost = on_lost
         self._watchdog = Watchdog(max_step_s)
-        self.instance: ModelInstance | None = None  # None: nothing is loaded yet
-        self._retiring: set[asyncio.Task[None]] = set()
+        self.instance: ModelInstance | None = None  # None: nothing is loaded
+        self._tasks: set[asyncio.Task[None]] = set()  # retiring instances, restarts
+        self._load: Load | None = None  # how the engine is loaded again
         self._is_reloading = False
         self._is_closed = False
 
@@ -138,14 +172,14 @@ class Reloader:
         """Loads a bundle and lets it serve. The one before it retires."""
         instance, before = await _in_thread(load), self.instance
         if self._is_closed:
+            await self._refuse(instance)
             raise ReloadError("the server is stopping")
-        instance.start(self._publish, self._note_health)
-        self.instance = instance
+        instance.start(self._events(weakref.ref(instance)))
+        self.instance, self._load = instance, load
         self._on_health("failing", False)
+        self._on_health("restarting", False)
         if before is not None:
-            task = asyncio.ensure_future(self._retire(before))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            self._begin(self._retire(before))
         return instance
 
     async def reload(self, load: Load) -> ModelInstance:
@@ -165,6 +199,54 @@ class Reloader:
         logger.info("the bundle %s is on duty now", instance.served.manifest.name)
         return instance
 
+    def _events(self, instance: "weakref.ref[ModelInstance]") -> EngineEvents:
+        """By a weak reference: what nobody uses any more is freed at once."""
+
+        def note_health(is_good: bool) -> None:
+            if self.instance is not None and instance() is self.instance:
+                self._on_health("failing", not is_good)
+
+        def note_gone() -> None:
+            if self.instance is not None and instance() is self.instance and not self._is_closed:
+                self._restart()
+
+        return EngineEvents(self._publish, note_health, note_gone)
+
+    def _restart(self) -> None:
+        """New calls are refused as while the server loads, until the engine is back."""
+        gone, self.instance = self.instance, None
+        self._on_health("restarting", True)
+        self._on_restart()
+        self._begin(self._load_again(gone))
+
+    async def _load_again(self, gone: ModelInstance | None) -> None:
+        if gone is not None:
+            await gone.stop()
+        load, gone = self._load, None
+        for num_failed in range(MAX_RESTARTS):
+            await asyncio.sleep(RESTART_S * num_failed)
+            if self._is_closed or load is None:
+                return
+            try:
+                instance = await self.take_over(load)
+            except Exception as error:
+                logger.error("the engine can't be started again: %s", error)
+            else:
+                logger.info("the engine is back with %s", instance.served.manifest.name)
+                return
+        logger.error("the engine can't be started: the server stops")
+        self._on_lost()
+
+    async def _refuse(self, instance: ModelInstance) -> None:
+        """Loaded too late: what it holds ends."""
+        instance.start(EngineEvents(lambda outputs: None, lambda is_good: None, lambda: None))
+        await instance.stop()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def watch(self) -> None:
         """Until it is cancelled: looks whether a step hangs."""
         while True:
@@ -183,9 +265,9 @@ class Reloader:
         self._is_closed = True
         if self.instance is not None:
             await self.instance.stop()
-        for task in list(self._retiring):
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _retire(self, instance: ModelInstance) -> None:
         name, num_calls = instance.served.manifest.name, instance.num_calls
@@ -205,11 +287,6 @@ class Reloader:
             logger.info("the old bundle %s has gone", name)
         else:
             logger.error("the old bundle %s hangs in a step: its memory isn't freed", name)
-
-    def _note_health(self, instance: ModelInstance, healthy: bool) -> None:
-        """Called from an instance's own thread."""
-        if instance is self.instance:
-            self._on_health("failing", not healthy)
 
 
 async def _in_thread(load: Load) -> ModelInstance:

@@ -1,13 +1,15 @@
-"""From a bundle on disk to a model that serves: the engine, the tokenizer, the chat template.
+"""From a bundle on disk to an engine that is ready, and to a model that serves in this process.
 
 Knows: bundles, settings, Quill's library of operators. Does not know: ports, signals, calls.
+`quill serve` loads in a process of its own instead: see server/process/loader.py.
 """
 
+import asyncio
 import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import onnxruntime
 
@@ -15,10 +17,9 @@ from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.operators.library import operators_problem
 from quill.export.precisions import Family
 from quill.server.engine.engine import Engine
+from quill.server.engine.engine_thread import EngineThread
 from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
-from quill.server.frontend.served_model import ServedModel
-from quill.server.grammar.compiler import Compiler
 from quill.server.loading.choices import (
     Choice,
     choose_graphs,
@@ -27,76 +28,103 @@ from quill.server.loading.choices import (
     megabytes,
     weight_bytes,
 )
-from quill.server.loading.engine_factory import Bundle, open_bundle, open_engine
-from quill.server.loading.instance import ModelInstance
+from quill.server.loading.description import describe, manifest_sha256, open_grammars
+from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.loading.instance import (
+    EngineEvents,
+    ModelInstance,
+    RunningEngine,
+    StartEngine,
+)
 from quill.server.machine.memory import drop_startup_pages
 from quill.server.machine.onnx_session import cuda_free_bytes
 from quill.server.machine.resources import available_bytes
-from quill.server.outputs import FailEvent
-from quill.server.request import Limits, PoolingParams, Request
+from quill.server.outputs import EngineOutputs, FailEvent
+from quill.server.request import GrammarCompiler, Limits, PoolingParams, Request
 from quill.server.settings import Settings
-from quill.server.text.chat_template import ChatTemplate
-from quill.server.text.tokenizer import Text
 
 logger = logging.getLogger(__name__)
 
 BUILD_OPERATORS = (sys.executable, "-m", "quill.export.operators.build")
 
 
-class ModelLoader(Protocol):
-    """What a server needs. Both take seconds to minutes, so another thread calls them."""
+class LoadedEngine(NamedTuple):
+    """An engine that has run its first step, and what was chosen for it."""
 
-    def load(self) -> ModelInstance: ...
-    def reload(self) -> ModelInstance: ...
-
-
-class _Chosen(NamedTuple):
-    choice: Choice
+    engine: Engine
+    grammars: GrammarCompiler | None  # None: the model can't follow constraints
+    manifest: Manifest
+    manifest_sha256: str
+    precision: str
     limits: Limits
-    num_threads: int
+    runtime_version: str
+
+
+def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
+    """StartError: the bundle can't be served like this."""
+    sha256 = manifest_sha256(directory)
+    manifest = read_manifest(directory)
+    require_operators()
+    choice = choose_graphs(manifest, settings.device, settings.precision)
+    on_cuda = choice.graphs.device == "cuda"
+    available = cuda_free_bytes() if on_cuda else available_bytes()
+    limits = choose_limits(manifest, choice.graphs, available, settings)
+    num_threads = choose_threads(settings.threads)
+    _log_choice(manifest, choice, limits, num_threads)
+    bundle = open_bundle(directory, choice.graphs.precision)
+    try:
+        engine = open_engine(bundle, limits, num_threads, settings.spinning)
+        warm_up(engine, bundle.manifest.family)
+    except MemoryError as error:
+        raise StartError(
+            f"there is too little memory for {directory} ({str(error) or 'none is left'}). Give "
+            "the process more, or try a smaller --kv-cache-mb or --context"
+        ) from error
+    drop_startup_pages()
+    version = onnxruntime.__version__
+    grammars, precision = open_grammars(directory, manifest), choice.graphs.precision
+    return LoadedEngine(engine, grammars, bundle.manifest, sha256, precision, limits, version)
 
 
 class Loader:
-    """Loads the bundle of one directory. StartError, at once: it can't be served like this."""
+    """Loads the bundle of one directory into this process."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         self._directory = directory
         self._settings = settings
-        self._chosen = self._choose()
 
     def load(self) -> ModelInstance:
-        """By what was chosen when the loader was made."""
-        choice, limits, num_threads = self._chosen
-        bundle = open_bundle(self._directory, choice.graphs.precision)
-        try:
-            engine = open_engine(bundle, limits, num_threads, self._settings.spinning)
-            warm_up(engine, bundle.manifest.family)
-            instance = ModelInstance(describe(bundle, limits, self._settings), engine)
-        except MemoryError as error:
-            raise StartError(
-                f"there is too little memory for {self._directory} "
-                f"({str(error) or 'none is left'}). Give the process more, or try a smaller "
-                "--kv-cache-mb or --context"
-            ) from error
-        drop_startup_pages()
-        return instance
+        loaded = load_engine(self._directory, self._settings)
+        served = describe(
+            self._directory,
+            loaded.manifest,
+            loaded.precision,
+            loaded.limits,
+            loaded.runtime_version,
+            self._settings,
+        )
+        return ModelInstance(served, in_thread(loaded.engine, loaded.grammars))
 
-    def reload(self) -> ModelInstance:
-        """The bundle as it is on disk now: it is read and chosen from anew."""
-        self._chosen = self._choose()
-        return self.load()
+    reload = load
 
-    def _choose(self) -> _Chosen:
-        settings = self._settings
-        manifest = read_manifest(self._directory)
-        require_operators()
-        choice = choose_graphs(manifest, settings.device, settings.precision)
-        on_cuda = choice.graphs.device == "cuda"
-        available = cuda_free_bytes() if on_cuda else available_bytes()
-        limits = choose_limits(manifest, choice.graphs, available, settings)
-        num_threads = choose_threads(settings.threads)
-        _log_choice(manifest, choice, limits, num_threads)
-        return _Chosen(choice, limits, num_threads)
+
+def in_thread(engine: Engine, grammars: GrammarCompiler | None = None) -> StartEngine:
+    """For an engine in this process."""
+
+    def start(events: EngineEvents) -> RunningEngine:
+        soon = asyncio.get_running_loop().call_soon_threadsafe
+
+        def publish(outputs: EngineOutputs) -> None:
+            soon(events.publish, outputs)
+
+        def note_health(is_good: bool) -> None:
+            soon(events.on_health, is_good)
+
+        thread = EngineThread(engine, publish, note_health, grammars)
+        thread.start()
+        return thread
+
+    return start
 
 
 def require_operators() -> None:
@@ -139,59 +167,3 @@ def _warm_up_request(family: Family) -> Request:
         return Request(request_id="warm-up", pooling=PoolingParams(texts=((0,),)), max_new_tokens=0)
     source_ids = None if family == "causal" else (0,)
     return Request(request_id="warm-up", prompt_ids=(0,), source_ids=source_ids, max_new_tokens=2)
-
-
-def describe(bundle: Bundle, limits: Limits, settings: Settings) -> ServedModel:
-    text = _open_text(bundle)
-    return ServedModel(
-        manifest=bundle.manifest,
-        graphs=bundle.graphs,
-        device=bundle.graphs.device,
-        runtime_version=onnxruntime.__version__,
-        deterministic=bundle.is_invariant,
-        limits=limits,
-        max_waiting=settings.max_queue,
-        max_message_bytes=settings.max_message_bytes,
-        text=text,
-        template=_open_template(bundle, text),
-        grammars=_open_grammars(bundle, text),
-    )
-
-
-def _open_text(bundle: Bundle) -> Text | None:
-    manifest = bundle.manifest
-    if manifest.tokenizer is None:
-        return None
-    bos = manifest.special_tokens.bos if manifest.prepend_bos else None
-    # A source, or a text to embed, ends as those did that the model learnt from.
-    ends = {"seq2seq": True, "encoder": manifest.append_eos, "causal": False}[manifest.family]
-    eos = manifest.special_tokens.eos if ends else None
-    return Text.load(bundle.directory / manifest.tokenizer, bos, eos)
-
-
-def _open_grammars(bundle: Bundle, text: Text | None) -> Compiler | None:
-    manifest = bundle.manifest
-    if (
-        manifest.tokenizer is None
-        or text is None
-        or manifest.family == "encoder"
-        or not manifest.stop_ids
-    ):
-        return None
-    tokenizer_json = (bundle.directory / manifest.tokenizer).read_text("utf-8")
-    try:
-        sizes, stop_ids = manifest.sizes, manifest.stop_ids
-        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids, text.split)
-    except ValueError as error:
-        logger.info("constraints can't be followed with this tokenizer: %s", error)
-        return None
-
-
-def _open_template(bundle: Bundle, text: Text | None) -> ChatTemplate | None:
-    manifest = bundle.manifest
-    if manifest.chat_template is None or text is None:
-        return None
-    special = manifest.special_tokens
-    parts = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
-    names = {f"{part}_token": text.piece(id) for part, id in parts.items() if id is not None}
-    return ChatTemplate(manifest.chat_template, names)

@@ -10,22 +10,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnxruntime
-
 from quill.cache import cache_directory
 from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
 from quill.export.errors import BundleError
 from quill.export.precisions import PRECISIONS
 from quill.server.errors import StartError
-from quill.server.loading.choices import best_here, takes_cuda
+from quill.server.machine.resources import onnxruntime_version
 
 NAME = "smollm2-135m"  # as `quill import` and `quill export` know it
 KNOWN_AS = "SmolLM2-135M-Instruct"
 
 
+def prepared_bundle(device: str, precision: str | None) -> Path:
+    """The same as `default_bundle`, by a process of its own: what it imports isn't needed later."""
+    command = [sys.executable, "-m", __name__, device, precision or ""]
+    with subprocess.Popen(command) as child:
+        try:
+            code = child.wait()
+        except BaseException:
+            child.terminate()  # so that its own child ends, too
+            raise
+    if code:
+        sys.exit(code)
+    return _bundle()
+
+
+def _bundle() -> Path:
+    return cache_directory() / "bundles" / NAME
+
+
 def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
     """The bundle's directory; what it lacks is made first. Shows progress."""
-    bundle = cache_directory() / "bundles" / NAME
+    from quill.server.loading.choices import takes_cuda  # imports ONNX Runtime
+
+    bundle = _bundle()
     if precision is not None and precision not in PRECISIONS:
         raise StartError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
     wanted = precision or ("fp16" if takes_cuda(device) else None)
@@ -48,16 +66,18 @@ def default_bundle(device: str = "auto", precision: str | None = None) -> Path:
 def _read(bundle: Path) -> Manifest:
     """BundleError: another version of Quill must have made it."""
     manifest = read_manifest(bundle)
-    if manifest.onnxruntime != onnxruntime.__version__:
+    version = onnxruntime_version()
+    if manifest.onnxruntime != version:
         raise BundleError(
-            f"{bundle} was verified with ONNX Runtime {manifest.onnxruntime}; this is "
-            f"{onnxruntime.__version__}."
+            f"{bundle} was verified with ONNX Runtime {manifest.onnxruntime}; this is {version}."
         )
     return manifest
 
 
 def _complete(manifest: Manifest, wanted: str | None, export: list[str]) -> None:
     """Adds the precision that is going to be served, if it isn't there."""
+    from quill.server.loading.choices import best_here
+
     precision = wanted or best_here(manifest)
     if precision in manifest.precisions:
         return
@@ -83,3 +103,17 @@ def run_step(title: str, *arguments: str) -> None:
             f"`quill {' '.join(arguments)}` failed with code {code}; see above. Set right what it "
             "names and start again, or serve a bundle of your own: quill serve BUNDLE"
         )
+
+
+def main() -> None:
+    device, precision = sys.argv[1:]
+    try:
+        default_bundle(device, precision or None)
+    except StartError as error:
+        sys.exit(f"quill: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,16 +5,14 @@ Knows: settings, which bundle, the event loop. Does not know: what a server cons
 
 import argparse
 import asyncio
-import logging
-import os
 import signal
 import sys
 
 from quill.server.api.grpc_server import allow_connections
-from quill.server.loading.instance import is_loading
-from quill.server.loading.loader import Loader
+from quill.server.errors import StartError
 from quill.server.machine.systemd import keep_notified, notify
-from quill.server.serve.default_model import default_bundle
+from quill.server.process.loader import ProcessLoader
+from quill.server.serve.default_model import prepared_bundle
 from quill.server.serve.server import Server
 from quill.server.settings import Settings, check_exposure, read_settings
 from quill.server.telemetry.call_record import set_up_logging
@@ -30,19 +28,15 @@ def run(args: argparse.Namespace) -> None:
     set_up_logging(settings.log_format)
     check_exposure(settings)
     allow_connections()
-    directory = args.bundle or default_bundle(settings.device, settings.precision)
-    asyncio.run(serve(Loader(directory, settings), settings))
-    if is_loading():
-        # C++ aborts the process when Python ends under a thread that is in it.
-        logging.shutdown()
-        os._exit(0)
+    directory = args.bundle or prepared_bundle(settings.device, settings.precision)
+    asyncio.run(serve(ProcessLoader(directory, settings), settings))
 
 
 # A call of which gRPC hears late that it is over must not keep the process.
 MAX_ENDING_S = 1.0
 
 
-async def serve(loader: Loader, settings: Settings) -> None:
+async def serve(loader: ProcessLoader, settings: Settings) -> None:
     """Until a signal comes."""
     server = Server(loader, settings)
     loop, health = asyncio.get_running_loop(), server.health
@@ -66,6 +60,8 @@ async def serve(loader: Loader, settings: Settings) -> None:
         await server.run()
         notifying.cancel()
         await _let_calls_end()
+        if server.has_failed:
+            raise StartError("the engine's process ended and can't be started again")
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)

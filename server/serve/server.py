@@ -28,8 +28,7 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App, MetricsApp
 from quill.server.http.connection import HttpServer
 from quill.server.kserve.servicer import InferenceService
-from quill.server.loading.instance import Reloader
-from quill.server.loading.loader import ModelLoader
+from quill.server.loading.instance import ModelLoader, Reloader
 from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
@@ -58,11 +57,14 @@ class Server:
         self.health = Health(SERVICE)
         self.metrics = Metrics(max_keys=settings.max_key_labels)
         self._tracing = open_tracing() if settings.tracing else None
-        loop = asyncio.get_running_loop()
-        self.dispatcher = Dispatcher(loop, Admission(settings.max_queue), self.metrics.observe)
+        self.dispatcher = Dispatcher(Admission(settings.max_queue), self.metrics.observe)
         self._watch()
         self.reloader = Reloader(
-            self.dispatcher.publish, self.health.note_soon, settings.watchdog_s
+            self.dispatcher.publish,
+            self.health.note_soon,
+            settings.watchdog_s,
+            self.metrics.note_restart,
+            self._lose_engine,
         )
         self.calls = Calls(
             self.dispatcher,
@@ -71,6 +73,7 @@ class Server:
             limits,
             settings.share_prefix_cache,
         )
+        self.has_failed = False
         self.port = 0
         self.metrics_port: int | None = None
         self.http_port: int | None = None
@@ -100,6 +103,11 @@ class Server:
         if self._stopping.is_set():
             self._stopping_at_once.set()
         self._stopping.set()
+
+    def _lose_engine(self) -> None:
+        """It can't be started again: whoever watches this process starts all anew."""
+        self.has_failed = True
+        self.stop()
 
     async def reload(self) -> ServedModel:
         """Serves the bundle as it is on disk now. A bad one is refused."""
@@ -251,7 +259,8 @@ class Server:
         await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        logger.info("stopped")
+        if self.ready.is_set():
+            logger.info("stopped")
 
     def _report(self, record: Record) -> None:
         self.metrics.finish(record)

@@ -8,7 +8,13 @@ from typing import Literal, NamedTuple
 
 from quill.server.errors import REJECTION_REASONS
 
-PROBLEMS = ("loading", "hanging", "failing", "stopping")  # while health is NOT_SERVING
+PROBLEMS = (
+    "loading",
+    "restarting",
+    "hanging",
+    "failing",
+    "stopping",
+)  # while health is NOT_SERVING
 
 
 class Row(NamedTuple):
@@ -49,7 +55,8 @@ TABLE = (
     Row("counter", "quill_grammar_cache_hits", (), "constraints whose grammar was cached"),
     Row("counter", "quill_grammar_cache_misses", (), "constraints whose grammar was compiled"),
     Row("counter", "quill_embeddings", (), "texts embedded"),
-    Row("counter", "quill_engine_restarts", (), "restarts of the engine's process"),
+    Row("counter", "quill_engine_restarts", (),
+        "ends of the engine's process that nobody asked for: it was started again"),
 
     Row("gauge", "quill_serving", (), "1 while health is SERVING, else 0"),
     Row("gauge", "quill_health_problem", ("problem",),

@@ -106,7 +106,7 @@ class Metrics:
         """Adds `quill_engine_process_*`, where the engine has a process of its own."""
         ProcessCollector("quill_engine", pid, registry=self.registry)
 
-    def note_engine_restart(self) -> None:
+    def note_restart(self) -> None:
         self.count("quill_engine_restarts")
 
     def set_model(self, limits: Limits, labels: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ from quill.server.outputs import (
 )
 from quill.server.request import Limits, Pooling, PoolingParams, Request
 from tests.server.fake_session import VOCAB_SIZE, FakeEncoder, FakeSession, logits_after
+from tests.server.small_grammars import small_compiler
 
 if TYPE_CHECKING:  # torch takes seconds to import: see tests/tiers.py
     from quill.model.reference.beam_search import BeamParameters, Hypothesis
@@ -63,7 +64,9 @@ class Harness:
         return self.now_s
 
     def submit(self, request: Request) -> None:
-        self.engine.submit(request, self.now_s)
+        asked = request.constraint
+        grammar = None if asked is None else small_compiler().compile_now(asked)
+        self.engine.submit(request, self.now_s, grammar)
 
     def step(self) -> EngineOutputs:
         batch = self.engine.step()

@@ -168,7 +168,9 @@ def _mask(request: Request, answer: Sequence[int]) -> npt.NDArray[np.bool_] | No
     """By a matcher that has seen the answer's tokens and nothing else."""
     if request.constraint is None:
         return None
-    matcher = request.constraint.matcher()
+    from tests.server.small_grammars import small_compiler
+
+    matcher = small_compiler().compile_now(request.constraint).matcher()
     for token in answer:
         matcher.accept(token)
     (mask,) = matcher.masks((), request.all_stop_ids, request.min_new_tokens - len(answer))

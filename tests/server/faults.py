@@ -1,10 +1,11 @@
-"""Faults that a test can switch on inside a server process, between two of its steps.
+"""Faults that a test can switch on inside a server's engine, between two of its steps.
 
 Knows: which methods of the session a step runs. Does not know: what the fault should lead to.
 
-`CODE` runs in the server's process before it starts. A fault is a file in the directory that
-QUILL_FAULTS names: `raise` fails every step while it is there, and a step that finds a pipe
-named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms.
+`CODE` runs in the engine's process before it starts, as Python's sitecustomize. A fault is a file
+in the directory that QUILL_FAULTS names: `raise` fails every step while it is there, and a step
+that finds a pipe named `hang` waits until somebody writes into it. `slow` makes steps take 20 ms;
+with `abort` the process crashes while it loads.
 """
 
 import os
@@ -13,10 +14,6 @@ from pathlib import Path
 VARIABLE = "QUILL_FAULTS"
 CODE = """
 import os, pathlib, sys, time
-from quill.__main__ import main
-from quill.server.engine.model_runner import OrtSession
-
-faults = pathlib.Path(os.environ["QUILL_FAULTS"])
 
 
 def faulty(run):
@@ -33,8 +30,13 @@ def faulty(run):
     return step
 
 
-OrtSession.step = faulty(OrtSession.step)
-sys.exit(main())
+if "quill.server.process.engine_main" in sys.orig_argv:
+    from quill.server.engine.model_runner import OrtSession
+
+    faults = pathlib.Path(os.environ["QUILL_FAULTS"])
+    if (faults / "abort").exists():
+        os.abort()
+    OrtSession.step = faulty(OrtSession.step)
 """
 
 
@@ -43,7 +45,8 @@ class Faults:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.environment = {VARIABLE: str(directory)}
+        (directory / "sitecustomize.py").write_text(CODE)
+        self.environment = {VARIABLE: str(directory), "PYTHONPATH": str(directory)}
 
     def start(self, name: str) -> None:
         (self._directory / name).touch()

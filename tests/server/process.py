@@ -49,6 +49,16 @@ class ServerProcess:
         return self.process.pid
 
     @property
+    def engine_pid(self) -> int:
+        """Of the engine's process; of the newest, if there are two."""
+        children = Path(f"/proc/{self.pid}/task").glob("*/children")
+        pids = [int(pid) for path in children for pid in path.read_text().split()]
+        engines = [
+            pid for pid in pids if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return max(engines)
+
+    @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 

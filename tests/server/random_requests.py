@@ -5,19 +5,26 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from quill.server.engine.engine import Engine
+from quill.server.grammar.compiler import Compiler
 from quill.server.outputs import FailEvent, PositionLogprobs, TokenEvent
 from quill.server.request import Request
 
 Answers = dict[tuple[str, int], list[PositionLogprobs]]  # by request and sequence
 
 
-def together(engine: Engine, requests: list[Request], rng: random.Random) -> Answers:
+def together(
+    engine: Engine, requests: list[Request], rng: random.Random, grammars: Compiler | None = None
+) -> Answers:
     """All requests through one engine, arriving at random moments."""
     answers: Answers = defaultdict(list)
     waiting = list(requests)
     while waiting or not engine.is_idle:
         if waiting and rng.random() < 0.3:
-            engine.submit(waiting.pop(0), 0.0)
+            request = waiting.pop(0)
+            grammar = None
+            if request.constraint is not None and grammars is not None:
+                grammar = grammars.compile_now(request.constraint)
+            engine.submit(request, 0.0, grammar)
         for event in engine.step().events:
             assert not isinstance(event, FailEvent), event
             if isinstance(event, TokenEvent):

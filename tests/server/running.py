@@ -22,6 +22,7 @@ from quill.server.engine.engine import Engine
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.compiler import Compiler
 from quill.server.loading.instance import ModelInstance
+from quill.server.loading.loader import in_thread
 from quill.server.request import Limits
 from quill.server.settings import Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
@@ -140,7 +141,8 @@ class Running:
 
     def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
-        return ModelInstance(self._served, Engine(self.session, self._served.limits))
+        engine = Engine(self.session, self._served.limits)
+        return ModelInstance(self._served, in_thread(engine, self._served.grammars))
 
     def reload(self) -> ModelInstance:
         return self.load_again()

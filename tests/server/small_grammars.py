@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quill.server.grammar.compiler import Compiler
-from quill.server.grammar.constraint_source import Constraint, Kind
-from quill.server.grammar.matcher import Grammar
+from quill.server.grammar.matcher import TokenGrammar
+from quill.server.request import Constraint, ConstraintKind
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.running import make_grammars
 
@@ -27,7 +27,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-GRAMMARS: dict[str, tuple[Kind, str]] = {
+GRAMMARS: dict[str, tuple[ConstraintKind, str]] = {
     "schema": ("json_schema", json.dumps(SCHEMA)),
     "object": ("json_object", "true"),
     "regex": ("regex", "[a-f]{2,9}(12|1[0-9]{2,30})"),
@@ -52,11 +52,11 @@ def small_compiler() -> Compiler:
     return Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
 
 
-def small_grammar(kind: Kind, text: str) -> Grammar:
+def small_grammar(kind: ConstraintKind, text: str) -> TokenGrammar:
     return small_compiler().compile_now(Constraint(kind, text))
 
 
-def byte_grammar(kind: Kind, text: str) -> Grammar:
+def byte_grammar(kind: ConstraintKind, text: str) -> TokenGrammar:
     """Over the bytes of the scripted session's tokenizer."""
     return make_grammars().compile_now(Constraint(kind, text))
 

@@ -40,3 +40,18 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
         "quill.export.precisions",
     }
     assert set(done.stdout.split()) <= standard_library_only
+
+
+FRONTEND = """
+import sys
+import quill.server.serve.run
+assert "quill.server.serve.server" in sys.modules
+print(*{"onnxruntime", "quill.server.engine.engine"} & set(sys.modules))
+"""
+
+
+def test_frontend_process_does_not_load_the_engine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FRONTEND], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _MODEL_TIMEOUT_S = 10.0
-_BACKOFF = Retries(max_s=10.0)
+_BACKOFF = Retries()
 _MAX_INTERNAL_ERRORS = 2  # a step that failed may have been another request's fault
 _LEAST_LOADED = "?balance=least"
 # Errors that every other line would have, too.
@@ -194,7 +194,7 @@ class BatchServers:
         elif self._is_available:
             self._is_available = False
             logger.warning("waiting up to %g s for a server: %s", timeout_s, error.reason)
-        delay_s = _BACKOFF.delay_s(error, min(num_tried, _BACKOFF.max_retries - 1), None)
+        delay_s = _BACKOFF.delay_s(error, num_tried, None)
         if delay_s is None:
             raise error
         return delay_s

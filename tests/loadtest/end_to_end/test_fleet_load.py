@@ -9,7 +9,7 @@ import pytest
 
 from quill.__main__ import main
 from quill.loadtest.workload.records import read_records
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import ServerProcess, server_process, wait_until
 
 NUM_REQUESTS = 60
@@ -35,9 +35,7 @@ def test_death_of_the_first_server_loses_nothing_and_changes_no_answer(
     with ExitStack() as stack:
         two = [
             stack.enter_context(
-                server_process(
-                    bundle, tmp_path / f"log-{each}", code=CODE, environment=faults.environment
-                )
+                server_process(bundle, tmp_path / f"log-{each}", environment=faults.environment)
             )
             for each in range(2)
         ]

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 
 from quill.__main__ import main
+from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
 from quill.server.client.errors import CallError, diagnose
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.authority import Authority, trusting, write
+from tests.server.breaking_server import HANG_UP, breaking_server
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
+FAILED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1"
 OURS, THEIRS = Authority("ours"), Authority("theirs")
 
 
@@ -82,10 +85,49 @@ def test_address_where_nobody_listens_asks_whether_a_server_runs() -> None:
     assert not error.is_lasting
 
 
-def test_host_that_is_not_known_is_named() -> None:
-    found = diagnose("errors resolving nowhere.invalid:1: [Domain name not found]", Access())
+@pytest.mark.parametrize(
+    ("details", "was_reached", "reason"),
+    [
+        (
+            "errors resolving nowhere.invalid:1: [Domain name not found]",
+            False,
+            "the host name can't be resolved: errors resolving nowhere.invalid:1: "
+            "[Domain name not found]",
+        ),
+        (f"{FAILED}: Connection refused", True, "no server answers: ipv4:1: Connection refused"),
+        (f"{FAILED}: Socket closed", True, "the server closed the connection: ipv4:1: Socket clo"),
+    ],
+)
+def test_what_is_known_is_told_without_advice_on_options_that_have_worked(
+    details: str, was_reached: bool, reason: str
+) -> None:
+    found = diagnose(details, Access(), was_reached=was_reached)
     assert found is not None
-    assert found.reason.startswith("the host in --address isn't known: errors resolving nowhere.")
+    assert found.reason.startswith(reason)
+    assert "TLS" not in found.reason
+    assert "running?" not in found.reason
+    assert not found.is_lasting
+
+
+def test_connection_that_breaks_during_a_call_is_not_blamed_on_tls() -> None:
+    with breaking_server([pb.Model()], HANG_UP) as server:
+        error = failure(server.address, Access())
+    assert error.is_broken
+    assert str(error).startswith("the connection broke during the call: ")
+    assert "TLS" not in str(error)
+
+
+@pytest.mark.parametrize("command", [("generate", "abc"), ("chat",), ("embed", "abc")])
+def test_command_whose_server_was_never_up_fails_at_once_in_one_line(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    address = ("--address", "127.0.0.1:1", "--timeout", "120")
+    assert main([*command, *address]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("quill: no server answers: ")
+    assert "Connection refused" in errors
+    assert errors.count("\n") == 1
 
 
 def test_what_a_server_says_itself_is_left_alone() -> None:

@@ -220,7 +220,9 @@ def test_call_that_a_full_server_rejects_goes_elsewhere_at_once(make_client: Mak
 
 
 def test_no_server_that_answers_is_reported(make_client: MakeClient) -> None:
-    with make_client("quill://127.0.0.1:1,127.0.0.1:2", Retries(first_s=0.001)) as client:
+    with make_client(
+        "quill://127.0.0.1:1,127.0.0.1:2", Retries(max_retries=5, first_s=0.001)
+    ) as client:
         with pytest.raises(CallError, match="no server answers"):
             client.model()
         assert sum(each.num_started for each in client.servers()) == 6

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import (
     NEVER,
     PATIENCE_S,
@@ -41,7 +41,7 @@ def server(
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("log") / "log"
     with server_process(
-        tiny_bundle.directory, log, "--watchdog", "0.5", code=CODE, environment=faults.environment
+        tiny_bundle.directory, log, "--watchdog", "0.5", environment=faults.environment
     ) as running:
         yield running
 
@@ -120,7 +120,7 @@ def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
     bundle, log = tiny_bundle.directory, tmp_path / "log"
     environment = faults.environment
     with (
-        server_process(bundle, log, code=CODE, environment=environment) as first,
+        server_process(bundle, log, environment=environment) as first,
         Client(first.address, NEVER) as plain,
         Client(first.address, PATIENT) as patient,
     ):

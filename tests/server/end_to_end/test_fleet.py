@@ -12,7 +12,7 @@ from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancer import ServerState
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -35,7 +35,6 @@ def two(tiny_bundle: TinyBundle, faults: Faults, tmp_path: Path) -> Iterator[lis
                 server_process(
                     tiny_bundle.directory,
                     tmp_path / f"log-{number}",
-                    code=CODE,
                     environment=faults.environment,
                 )
             )

@@ -21,6 +21,7 @@ from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.errors import ReloadError, StartError
 from quill.server.loading.instance import ModelInstance
+from quill.server.loading.loader import in_thread
 from quill.server.request import Limits
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import WITHOUT_TORCH, change_manifest
@@ -44,7 +45,7 @@ def second(max_num_seqs: int = 2) -> ModelInstance:
     served = make_served(max_num_seqs, manifest=make_manifest(name="second"))
     num_blocks = max_num_seqs * (served.context // 16 + 1)
     limits = Limits(max_num_seqs=max_num_seqs, context=served.context, num_blocks=num_blocks)
-    return ModelInstance(served, Engine(Reciter(), limits))
+    return ModelInstance(served, in_thread(Engine(Reciter(), limits)))
 
 
 def name_of(running: Running) -> str:
@@ -92,7 +93,7 @@ def test_old_bundle_is_freed_at_once_and_not_when_chance_will_have_it() -> None:
         reloader._watchdog.look = look  # type: ignore[method-assign]
         assert looked.wait(TIMEOUT_S), "the watchdog must not hold on to what it has seen"
         running.call(running.server.reload())
-        running.wait_for(lambda: not reloader._retiring)
+        running.wait_for(lambda: not reloader._tasks)
         assert old() is None
 
 

@@ -23,7 +23,7 @@ from quill.server.engine.model_runner import Chunk, OrtSession, Source
 from quill.server.grammar import constraint_source as source
 from quill.server.grammar.compiler import Compiler
 from quill.server.outputs import PositionLogprobs, StartEvent, TokenEvent
-from quill.server.request import Constraint, Limits, Request, SamplingParams
+from quill.server.request import Constraint, Grammar, Limits, Request, SamplingParams
 from quill.server.sampling.sampler import position_logprobs
 from quill.server.tools import TOOL_CALL_FORMATS
 from tests.operators import CROWDS, SERVED
@@ -42,13 +42,20 @@ TOOLS = (
     source.ToolSchema("tools[0].parameters", "f", json.dumps(SCHEMA)),
     source.ToolSchema("tools[1].parameters", "g", ""),
 )
+
+
+def whole(text: str) -> list[str]:
+    """No special token is in any text."""
+    return [text]
+
+
 CONSTRAINTS = (
-    source.Constraint("json_schema", json.dumps(SCHEMA)),
-    source.Constraint("json_object", "true"),
-    source.Constraint("regex", "[a-z ]{3,30}\\."),
-    source.Constraint("choice", '["yes", "no", "nobody knows"]'),
+    Constraint("json_schema", json.dumps(SCHEMA)),
+    Constraint("json_object", "true"),
+    Constraint("regex", "[a-z ]{3,30}\\."),
+    Constraint("choice", '["yes", "no", "nobody knows"]'),
     *(
-        source.tool_constraint(TOOLS, format_, may_speak=may_speak, several=True)
+        source.tool_constraint(TOOLS, format_, whole, may_speak=may_speak, several=True)
         for format_ in TOOL_CALL_FORMATS
         for may_speak in (False, True)
     ),
@@ -71,10 +78,10 @@ def bundle(kind: Kind, request: pytest.FixtureRequest) -> TinyBundle:
     return found
 
 
-def _mask(constraint: Constraint | None, answer: list[int]) -> npt.NDArray[np.bool_] | None:
-    if constraint is None:
+def _mask(grammar: Grammar | None, answer: list[int]) -> npt.NDArray[np.bool_] | None:
+    if grammar is None:
         return None
-    matcher = constraint.matcher()
+    matcher = grammar.matcher()
     for token in answer:
         matcher.accept(token)
     (mask,) = matcher.masks((), (), 0)
@@ -82,8 +89,11 @@ def _mask(constraint: Constraint | None, answer: list[int]) -> npt.NDArray[np.bo
     return bits.astype(np.bool_)
 
 
-def _alone(session: OrtSession, request: Request) -> Answers:
+def _alone(session: OrtSession, request: Request, grammars: Compiler | None = None) -> Answers:
     """The prompt at once, then token after token, sampled by the reference's rules."""
+    grammar = None
+    if request.constraint is not None and grammars is not None:
+        grammar = grammars.compile_now(request.constraint)
     answers: Answers = {}
     own, foreign = range(NUM_BLOCKS), range(NUM_BLOCKS, 2 * NUM_BLOCKS)
     beside = ((), 0) if request.source_ids is None else (foreign, len(request.source_ids))
@@ -99,7 +109,7 @@ def _alone(session: OrtSession, request: Request) -> Answers:
         answer, reports, new, start = list[int](), list[PositionLogprobs](), prompt, 0
         while len(answer) < request.max_new_tokens:
             logits_1V, _ = session.step([Chunk(new, start, own, [len(new) - 1], *beside)])
-            u, mask_V = uniform(seed, len(answer)), _mask(request.constraint, answer)
+            u, mask_V = uniform(seed, len(answer)), _mask(grammar, answer)
             answer.append(choose(logits_1V[0], parameters, prompt, answer, u, mask_V))
             reports += position_logprobs(logits_1V, answer[-1:], [request.logprobs or 0])
             start += len(new)
@@ -114,7 +124,7 @@ def _ids(rng: random.Random, num: int, first: int = 0, last: int = VOCAB_SIZE) -
     return tuple(rng.randrange(first, last) for _ in range(num))
 
 
-def _requests(kind: Kind, rng: random.Random, grammars: Compiler, num: int) -> list[Request]:
+def _requests(kind: Kind, rng: random.Random, num: int) -> list[Request]:
     prefixes = [(), *(_ids(rng, 48) for _ in range(3))]
     requests = []
     for number in range(num):
@@ -131,10 +141,9 @@ def _requests(kind: Kind, rng: random.Random, grammars: Compiler, num: int) -> l
             length = rng.choice([1, 2, 9, 40, CONTEXT])
             fields |= {"prompt_ids": (BOS,), "source_ids": _ids(rng, length)}
         elif kind == "constrained":
-            constraint = rng.choice(CONSTRAINTS)
             fields |= {
                 "prompt_ids": _ids(rng, rng.randint(1, 40), 1, 256),
-                "constraint": None if constraint is None else grammars.compile_now(constraint),
+                "constraint": rng.choice(CONSTRAINTS),
                 "max_new_tokens": rng.randint(5, 60),
                 "min_new_tokens": 0,
                 "eos_ids": frozenset({END_OF_TEXT}),
@@ -163,11 +172,11 @@ def test_batched_requests_get_the_tokens_of_requests_alone(
     limits = Limits(max_num_seqs=max_num_seqs, context=CONTEXT, num_blocks=num_blocks)
     session = bundle.session(precision, num_blocks)
     engine = Engine(session, limits, clock=restless_clock(rng))
-    requests = [each for each in _requests(kind, rng, grammars, num) if engine.fits(each)]
-    batched = together(engine, requests, rng)
+    requests = [each for each in _requests(kind, rng, num) if engine.fits(each)]
+    batched = together(engine, requests, rng, grammars)
     plain, alone = bundle.session(precision, 2 * NUM_BLOCKS), Answers()
     for request in requests:
-        alone |= _alone(plain, request)
+        alone |= _alone(plain, request, grammars)
     assert batched == alone
 
 

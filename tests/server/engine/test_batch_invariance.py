@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.server.grammar.matcher import Grammar
-from quill.server.request import BeamParams, Request, SamplingParams
+from quill.server.request import BeamParams, Constraint, Request, SamplingParams
 from tests.server.engine_harness import (
     CONTEXT,
     Harness,
@@ -18,12 +17,7 @@ from tests.server.engine_harness import (
     reference_search,
 )
 from tests.server.fake_session import oracle
-from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
-
-
-def grammar(name: str) -> Grammar:
-    return small_grammar(*GRAMMARS[name])
-
+from tests.server.small_grammars import EOS, GRAMMARS, text_of
 
 SAMPLINGS = st.builds(
     SamplingParams,
@@ -56,7 +50,9 @@ CONSTRAINED = st.fixed_dictionaries(
         **FIELDS,
         "num_sequences": st.integers(1, 3),
         "sampling": SAMPLINGS,
-        "constraint": st.sampled_from(sorted(GRAMMARS)).map(lambda name: grammar(name)),
+        "constraint": st.sampled_from(sorted(GRAMMARS)).map(
+            lambda name: Constraint(*GRAMMARS[name])
+        ),
         "eos_ids": st.just(frozenset({EOS})),
         "stop_ids": st.sampled_from([frozenset[int](), frozenset({13, 14})]),
     }
@@ -189,7 +185,7 @@ def test_answers_that_have_a_grammar_survive_preemptions(speculative: bool) -> N
     batch = RandomBatch(8, 14, 0.001, speculative=speculative)
     for number in range(16):
         fields = {"num_prompt": 16, "max_new_tokens": 70, "seed": number, "num_sequences": 2}
-        form = {"constraint": grammar("schema"), "eos_ids": frozenset({EOS})}
+        form = {"constraint": Constraint(*GRAMMARS["schema"]), "eos_ids": frozenset({EOS})}
         batch.act("submit", {**fields, **form, "sampling": SamplingParams(temperature=1.2)}, False)
     batch.run()
     batch.check()

@@ -7,15 +7,15 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.errors import InvalidFieldError
-from quill.server.request import Request, SamplingParams
+from quill.server.request import Constraint, Request, SamplingParams
 from tests.server.engine_harness import CONTEXT, Harness, make_request
 from tests.server.fake_session import logits_after, oracle
-from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, text_of
+from tests.server.small_grammars import EOS, GRAMMARS, text_of
 
 
 def constrained(kind: str, **fields: Any) -> Request:
-    grammar = {"constraint": small_grammar(*GRAMMARS[kind]), "eos_ids": frozenset({EOS})}
-    return make_request(**{"max_new_tokens": 60, **grammar, **fields})
+    asked = {"constraint": Constraint(*GRAMMARS[kind]), "eos_ids": frozenset({EOS})}
+    return make_request(**{"max_new_tokens": 60, **asked, **fields})
 
 
 def test_tokens_that_a_grammar_forces_are_checked_in_the_step_of_the_one_before() -> None:

@@ -1,10 +1,10 @@
 """Which requests are admitted, and that each gets its events."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import (
@@ -51,7 +51,7 @@ class Engine:
 
 
 def open_dispatcher(**settings: Any) -> Dispatcher:
-    dispatcher = Dispatcher(asyncio.get_running_loop(), Admission(4), lambda _: None, **settings)
+    dispatcher = Dispatcher(Admission(4), lambda _: None, **settings)
     dispatcher.open()
     return dispatcher
 

@@ -1,19 +1,39 @@
 """The thread around the engine: messages in, batches out, and an end to everything."""
 
 import queue
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from quill.server.engine.engine import MAX_FAILURES, Engine
 from quill.server.engine.engine_thread import EngineThread
-from quill.server.errors import RequestError, StepError, UnavailableError
+from quill.server.errors import (
+    CancelledError,
+    InvalidFieldError,
+    RequestError,
+    StepError,
+    UnavailableError,
+)
 from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent, TokenEvent
-from quill.server.request import Limits, Request
+from quill.server.request import Constraint, Grammar, Limits, Request
 from tests.server.fake_session import FakeSession, oracle
+from tests.server.small_grammars import EOS, small_compiler
 
 CONTEXT = 64
 TIMEOUT_S = 30
+
+
+class _Compiler:
+    """Compiles when a test lets it."""
+
+    def __init__(self) -> None:
+        self.started: queue.Queue[Future[Grammar]] = queue.Queue()
+
+    def start(self, constraint: Constraint) -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        self.started.put(future)
+        return future
 
 
 class Served:
@@ -25,7 +45,8 @@ class Served:
         self.engine = Engine(self.session, limits)
         self.events: queue.Queue[Event] = queue.Queue()
         self.health: queue.Queue[bool] = queue.Queue()
-        self.thread = EngineThread(self.engine, self._publish, self.health.put)
+        self.compiler = _Compiler()
+        self.thread = EngineThread(self.engine, self._publish, self.health.put, self.compiler)
 
     def _publish(self, batch: EngineOutputs) -> None:
         for event in batch.events:
@@ -106,3 +127,60 @@ def test_engine_that_breaks_down_fails_everybody_and_answers_later_requests(
         assert served.health.get(timeout=TIMEOUT_S) is False
     assert isinstance(errors[0], StepError)
     assert isinstance(errors[1], UnavailableError)
+
+
+def _constrained(name: str) -> Request:
+    asked = Constraint("regex", "[a-f]{4}")
+    return _request(name, constraint=asked, eos_ids=frozenset({EOS}))
+
+
+def test_request_runs_when_its_grammar_is_compiled_and_others_run_meanwhile() -> None:
+    with Served() as served:
+        served.thread.submit(_constrained("a"))
+        served.thread.submit(_request("b"))
+        assert served.next_of(FinishEvent).request_id == "b"
+        compiled = small_compiler().compile_now(Constraint("regex", "[a-f]{4}"))
+        served.compiler.started.get(timeout=TIMEOUT_S).set_result(compiled)
+        tokens = [served.next_of(TokenEvent).token_id for _ in range(5)]
+        assert [tokens] == oracle(_constrained("a"), CONTEXT)
+        assert tokens[-1] == EOS
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (InvalidFieldError("constraint.regex", "is bad"), InvalidFieldError),
+        (RuntimeError("a bug"), StepError),
+    ],
+)
+def test_grammar_that_fails_to_compile_fails_its_request_alone(
+    raised: Exception, expected: type[RequestError]
+) -> None:
+    with Served() as served:
+        served.thread.submit(_constrained("a"))
+        served.compiler.started.get(timeout=TIMEOUT_S).set_exception(raised)
+        failed = served.next_of(FailEvent)
+        assert (failed.request_id, type(failed.error)) == ("a", expected)
+        served.thread.submit(_request("b"))
+        assert served.next_of(FinishEvent).request_id == "b"
+    assert served.health.empty()
+
+
+def test_request_that_is_ended_while_its_grammar_compiles_is_cancelled_at_once() -> None:
+    with Served() as served:
+        served.thread.submit(_constrained("a"))
+        served.thread.end("a")
+        failed = served.next_of(FailEvent)
+        assert (failed.request_id, type(failed.error)) == ("a", CancelledError)
+        compiled = small_compiler().compile_now(Constraint("regex", "[a-f]{4}"))
+        served.compiler.started.get(timeout=TIMEOUT_S).set_result(compiled)
+        served.thread.submit(_request("b"))
+        assert served.next_of(FinishEvent).request_id == "b"
+    assert served.events.empty(), "it is answered once"
+
+
+def test_stopping_ends_requests_whose_grammar_compiles() -> None:
+    with Served() as served:
+        served.thread.submit(_constrained("a"))
+    failed = served.next_of(FailEvent)
+    assert (failed.request_id, type(failed.error)) == ("a", UnavailableError)

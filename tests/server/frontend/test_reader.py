@@ -72,7 +72,7 @@ def test_what_breaks_a_rule_is_refused_by_name(field: str, fields: dict[str, Any
 
 def test_constraints_are_read_and_only_where_the_model_can_follow_them() -> None:
     constraint = pb.Constraint(choice=pb.Choice(choices=["a", 'é"']))
-    constraint_ = read(constraint=constraint).constraint
+    constraint_ = read(constraint=constraint).request.constraint
     assert constraint_ is not None
     assert (constraint_.kind, json.loads(constraint_.text)) == ("choice", ["a", 'é"'])
     message = pb.GenerateRequest(prompt_ids=ids(1), constraint=constraint)

@@ -16,6 +16,7 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import ParsedRequest
 from quill.server.grammar.compiler import Compiler
 from quill.server.outputs import FailEvent, FinishEvent, Timings, TokenEvent, Usage
+from quill.server.request import Constraint
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 from quill.server.tools import merge_deltas
@@ -144,10 +145,9 @@ def test_bad_fields_are_named(field: str, fields: dict[str, Any]) -> None:
 def test_choices_that_ask_for_nothing_need_no_tools() -> None:
     for mode in (pb.TOOL_MODE_UNSPECIFIED, AUTO, NONE):
         assert read(PARROT, tools=[], tool_choice=choice(mode)).tools is None
-    assert read(PARROT, tool_choice=choice(NONE), num_beams=2).constraint is None
+    assert read(PARROT, tool_choice=choice(NONE), num_beams=2).request.constraint is None
     free = read(PARROT, tool_choice=choice(NONE), constraint=pb.Constraint(regex="a"))
-    assert free.constraint is not None
-    assert free.constraint.kind == "regex"
+    assert free.request.constraint == Constraint("regex", "a")
 
 
 def test_auto_needs_a_template_that_knows_how() -> None:
@@ -179,13 +179,13 @@ def test_marker_may_be_a_special_token() -> None:
     special = ("<|endoftext|>", "<tool_call>", "</tool_call>")
     tokenizer_json = byte_tokenizer(special)._json
     text = Text(tokenizer_json)
-    grammars = Compiler(tokenizer_json, 259, [0], text.split)
+    grammars = Compiler(tokenizer_json, 259, [0])
     parsed = read(replace(PARROT, text=text, grammars=grammars))
     call = '{"name": "now", "arguments": {}}'
     tokens = text.encode_rendered(f"Hm.<tool_call>\n{call}\n</tool_call>")
     assert {1, 2} < set(tokens)
-    assert parsed.constraint is not None
-    matcher = grammars.compile_now(parsed.constraint).matcher()
+    assert parsed.request.constraint is not None
+    matcher = grammars.compile_now(parsed.request.constraint).matcher()
     assert matcher.num_allowed(tokens) == len(tokens)
     said = answered(parsed, text, tokens)
     assert said.text == "Hm."

@@ -12,8 +12,8 @@ from quill.loadtest.workload.constraints import adversarial_constraints
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar import compiler
 from quill.server.grammar.compiler import Compiler
-from quill.server.grammar.constraint_source import MAX_BYTES, Constraint, Kind
 from quill.server.grammar.json_schema import MAX_DEPTH
+from quill.server.request import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, byte_grammar, small_compiler, small_tokenizer
 
@@ -21,7 +21,7 @@ ENDLESS = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["
 LAUGHS = "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "ab"'
 
 
-def error_of(kind: Kind, text: str) -> str:
+def error_of(kind: ConstraintKind, text: str) -> str:
     with pytest.raises(InvalidFieldError) as caught:
         asyncio.run(small_compiler().compile(Constraint(kind, text)))
     assert caught.value.field == f"constraint.{kind}"
@@ -48,18 +48,18 @@ def error_of(kind: Kind, text: str) -> str:
         ("regex", "a(b", "unclosed group"),
         ("lark", "start: foo", "1(8)"),
         ("lark", 'root ::= "a', "line 1"),
-        ("regex", "a" * (MAX_BYTES + 1), "has 65537 bytes"),
+        ("regex", "a" * (MAX_CONSTRAINT_BYTES + 1), "has 65537 bytes"),
         ("regex", "", "is empty"),
     ],
 )
-def test_error_says_what_is_wrong_and_where(kind: Kind, text: str, place: str) -> None:
+def test_error_says_what_is_wrong_and_where(kind: ConstraintKind, text: str, place: str) -> None:
     assert place in error_of(kind, text)
 
 
 @pytest.mark.parametrize("name", adversarial_constraints())
 def test_adversarial_constraints_are_errors_or_followed_in_time(name: str) -> None:
     asked = adversarial_constraints()[name]
-    kind = cast(Kind, asked.WhichOneof("kind"))
+    kind = cast(ConstraintKind, asked.WhichOneof("kind"))
     started_s = time.process_time()
     with contextlib.suppress(InvalidFieldError):
         matcher = small_compiler().compile_now(Constraint(kind, getattr(asked, kind))).matcher()

@@ -194,7 +194,7 @@ class Speller:
         tokenizer_json = byte_tokenizer(special)._json
         self._text = Text(tokenizer_json)
         self._vocab_size = 256 + len(special)
-        self._compiler = Compiler(tokenizer_json, self._vocab_size, [END], self._text.split)
+        self._compiler = Compiler(tokenizer_json, self._vocab_size, [END])
 
     def spelled(self, tokens: list[int]) -> str:
         return b"".join(map(self._text.spelled, tokens)).decode()
@@ -207,7 +207,9 @@ class Speller:
             ToolSchema(f"tools[{number}].parameters", *tool)
             for number, tool in enumerate(tools.items())
         ]
-        asked = tool_constraint(schemas, format_, may_speak=may_speak, several=several)
+        asked = tool_constraint(
+            schemas, format_, self._text.split, may_speak=may_speak, several=several
+        )
         return self._compiler.compile_now(asked).matcher()
 
     def allowed(self, matcher: TokenMatcher) -> list[int]:

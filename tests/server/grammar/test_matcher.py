@@ -13,8 +13,8 @@ import pytest
 from quill.server.grammar import compiler
 from quill.server.grammar import matcher as matcher_module
 from quill.server.grammar.compiler import Compiler
-from quill.server.grammar.constraint_source import Constraint
 from quill.server.grammar.matcher import MAX_JUMP_FORWARD, TokenMatcher
+from quill.server.request import Constraint
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, small_tokenizer, text_of
 

@@ -14,7 +14,7 @@ from quill.server.errors import StartError
 from quill.server.loading import choices
 from quill.server.loading.choices import Choice, choose_graphs
 from quill.server.loading.engine_factory import open_bundle, open_engine
-from quill.server.loading.loader import Loader
+from quill.server.loading.loader import load_engine
 from quill.server.machine.onnx_session import cuda_free_bytes, cuda_problem
 from quill.server.request import Limits
 from quill.server.settings import Settings
@@ -92,7 +92,7 @@ def test_auto_names_what_cuda_lacks_here(
     tiny_for_both: TinyBundle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO):
-        Loader(tiny_for_both.directory, Settings(max_num_seqs=2, threads=1))
+        load_engine(tiny_for_both.directory, Settings(max_num_seqs=2, threads=1))
     said = [record for record in caplog.records if "CUDA" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
     name = tiny_for_both.manifest.name

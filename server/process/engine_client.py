@@ -1,0 +1,168 @@
+"""A frontend's connection to the engine's process, on the event loop.
+
+Knows: frames, which requests are unanswered. Does not know: what they are, how the process is
+started. When the connection ends, every unanswered request fails with UNAVAILABLE at once.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Protocol
+
+from quill.server.errors import UnavailableError
+from quill.server.loading.instance import EngineEvents
+from quill.server.outputs import (
+    EngineOutputs,
+    FailEvent,
+    FinishEvent,
+    FinishReason,
+    QueueStats,
+)
+from quill.server.process.messages import (
+    TO_FRONTEND,
+    End,
+    Frames,
+    Outputs,
+    Submit,
+    ToEngine,
+    frame,
+)
+from quill.server.request import Request
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 2**18
+MAX_NAMED = 8  # requests
+
+
+class Process(Protocol):
+    """The process at the other end."""
+
+    def stop(self) -> None: ...
+    def join(self, timeout_s: float) -> bool: ...
+    def how_it_ended(self) -> str: ...
+
+
+class EngineClient:
+    """Belongs to the event loop."""
+
+    def __init__(self, sock: socket.socket, process: Process, events: EngineEvents) -> None:
+        self._socket = sock
+        self._process = process
+        self._tell = events
+        self._frames = Frames()
+        self._unsent = bytearray()
+        self._open: dict[str, int] = {}  # the unfinished sequences of each request
+        self._heard_s = 0.0  # when the last frame came, or the first request after a pause
+        self._is_closed = False
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._receive)
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """Since when the engine has published nothing though it has requests; None: it has none.
+
+        It publishes after every step.
+        """
+        return self._heard_s if self._open else None
+
+    def describe(self) -> str:
+        names = ", ".join(sorted(self._open)[:MAX_NAMED])
+        more = ", …" if len(self._open) > MAX_NAMED else ""
+        return f"for some of the requests {names}{more}"
+
+    def submit(self, request: Request) -> None:
+        """From here on the request is answered by events, whatever happens."""
+        if self._is_closed:
+            raise UnavailableError("the server stops, or restarts its engine. Try again later")
+        now_s = time.monotonic()
+        if not self._open:
+            self._heard_s = now_s
+        self._open[request.request_id] = request.num_sequences
+        self._send(Submit(request, now_s))
+
+    def end(
+        self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"
+    ) -> None:
+        """Ends a request, or one of its sequences, at the next step. Unknown ones are ignored."""
+        if request_id in self._open:
+            self._send(End(request_id, sequence, reason))
+
+    def stop(self) -> None:
+        """Ends what is running with UNAVAILABLE, and then the process."""
+        self._close(UnavailableError("the server is stopping"))
+        self._process.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """After `stop`: waits for the process to end. False: it hung, and was killed."""
+        return self._process.join(timeout_s)
+
+    def _close(self, error: UnavailableError) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        failed = tuple(FailEvent(request_id, error) for request_id in self._open)
+        self._open.clear()
+        self._tell.publish(EngineOutputs(failed, None, QueueStats(0, 0)))
+
+    def _send(self, message: ToEngine) -> None:
+        if self._is_closed:
+            return
+        if not self._unsent:
+            self._loop.add_writer(self._socket, self._send_rest)
+        self._unsent += frame(message)
+
+    def _send_rest(self) -> None:
+        """All messages of one turn of the loop together."""
+        try:
+            num_sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lose()
+            return
+        del self._unsent[:num_sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose()
+            return
+        for body in self._frames.feed(data):
+            message = TO_FRONTEND.decode(body)
+            if isinstance(message, Outputs):
+                self._heard_s = time.monotonic()
+                self._note(message.outputs)
+                self._tell.publish(message.outputs)
+            else:
+                self._tell.on_health(message.is_good)
+
+    def _note(self, outputs: EngineOutputs) -> None:
+        for event in outputs.events:
+            if isinstance(event, FailEvent):
+                self._open.pop(event.request_id, None)
+            elif isinstance(event, FinishEvent) and event.request_id in self._open:
+                self._open[event.request_id] -= 1
+                if not self._open[event.request_id]:
+                    del self._open[event.request_id]
+
+    def _lose(self) -> None:
+        if self._is_closed:
+            return
+        num_open = len(self._open)
+        self._close(UnavailableError("the engine's process ended, and is started again"))
+        how = self._process.how_it_ended()
+        logger.error("the engine's process ended: %s; %d requests failed", how, num_open)
+        self._tell.on_gone()

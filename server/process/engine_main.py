@@ -1,0 +1,254 @@
+"""The engine's process: loads one bundle, and serves the frontends that connect to its socket.
+
+Knows: the engine's thread, frames. Does not know: ports, API keys, text, other processes but the
+one that started it. `python -m quill.server.process.engine_main CONTROL LISTENER` gets two file
+descriptors: CONTROL brings the bundle and the settings, and takes Ready or Failed. Its end is the
+signal to stop, so the process never outlives whoever started it.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from quill.export.errors import ExportError
+from quill.server.engine.engine_thread import EngineThread
+from quill.server.errors import ServerError
+from quill.server.loading.loader import LoadedEngine, load_engine
+from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent
+from quill.server.process.messages import (
+    TO_ENGINE,
+    Failed,
+    Frames,
+    Health,
+    Outputs,
+    Ready,
+    Submit,
+    ToEngine,
+    frame,
+)
+from quill.server.settings import Settings
+from quill.server.telemetry.call_record import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 2**28  # of one frontend that doesn't read: then it is taken for dead
+RECEIVE_BYTES = 2**16
+STOP_S = 30.0  # how long a step under way may take to end
+TURN_S = 0.001  # how long a thread that works in Python may keep others waiting
+
+
+class Connection:
+    """One frontend. The engine's thread sends to it and never waits for it."""
+
+    def __init__(self, sock: socket.socket, server: "EngineServer") -> None:
+        self._socket = sock
+        self._server = server
+        self._unsent: deque[bytes] = deque()
+        self._num_unsent = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        for work, name in ((self._receive, "receive"), (self._send_rest, "send")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            if not self._unsent:
+                try:
+                    num_sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    num_sent = 0
+                except OSError:
+                    return  # `_receive` finds the same
+                if num_sent == len(data):
+                    return
+                data = data[num_sent:]
+            self._unsent.append(data)
+            self._num_unsent += len(data)
+            self._changed.notify()
+        if self._num_unsent > MAX_UNSENT_BYTES:
+            logger.error("a frontend doesn't read its events: it is disconnected")
+            self.close()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _send_rest(self) -> None:
+        """What the socket's buffer had no room for."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._is_closed)
+                if self._is_closed:
+                    return
+                data = self._unsent[0]
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                return
+            with self._changed:
+                self._unsent.popleft()
+                self._num_unsent -= len(data)
+
+    def _receive(self) -> None:
+        frames = Frames()
+        try:
+            while data := self._socket.recv(RECEIVE_BYTES):
+                for body in frames.feed(data):
+                    self._server.handle(self, TO_ENGINE.decode(body))
+        except OSError:
+            pass
+        except Exception:
+            logger.exception("a message of a frontend can't be read: it is disconnected")
+        self.close()
+        self._server.remove(self)
+        self._socket.close()
+
+
+class EngineServer:
+    """The engine's thread, and who gets which of its events."""
+
+    def __init__(self, loaded: LoadedEngine) -> None:
+        self._thread = EngineThread(
+            loaded.engine, self._publish, self._tell_health, loaded.grammars
+        )
+        self._connections: tuple[Connection, ...] = ()
+        self._open: dict[str, tuple[Connection, int]] = {}  # and how many sequences are unfinished
+        self._lock = threading.Lock()
+        self._health = Health(True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def accept(self, sock: socket.socket) -> None:
+        with self._lock:
+            connection = Connection(sock, self)
+            self._connections += (connection,)
+            connection.send(frame(self._health))
+
+    def remove(self, connection: Connection) -> None:
+        """Its frontend is gone: nobody waits for its requests any more."""
+        with self._lock:
+            self._connections = tuple(c for c in self._connections if c is not connection)
+            gone = [name for name, (owner, _) in self._open.items() if owner is connection]
+        for request_id in gone:
+            self._thread.end(request_id)
+
+    def handle(self, connection: Connection, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            request = message.request
+            with self._lock:
+                self._open[request.request_id] = connection, request.num_sequences
+            self._thread.submit(request, message.arrived_s)
+        else:
+            self._thread.end(message.request_id, message.sequence, message.reason)
+
+    def stop(self) -> bool:
+        self._thread.stop()
+        return self._thread.join(STOP_S)
+
+    def _publish(self, outputs: EngineOutputs) -> None:
+        """Called from the engine's thread."""
+        events: dict[Connection, list[Event]] = {each: [] for each in self._connections}
+        with self._lock:
+            for event in outputs.events:
+                connection = self._owner(event)
+                if connection in events:
+                    events[connection].append(event)
+        for connection, own in events.items():
+            message = EngineOutputs(tuple(own), outputs.step, outputs.queue)
+            connection.send(frame(Outputs(message)))
+
+    def _owner(self, event: Event) -> Connection | None:
+        connection, num_open = self._open.get(event.request_id, (None, 0))
+        if connection is None:
+            return None
+        if isinstance(event, FailEvent) or (isinstance(event, FinishEvent) and num_open == 1):
+            del self._open[event.request_id]
+        elif isinstance(event, FinishEvent):
+            self._open[event.request_id] = connection, num_open - 1
+        return connection
+
+    def _tell_health(self, is_good: bool) -> None:
+        self._health = Health(is_good)
+        for connection in self._connections:
+            connection.send(frame(self._health))
+
+
+def main() -> None:
+    """Signals are for the process that started this one: a terminal sends them to both."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(TURN_S)
+    control, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    directory, settings = _read_start(control)
+    set_up_logging(settings.log_format)
+    gone = threading.Event()
+    stopping: list[EngineServer] = []
+
+    def watch() -> None:
+        control.recv(1)
+        gone.set()
+        if not stopping:  # it loads
+            os._exit(0)
+        listener.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=watch, name="control", daemon=True).start()
+    server = _load(control, directory, settings)
+    stopping.append(server)
+    while not gone.is_set():
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            break
+        server.accept(sock)
+    server.stop()
+    logging.shutdown()
+    os._exit(0)  # a thread may be in a step that hangs
+
+
+def _read_start(control: socket.socket) -> tuple[Path, Settings]:
+    frames = Frames()
+    while data := control.recv(RECEIVE_BYTES):
+        for body in frames.feed(data):
+            start: tuple[Path, Settings] = pickle.loads(body)  # from the process that started us
+            return start
+    os._exit(0)
+
+
+def _load(control: socket.socket, directory: Path, settings: Settings) -> EngineServer:
+    try:
+        loaded = load_engine(directory, settings)
+    except (ServerError, ExportError) as error:
+        control.sendall(frame(Failed(str(error), True)))
+        os._exit(1)
+    except BaseException as error:
+        logger.exception("a bug in loading")
+        control.sendall(frame(Failed(f"{type(error).__name__}: {error}", False)))
+        os._exit(1)
+    server = EngineServer(loaded)
+    server.start()
+    ready = Ready(
+        pid=os.getpid(),
+        manifest_sha256=loaded.manifest_sha256,
+        precision=loaded.precision,
+        limits=loaded.limits,
+        runtime_version=loaded.runtime_version,
+    )
+    control.sendall(frame(ready))
+    return server
+
+
+if __name__ == "__main__":
+    main()
