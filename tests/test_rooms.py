@@ -13,15 +13,15 @@ MAX_MODULES = 15  # in one folder: more can't be seen at a glance
 
 # What a package may import of the others. A line for a folder stands in place of its package's.
 BETWEEN = {
-    "model": "cache json_records",
-    "export": "model json_records",
+    "model": "cache json_records command_table",
+    "export": "model json_records command_table",
     "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
     "server/client": "protos",
     "protos": "",
     "loadtest": "protos server.fields server.client server.balancing_headers "
     "server.cli.arguments server.prometheus_text server.addresses export.bundle",
     # The engine without the network, for `quill bench engine`.
-    "loadtest/bench": "protos cache server.client server.cli.arguments export.bundle "
+    "loadtest/bench": "protos cache command_table server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
     "server.loading.engine_factory server.loading.choices server.request "
     "server.outputs server.errors server.serve.default_model export.operators.library "
@@ -83,7 +83,6 @@ WITHIN = {
         "run": "workload protocols environment results",
         "bench/backends": "workload protocols environment",
         "bench": "bench/backends workload protocols environment results",
-        "studies": "bench bench/backends workload protocols environment results",
         "commands": "run bench",
     },
     "protos": {},

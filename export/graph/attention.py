@@ -7,14 +7,13 @@ Each class is an `AttentionImplementation` (model/network/attention.py). It comp
 emits operators into the graph that torch.onnx is tracing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from quill.export.graph.quill_layers import VERSION
+from quill.export.graph.quill_layers import Attributes, emit
 from quill.model.network.config import ModelConfig
 from quill.model.network.positions import RotaryTables, tables_of
 
@@ -30,8 +29,6 @@ CROSS_ATTENTION = "quill::CrossAttention"
 ENCODER_ATTENTION = "quill::EncoderAttention"
 STORE = "quill::Store"
 PAGED = "com.microsoft::PagedAttention"
-
-Attributes = Mapping[str, int | float]
 
 
 def attention_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
@@ -186,15 +183,9 @@ def store(
     """Writes keys and values to blocks. `where`: starts and block table, and past lengths if the
     sequences have any."""
     blocks = pool.layers[layer]
-    extended = torch.onnx.ops.symbolic_multi_out(
-        STORE,
-        [*key_value, *blocks, *where],
-        attrs={**attention_attributes(config)},
-        dtypes=[side.dtype for side in blocks],
-        shapes=[list(side.shape) for side in blocks],
-        version=VERSION,
-    )
-    pool.replace(layer, extended)
+    shapes, dtypes = [side.shape for side in blocks], [side.dtype for side in blocks]
+    inputs = [*key_value, *blocks, *where]
+    pool.replace(layer, emit(STORE, inputs, attention_attributes(config), *shapes, dtypes=dtypes))
 
 
 def _write(
@@ -207,12 +198,6 @@ def _write(
     """Emits the operator. Returns the attention's output and the extended blocks."""
     x_TE = inputs[0]
     assert x_TE is not None
-    found: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
-        operator,
-        inputs,
-        attrs={**attributes},
-        dtypes=[x_TE.dtype, *(side.dtype for side in blocks)],
-        shapes=[[x_TE.shape[0], width], *(list(side.shape) for side in blocks)],
-        version=VERSION,
-    )
-    return found
+    dtypes = [x_TE.dtype, *(side.dtype for side in blocks)]
+    shapes = [[x_TE.shape[0], width], *(side.shape for side in blocks)]
+    return emit(operator, inputs, attributes, *shapes, dtypes=dtypes)

@@ -8,6 +8,8 @@ operator computes all that belongs to a matrix: the norm before it, the rounding
 product, the gate or the sum after it. A layer of SmolLM2 becomes five nodes.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,29 @@ from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
 # R rows · T new tokens · D model size
 
 VERSION = 1  # of the operators: what a graph was made for
+
+
+Attributes = Mapping[str, int | float]
+Shape = Sequence[int | torch.SymInt]
+
+
+def emit(
+    operator: str,
+    inputs: Sequence[Tensor | None],
+    attributes: Attributes,
+    *shapes: Shape,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> Sequence[Tensor]:
+    """Emits an operator into the graph that is traced. Outputs without a type have the last one."""
+    outputs: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
+        operator,
+        inputs,
+        attrs={**attributes},
+        dtypes=[*dtypes, *[dtypes[-1]] * (len(shapes) - len(dtypes))],
+        shapes=[list(shape) for shape in shapes],
+        version=VERSION,
+    )
+    return outputs
 
 
 class CustomLinear(nn.Module):
@@ -52,22 +77,16 @@ class CustomLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         num_outputs = self.num_columns // 2 if self.gated else self.num_columns
-        y: Tensor = torch.onnx.ops.symbolic(
-            "quill::Linear",
-            [x, self.records_CGB, self.gains_I, residual, self.bias_N],
-            attrs={
-                "inputs": self.num_inputs,
-                "columns": self.num_columns,
-                "bits": self.bits,
-                "halves": int(self.halves),
-                "gated": int(self.gated),
-                "epsilon": self.epsilon,
-            },
-            dtype=torch.float32,
-            shape=[*x.shape[:-1], num_outputs],
-            version=VERSION,
-        )
-        return y
+        attributes = {
+            "inputs": self.num_inputs,
+            "columns": self.num_columns,
+            "bits": self.bits,
+            "halves": int(self.halves),
+            "gated": int(self.gated),
+            "epsilon": self.epsilon,
+        }
+        inputs = [x, self.records_CGB, self.gains_I, residual, self.bias_N]
+        return emit("quill::Linear", inputs, attributes, [*x.shape[:-1], num_outputs])[0]
 
 
 class CustomEmbedding(nn.Module):
@@ -82,15 +101,9 @@ class CustomEmbedding(nn.Module):
         self.register_buffer("records_CGB", lay_out(weight).bytes_CGB)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = torch.onnx.ops.symbolic(
-            "quill::Embedding",
-            [ids, self.records_CGB],
-            attrs={"inputs": self.num_columns, "columns": self.num_tokens},
-            dtype=torch.float32,
-            shape=[*ids.shape, self.num_columns],
-            version=VERSION,
-        )
-        return x
+        attributes = {"inputs": self.num_columns, "columns": self.num_tokens}
+        shape = [*ids.shape, self.num_columns]
+        return emit("quill::Embedding", [ids, self.records_CGB], attributes, shape)[0]
 
 
 def can_fuse(config: ModelConfig) -> bool:

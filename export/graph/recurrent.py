@@ -10,18 +10,10 @@ A step has one token of a sequence: the previous token must have written its sta
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from quill.export.graph.attention import (
-    Attributes,
-    Packed,
-    Pool,
-    Source,
-    attention_attributes,
-    store,
-)
-from quill.export.graph.quill_layers import VERSION
+from quill.export.graph.attention import Packed, Pool, Source, attention_attributes, store
+from quill.export.graph.quill_layers import emit
 from quill.model.network.config import CellKind, ModelConfig
 from quill.model.network.recurrent import Additive, Cell, Recurrent, State
 
@@ -53,12 +45,10 @@ class PackedScan:
         state = cell.state
         assert isinstance(state, StateProduct)
         input_TG = cell.input(x_TD)
-        return _write(
-            "quill::Recurrence",
-            [input_TG, state.weight_HG, state.bias_G, self._starts_S],
-            {"kind": KINDS[cell.kind], "size": cell.size, "backwards": int(backwards)},
-            [[input_TG.shape[0], cell.size]],
-        )[0]
+        inputs = [input_TG, state.weight_HG, state.bias_G, self._starts_S]
+        attributes = {"kind": KINDS[cell.kind], "size": cell.size, "backwards": int(backwards)}
+        shape = [input_TG.shape[0], cell.size]
+        return emit("quill::Recurrence", inputs, attributes, shape)[0]
 
 
 class PackedStateAccess:
@@ -116,12 +106,11 @@ class PackedStateAccess:
 
     def _update(self, kind: CellKind, inputs: Sequence[Tensor | None]) -> State:
         attributes = {"kind": KINDS[kind], "size": self._config.d_model}
-        return State(*_write("quill::Update", inputs, attributes, [self._shape] * 2))
+        return State(*emit("quill::Update", inputs, attributes, *[self._shape] * 2))
 
     def _emit(self, operator: str, inputs: Sequence[Tensor], num_outputs: int) -> Sequence[Tensor]:
-        return _write(
-            operator, inputs, attention_attributes(self._config), [self._shape] * num_outputs
-        )
+        attributes = attention_attributes(self._config)
+        return emit(operator, inputs, attributes, *[self._shape] * num_outputs)
 
 
 def write_source_states(
@@ -140,20 +129,3 @@ def loop_products(model: Recurrent) -> None:
         for cell in layer.children():
             assert isinstance(cell, Cell)
             cell.state = StateProduct(cell.state)  # type: ignore[assignment]
-
-
-def _write(
-    operator: str,
-    inputs: Sequence[Tensor | None],
-    attributes: Attributes,
-    shapes: Sequence[Sequence[int | torch.SymInt]],
-) -> Sequence[Tensor]:
-    found: Sequence[Tensor] = torch.onnx.ops.symbolic_multi_out(
-        operator,
-        inputs,
-        attrs={**attributes},
-        dtypes=[torch.float32] * len(shapes),
-        shapes=[list(shape) for shape in shapes],
-        version=VERSION,
-    )
-    return found

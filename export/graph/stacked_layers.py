@@ -9,10 +9,9 @@ runtime has no batch-invariant operator for it.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
-from quill.export.graph.quill_layers import VERSION
+from quill.export.graph.quill_layers import emit
 from quill.export.quantize.quill_layout import gated_rows, lay_out, lay_out_floats
 from quill.model.checkpoint.quantized_weight import QuantizedWeight, in_order
 from quill.model.network.experts import ExpertFeedForward
@@ -51,28 +50,23 @@ class CustomExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         experts = self.experts
-        y: Tensor = torch.onnx.ops.symbolic(
-            "quill::Experts",
-            [x, self.router(x), self.up, self.down, self.balance_E],
-            attrs={
-                "inputs": x.shape[-1],
-                "d_expert": experts.d_expert,
-                "number": experts.number,
-                "per_token": experts.per_token,
-                "groups": experts.groups,
-                "top_groups": experts.top_groups,
-                "group_best": experts.group_best,
-                "sigmoid": int(experts.scoring == "sigmoid"),
-                "normalize": int(experts.normalize),
-                "scale": experts.scale,
-                "bits": self.bits,
-                "up_halves": int(self.halves[0]),
-                "down_halves": int(self.halves[1]),
-            },
-            dtype=torch.float32,
-            shape=list(x.shape),
-            version=VERSION,
-        )
+        attributes = {
+            "inputs": x.shape[-1],
+            "d_expert": experts.d_expert,
+            "number": experts.number,
+            "per_token": experts.per_token,
+            "groups": experts.groups,
+            "top_groups": experts.top_groups,
+            "group_best": experts.group_best,
+            "sigmoid": int(experts.scoring == "sigmoid"),
+            "normalize": int(experts.normalize),
+            "scale": experts.scale,
+            "bits": self.bits,
+            "up_halves": int(self.halves[0]),
+            "down_halves": int(self.halves[1]),
+        }
+        inputs = [x, self.router(x), self.up, self.down, self.balance_E]
+        y = emit("quill::Experts", inputs, attributes, x.shape)[0]
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -87,19 +81,10 @@ class CustomHeadLinear(nn.Module):
         self.register_buffer("records", lay_out_floats(weight_HIO.transpose(1, 2).flatten(0, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.onnx.ops.symbolic(
-            "quill::HeadLinear",
-            [x, self.records],
-            attrs={
-                "heads": self.num_heads,
-                "inputs": self.num_inputs,
-                "columns": self.num_columns,
-            },
-            dtype=torch.float32,
-            shape=[*x.shape[:-1], self.num_heads * self.num_columns],
-            version=VERSION,
-        )
-        return y
+        attributes = {"heads": self.num_heads, "inputs": self.num_inputs}
+        attributes["columns"] = self.num_columns
+        shape = [*x.shape[:-1], self.num_heads * self.num_columns]
+        return emit("quill::HeadLinear", [x, self.records], attributes, shape)[0]
 
 
 class CustomLatentAttention(LatentAttention):

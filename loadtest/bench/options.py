@@ -1,35 +1,15 @@
 """The arguments of `quill bench`. Imports nothing heavy: `--help` must answer at once.
 
-A command is a line of COMMANDS: its name, the function that runs it, its help, its options.
+A command is an entry of COMMANDS; its function is in quill.loadtest.bench.
 """
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from quill.server.cli.arguments import Subparsers, address, positive
-
-
-def natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from 0 up")
-    return int(text)
-
-
-class Option(NamedTuple):
-    """`metavar` "" makes a flag. The default is shown in the help, if there is one."""
-
-    name: str
-    help: str
-    metavar: str = ""
-    type: Callable[[str], Any] = positive
-    default: Any = None
-    repeated: bool = False
-
+from quill.command_table import Command, Option, Subparsers, add_commands
+from quill.server.cli.arguments import address, natural, positive
 
 BUNDLE = Option("bundle?", "default: smollm2-135m", "BUNDLE", Path)
-THREADS = Option("--threads", "default: one a core", "N")
+THREADS = Option("--threads", "default: one a core", "N", positive)
 PRECISIONS = Option("--precision", "with commas; default: all of the bundle's", "NAMES", str)
 PRECISION = Option("--precision", "default: the server's choice", "NAME", str)
 FP32 = Option("--precision", "with commas", "NAMES", str, "fp32")
@@ -39,7 +19,8 @@ AGAINST = Option(
     "another checkout of Quill with its own .venv, in turns; may be given several times",
     "DIRECTORY",
     Path,
-    repeated=True,
+    None,
+    {"action": "append", "default": []},
 )
 ANSWER = Option("--answer", "of each answer", "TOKENS", positive, 64)
 
@@ -54,15 +35,6 @@ def users(usual: int) -> Option:
 
 def duration(usual: float) -> Option:
     return Option("--duration", "of a round", "SECONDS", float, usual)
-
-
-class Command(NamedTuple):
-    name: str
-    run: str  # module:function in quill.loadtest.bench
-    help: str
-    options: tuple[Option, ...]
-    description: str = ""
-    extra: str = "loadtest"
 
 
 COMMANDS = (
@@ -119,7 +91,8 @@ COMMANDS = (
                 "a Quill of any version that runs there already; may be given several times",
                 "ADDRESS",
                 address,
-                repeated=True,
+                None,
+                {"action": "append", "default": []},
             ),
         ),
     ),
@@ -188,7 +161,7 @@ COMMANDS = (
             Option("bundle", "of a translation model", "BUNDLE", Path),
             Option("answers", "of `quill eval --answers`", "FILE", Path),
             *(users(16), FP32),
-            Option("--limit", "the first N lines only", "N"),
+            Option("--limit", "the first N lines only", "N", positive),
         ),
         "Sends what `quill eval RUN --answers FILE` had answered by PyTorch, and compares every "
         "token. With fp32 a difference is an error.",
@@ -205,23 +178,5 @@ def add_bench(subparsers: Subparsers) -> None:
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     for command in COMMANDS:
-        described = command.description or f"{command.help[0].upper()}{command.help[1:]}."
-        child = kinds.add_parser(command.name, help=command.help, description=described)
-        for option in command.options:
-            _add_option(child, option)
-        child.set_defaults(run=f"quill.loadtest.bench.{command.run}", extra=command.extra)
-
-
-def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
-    if not option.metavar:
-        parser.add_argument(option.name, action="store_true", help=option.help)
-        return
-    text = option.help if option.default is None else f"{option.help}; default {option.default}"
-    settings: dict[str, Any] = {"type": option.type, "metavar": option.metavar, "help": text}
-    if option.name.endswith("?"):
-        settings["nargs"] = "?"
-    elif option.repeated:
-        settings |= {"action": "append", "default": []}
-    elif option.name.startswith("--"):
-        settings["default"] = option.default
-    parser.add_argument(option.name.removesuffix("?"), **settings)
+        run, extra = f"quill.loadtest.bench.{command.run}", command.extra or "loadtest"
+        add_commands(kinds, [command._replace(run=run, extra=extra)])

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -22,6 +22,23 @@ from quill.loadtest.errors import LoadtestError
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "xx")
 LABEL = Column("", lambda row, _: str(row.label))
+
+
+class BarRow(NamedTuple):
+    """A row of an experiment that has bars: what is wanted, and what came of it."""
+
+    label: str
+    bar: str
+    result: str
+    more: str
+
+
+BAR_COLUMNS = [
+    LABEL,
+    Column("bar", lambda row, _: row.bar),
+    Column("result", lambda row, _: row.result),
+    Column("more", lambda row, _: row.more),
+]
 WEIGHTS_MB = Column("weights MB", lambda row, _: f"{row.info.weight_bytes / 1e6:.0f}")
 PEAK_MB = Column("peak MB", lambda row, _: _megabytes(row.peak_bytes))
 VERSION = Column("version", lambda row, _: str(row.info.version))

@@ -29,8 +29,10 @@ from quill.loadtest.bench.models import (
     prepare_peers,
 )
 from quill.loadtest.bench.report import (
+    BAR_COLUMNS,
     LABEL,
     PEAK_MB,
+    BarRow,
     number,
     numbers,
     run_and_report,
@@ -213,17 +215,6 @@ NUM_NEW = 4000  # the context that streams may grow to
 NUM_LONG = (1, 3)  # long prompts that are read while a short one waits
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A row of `streams`: a value of each round, and the one that counts."""
-
-    label: str
-    bar: str
-    values: Callable[[Results], list[float]]
-    result: Callable[[list[float]], float] = min
-    digits: int = 2
-
-
 def run_streams(args: argparse.Namespace) -> None:
     bundle = args.bundle or default_bundle()
     manifest = read_manifest(bundle)
@@ -242,9 +233,9 @@ def run_streams(args: argparse.Namespace) -> None:
         f"{precision}, {args.streams} streams",
         [Entry(engine.command, ENGINE), Entry(server, SERVER)],
         stream_workloads(ids, args.streams),
-        STREAM_COLUMNS,
+        BAR_COLUMNS,
         args.rounds,
-        rows=lambda _: STREAM_MEASURES,
+        rows=stream_rows,
     )
     run_and_report(experiment, args.out)
 
@@ -275,38 +266,35 @@ def stream_workloads(ids: Sequence[int], num_streams: int) -> list[Workload]:
     ]
 
 
-def _ratios(over: tuple[int, str], under: tuple[int, str]) -> Callable[[Results], list[float]]:
-    def values(results: Results) -> list[float]:
-        pairs = (results[entry].speeds(workload) for entry, workload in (over, under))
-        return [a / b for a, b in zip(*pairs, strict=True)]
+def stream_rows(results: Results) -> list[BarRow]:
+    """The result of all rounds, and each round's."""
+    engine, server = results
+    bare, greedy = engine.speeds("greedy"), server.speeds("greedy")
+    cancels = [value for turn in server.turns["cancel"] for value in turn["values"]]
 
-    return values
+    def row(
+        label: str,
+        bar: str,
+        values: Sequence[float],
+        result: Callable[[Sequence[float]], float] = min,
+        digits: int = 2,
+    ) -> BarRow:
+        return BarRow(label, bar, number(result(values), digits), numbers(values, digits))
 
+    def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+        return [a / b for a, b in zip(over, under, strict=True)]
 
-def _values(workload: str) -> Callable[[Results], list[float]]:
-    return lambda results: [turn["value"] for turn in results[1].turns[workload]]
+    def found(workload: str) -> list[float]:
+        return [turn["value"] for turn in server.turns[workload]]
 
-
-STREAM_MEASURES = [
-    Measure("tokens/s: bare engine", "", lambda results: results[0].speeds("greedy"), max, 0),
-    Measure("tokens/s: over gRPC", "", lambda results: results[1].speeds("greedy"), max, 0),
-    Measure("gRPC / bare engine", "≥ 0.9", _ratios((1, "greedy"), (0, "greedy")), median),
-    Measure("greedy / sampled, tokens/s", "≤ 1.05", _ratios((1, "greedy"), (1, "sampled")), median),
-    Measure("p95 gap, long prompt", "≤ 2", _values("stall")),
-    *(
-        Measure(f"first token beside {num} long prompts, s", "≤ 1", _values(f"beside {num}"))
-        for num in NUM_LONG
-    ),
-    Measure(
-        "cancel to admission, p95 in steps",
-        "≤ 2",
-        lambda results: [v for turn in results[1].turns["cancel"] for v in turn["values"]],
-        lambda values: float(np.percentile(values, 95)),
-    ),
-]
-STREAM_COLUMNS = [
-    Column("", lambda row, _: row.label),
-    Column("bar", lambda row, _: row.bar),
-    Column("result", lambda row, results: number(row.result(row.values(results)), row.digits)),
-    Column("all rounds", lambda row, results: numbers(row.values(results), row.digits)),
-]
+    sampled = ratios(greedy, server.speeds("sampled"))
+    beside = {num: found(f"beside {num}") for num in NUM_LONG}
+    return [
+        row("tokens/s: bare engine", "", bare, max, 0),
+        row("tokens/s: over gRPC", "", greedy, max, 0),
+        row("gRPC / bare engine", "≥ 0.9", ratios(greedy, bare), median),
+        row("greedy / sampled, tokens/s", "≤ 1.05", sampled, median),
+        row("p95 gap, long prompt", "≤ 2", found("stall")),
+        *(row(f"first token beside {n} long prompts, s", "≤ 1", beside[n]) for n in NUM_LONG),
+        row("cancel to admission, p95 in steps", "≤ 2", cancels, lambda v: np.percentile(v, 95)),
+    ]

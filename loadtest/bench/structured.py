@@ -5,32 +5,16 @@ Knows: the server's options, rows and bars. Does not know: how constraints are e
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
 
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.backends.quill_server import ServerConfig
-from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, Turn, Workload
+from quill.loadtest.bench.experiment import Entry, Experiment, Results, Turn, Workload
 from quill.loadtest.bench.models import default_bundle
-from quill.loadtest.bench.report import numbers, run_and_report
+from quill.loadtest.bench.report import BAR_COLUMNS, BarRow, numbers, run_and_report
 from quill.loadtest.errors import OptionError
 
 PARTS = ("answers", "speed", "adversarial")
 NUM_USERS = 32
-
-
-class Row(NamedTuple):
-    label: str
-    bar: str
-    result: str
-    more: str
-
-
-COLUMNS = [
-    Column("", lambda row, _: row.label),
-    Column("bar", lambda row, _: row.bar),
-    Column("result", lambda row, _: row.result),
-    Column("more", lambda row, _: row.more),
-]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -68,14 +52,14 @@ def structured_experiment(
         "structured output",
         [Entry(config.command("quill_structured"), part) for part, config in configs.items()],
         [Workload(part, [orders[part]], once=part != "speed", entries=(part,)) for part in parts],
-        COLUMNS,
+        BAR_COLUMNS,
         args.rounds,
         rows=rows,
         problems=problems,
     )
 
 
-def rows(results: Results) -> list[Row]:
+def rows(results: Results) -> list[BarRow]:
     return [row for each in results for row in ROWS[each.label](each.turns[each.label])]
 
 
@@ -86,19 +70,19 @@ def problems(results: Results) -> list[str]:
     return [*found, *(f"{name}: {message}" for name, message in failed.items())]
 
 
-def _answer_rows(turns: list[Turn]) -> list[Row]:
+def _answer_rows(turns: list[Turn]) -> list[BarRow]:
     (turn,) = turns
     statuses = ", ".join(f"{num} {name}" for name, num in turn["statuses"].items())
     valid = f"{turn['num_valid']} of {turn['num_ended']}"
     equal = f"{turn['num_equal']} of {turn['num_alone']}"
     return [
-        Row("answers", "all OK", str(turn["num"]), statuses),
-        Row("valid, of those that ended", "all", valid, "by jsonschema"),
-        Row("the same alone", "all", equal, "tokens and finish reason"),
+        BarRow("answers", "all OK", str(turn["num"]), statuses),
+        BarRow("valid, of those that ended", "all", valid, "by jsonschema"),
+        BarRow("the same alone", "all", equal, "tokens and finish reason"),
     ]
 
 
-def _speed_rows(turns: list[Turn]) -> list[Row]:
+def _speed_rows(turns: list[Turn]) -> list[BarRow]:
     """Of each side the best of all rounds."""
     found = []
     for name, label in (("schemas", "fifty schemas"), ("story", "one long text")):
@@ -106,15 +90,15 @@ def _speed_rows(turns: list[Turn]) -> list[Row]:
         rounds = numbers([turn[name][1] / turn[name][0] for turn in turns])
         more = f"{constrained:.0f} and {free:.0f} tokens/s; rounds {rounds}"
         ratio = f"{constrained / free:.2f}"
-        found.append(Row(f"speed against unconstrained, {label}", "≥ 0.9", ratio, more))
+        found.append(BarRow(f"speed against unconstrained, {label}", "≥ 0.9", ratio, more))
     without, beside = (min(gaps) for gaps in zip(*(turn["gap"] for turn in turns), strict=True))
     rounds = numbers([turn["gap"][1] / turn["gap"][0] for turn in turns])
     more = f"{1000 * beside:.0f} and {1000 * without:.0f} ms; rounds {rounds}"
     name = "p95 gap of others, half of the batch constrained"
-    return [*found, Row(name, "≤ 1.1", f"{beside / without:.2f}", more)]
+    return [*found, BarRow(name, "≤ 1.1", f"{beside / without:.2f}", more)]
 
 
-def _adversarial_rows(turns: list[Turn]) -> list[Row]:
+def _adversarial_rows(turns: list[Turn]) -> list[BarRow]:
     (turn,) = turns
     rejected, followed = turn["rejected_s"], turn["first_token_s"]
     times_s, extra = rejected | followed, turn["extra_steps"]
@@ -123,13 +107,13 @@ def _adversarial_rows(turns: list[Turn]) -> list[Row]:
     more = f"{len(rejected)} rejected, {len(followed)} followed"
     step = f"{worst}; a step has {1000 * turn['step_s']:.0f} ms"
     return [
-        Row("adversarial constraints", "", str(len(extra)), more),
-        Row("the slowest, s", "≤ 1", f"{times_s[slowest]:.2f}", slowest),
-        Row("others' longest gap, extra steps", "≤ 1", f"{extra[worst]:.1f}", step),
+        BarRow("adversarial constraints", "", str(len(extra)), more),
+        BarRow("the slowest, s", "≤ 1", f"{times_s[slowest]:.2f}", slowest),
+        BarRow("others' longest gap, extra steps", "≤ 1", f"{extra[worst]:.1f}", step),
     ]
 
 
-ROWS: dict[str, Callable[[list[Turn]], list[Row]]] = {
+ROWS: dict[str, Callable[[list[Turn]], list[BarRow]]] = {
     "answers": _answer_rows,
     "speed": _speed_rows,
     "adversarial": _adversarial_rows,

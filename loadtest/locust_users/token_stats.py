@@ -10,8 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flask import Response, request
 from locust.env import Environment
@@ -28,60 +27,42 @@ _LEAST_MS = 0.1  # tokens that came together have no gap between them
 console = logging.getLogger("locust.stats_logger")  # where Locust's own summary goes
 
 
-@dataclass
-class Times:
+def buckets(values_ms: Iterable[float]) -> Counter[int]:
     """Milliseconds, of which only percentiles are needed: as many as come, in little memory."""
-
-    buckets: Counter[int] = field(default_factory=Counter)
-
-    def add(self, values_ms: Iterable[float]) -> None:
-        self.buckets.update(round(math.log(max(ms, _LEAST_MS)) / _STEP) for ms in values_ms)
-
-    def percentile(self, percent: int) -> float | None:
-        due = self.buckets.total() * percent / 100
-        for bucket in sorted(self.buckets):
-            due -= self.buckets[bucket]
-            if due <= 0:
-                return math.exp(bucket * _STEP)
-        return None
+    return Counter(round(math.log(max(ms, _LEAST_MS)) / _STEP) for ms in values_ms)
 
 
-@dataclass
-class NameStats:
-    """Of all streams of one name."""
+def percentile(times: Counter[int], percent: int) -> float | None:
+    due = times.total() * percent / 100
+    for bucket in sorted(times):
+        due -= times[bucket]
+        if due <= 0:
+            return math.exp(bucket * _STEP)
+    return None
 
-    num_streams: int = 0
-    num_tokens: int = 0
-    first_token: Times = field(default_factory=Times)
-    gap: Times = field(default_factory=Times)
-    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+class NameStats(NamedTuple):
+    """Of all streams of one name. Locust's messages carry it as it is."""
+
+    numbers: Counter[str]  # of streams and tokens
+    first_token: Counter[int]  # buckets
+    gap: Counter[int]
+    finish_reasons: Counter[str]
+
+    @classmethod
+    def empty(cls) -> "NameStats":
+        return cls(Counter(), Counter(), Counter(), Counter())
 
     def log(self, record: RequestRecord) -> None:
-        self.num_streams += 1
-        self.num_tokens += record.num_tokens
-        self.first_token.add([] if record.first_token_ms is None else [record.first_token_ms])
-        self.gap.add(record.gaps_ms)
-        self.finish_reasons.update([record.finish_reason] if record.finish_reason else [])
+        first = [] if record.first_token_ms is None else [record.first_token_ms]
+        reasons = [record.finish_reason] if record.finish_reason else []
+        numbers = {"streams": 1, "tokens": record.num_tokens}
+        self.merge((numbers, buckets(first), buckets(record.gaps_ms), Counter(reasons)))
 
-    def report(self) -> tuple[int, int, Counter[int], Counter[int], Counter[str]]:
-        """As Locust's messages carry it."""
-        times = (self.first_token.buckets, self.gap.buckets)
-        return (self.num_streams, self.num_tokens, *times, self.finish_reasons)
-
-    def merge(
-        self,
-        num_streams: int,
-        num_tokens: int,
-        first_token: Mapping[int, int],
-        gap: Mapping[int, int],
-        finish_reasons: Mapping[str, int],
-    ) -> None:
-        """Another one's report."""
-        self.num_streams += num_streams
-        self.num_tokens += num_tokens
-        self.first_token.buckets.update(first_token)
-        self.gap.buckets.update(gap)
-        self.finish_reasons.update(finish_reasons)
+    def merge(self, others: Iterable[Mapping[Any, int]]) -> None:
+        counters: tuple[Counter[Any], ...] = self
+        for ours, theirs in zip(counters, others, strict=True):
+            ours.update(theirs)
 
 
 def _columns() -> dict[str, str]:
@@ -123,9 +104,9 @@ class TokenStats:
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each name, and one for all together, as Locust's page has it."""
-        everything = NameStats()
+        everything = NameStats.empty()
         for stats in self._names.values():
-            everything.merge(*stats.report())
+            everything.merge(stats)
         named = [*sorted(self._names.items()), (ALL, everything)]
         return [self._row(name, stats) for name, stats in named]
 
@@ -134,30 +115,30 @@ class TokenStats:
         elapsed_s = (total.last_request_timestamp or total.start_time) - total.start_time
         row: dict[str, Any] = {
             "name": name,
-            "streams": stats.num_streams,
-            "tokens": stats.num_tokens,
-            "tokens_per_s": round(stats.num_tokens / elapsed_s, 1) if elapsed_s else 0.0,
+            "streams": stats.numbers["streams"],
+            "tokens": stats.numbers["tokens"],
+            "tokens_per_s": round(stats.numbers["tokens"] / elapsed_s, 1) if elapsed_s else 0.0,
         }
         for kind, times in (("first_token", stats.first_token), ("gap", stats.gap)):
             for percent in PERCENTILES:
-                time_ms = times.percentile(percent)
+                time_ms = percentile(times, percent)
                 row[f"{kind}_p{percent}"] = None if time_ms is None else round(time_ms, 1)
         reasons = sorted(stats.finish_reasons.items())
         return row | {"finish_reasons": ", ".join(f"{n:,} {reason}" for reason, n in reasons)}
 
     def _of(self, name: str) -> NameStats:
-        return self._names.setdefault(name, NameStats())
+        return self._names.setdefault(name, NameStats.empty())
 
     def _clear(self, **_: Any) -> None:
         self._names.clear()
 
     def _report(self, data: dict[str, Any], **_: Any) -> None:
-        data[KEY] = {name: stats.report() for name, stats in self._names.items()}
-        self._names.clear()
+        data[KEY] = self._names
+        self._names = {}
 
     def _receive(self, data: dict[str, Any], **_: Any) -> None:
-        for name, report in data.get(KEY, {}).items():
-            self._of(name).merge(*report)
+        for name, stats in data.get(KEY, {}).items():
+            self._of(name).merge(stats)
 
     def _extend(self, response: Response) -> Response:
         if request.path.endswith("/stats/requests") and response.is_json:

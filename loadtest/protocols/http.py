@@ -12,6 +12,7 @@ from typing import Any
 from quill.loadtest.protocols.grpc import CallError, Chunks
 from quill.protos import generation_pb2 as pb
 from quill.server.client.access import Access
+from quill.server.fields import GENERATE
 
 TIMEOUT_HEADER = "x-request-timeout"
 DEADLINE_GRACE_S = 5.0  # the server reports a deadline a little after it
@@ -30,15 +31,7 @@ _STATUS = {
 }
 _TIMES = ("queue_ms", "first_token_ms", "total_ms")
 _ENDS = {"length": pb.FINISH_REASON_LENGTH, "deadline": pb.FINISH_REASON_DEADLINE}
-# generation.proto's names and OpenAI's or vLLM's, where they differ.
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "num_sequences": "n",
-    "min_new_tokens": "min_tokens",
-    "constraint": "structured_outputs",
-}
 _EARLY_STOPPING = {pb.EARLY_STOPPING_AT_ONCE: True, pb.EARLY_STOPPING_NEVER: "never"}
-_INPUTS = ("prompt", "prompt_ids", "messages")
 _CONSTRAINTS = {"json_schema": "json", "lark": "grammar"}  # kinds of constraints, likewise
 
 
@@ -220,8 +213,10 @@ def options_json(request: pb.GenerateRequest) -> dict[str, Any]:
     """The options that are set, by OpenAI's and vLLM's names."""
     options: dict[str, Any] = {}
     for field, value in request.ListFields():
-        if field.name not in _INPUTS:
-            options[_NAMES.get(field.name, field.name)] = _value(field.name, value)
+        if field.name in GENERATE:
+            options[GENERATE[field.name].json_name] = _value(field.name, value)
+        elif field.name == "constraint":
+            options["structured_outputs"] = _constraint_json(value)
     return options
 
 
@@ -235,8 +230,6 @@ def _value(name: str, value: Any) -> Any:
             return {str(token): bias for token, bias in value.items()}
         case "stop" | "stop_token_ids":
             return list(value)
-        case "constraint":
-            return _constraint_json(value)
     return value
 
 

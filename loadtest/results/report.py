@@ -6,25 +6,23 @@ Knows: HTML, which plots there are. Does not know: how the load was made.
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
-from quill.loadtest.environment.process import ProcessSample, busy_cores
-from quill.loadtest.environment.server import MetricsSample, write_samples
-from quill.loadtest.results import plots
-from quill.loadtest.results.plots import Plot
-from quill.loadtest.results.slo import SHARE, RateTrial, Slo, best
+from quill.loadtest.environment.server import write_samples
+from quill.loadtest.results.plots import PLOTS, Plot, save
+from quill.loadtest.results.slo import SHARE, RateTrial, best
 from quill.loadtest.results.summary import (
+    Run,
     Summary,
     by_scenario,
-    measures,
     scenario_table,
+    server_usage,
     summarize,
     table,
 )
-from quill.loadtest.workload.records import RequestRecord, write_records
+from quill.loadtest.workload.records import write_records
 
 PAGE = "report.html"
 RECORDS = "requests.csv"
@@ -38,84 +36,28 @@ img { max-width: 100%; height: auto; }
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """All data of a run."""
-
-    records: Sequence[RequestRecord]
-    info: Mapping[str, str]  # machine, commit, command, model, …
-    samples: Sequence[MetricsSample] = ()
-    process: Sequence[ProcessSample] = ()  # of the server, while the load ran
-    slo: Slo | None = None
-    trials: Sequence[RateTrial] = ()
-    verified: str = ""
-    notes: list[str] = field(default_factory=list)
-
-
 def write_report(directory: Path, run: Run) -> Summary:
     """The page, the plots, requests.csv, server.csv and summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, run.records)
     summary, scenarios = summarize(run.records, run.slo), by_scenario(run.records, run.slo)
-    numbers = asdict(summary) | {"info": dict(run.info), "verified": run.verified}
+    numbers = asdict(summary) | {"info": run.info, "verified": run.verified}
     numbers["scenarios"] = {name: asdict(each) for name, each in scenarios.items()}
     numbers["trials"] = [trial._asdict() for trial in run.trials]
     if usage := server_usage(run):
         numbers["server_usage"] = usage._asdict()
     (directory / "summary.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
-    drawn = draw_plots(directory, run)
-    (directory / PAGE).write_text(render(directory, run, summary, drawn), encoding="utf-8")
-    return summary
-
-
-def draw_plots(directory: Path, run: Run) -> list[Plot]:
-    """The plots for which there is data. The notes name the others."""
-    drawn = []
-    values = measures(run.records)
-    if values["time to first token"]:
-        plots.latency_over_time(run.records, directory / "latency.png")
-        drawn.append(Plot("latency.png", "Latency over time", "Percentiles of each window."))
-    for file, name in (
-        ("first_token.png", "time to first token"),
-        ("gaps.png", "gap between tokens"),
-    ):
-        if values[name]:
-            plots.histogram(name)(values[name], directory / file)
-            drawn.append(
-                Plot(file, name.capitalize(), "All of the run; note the logarithmic axis.")
-            )
-    if values["time to first token"]:
-        plots.concurrency(run.records, directory / "concurrency.png")
-        note = "Each point is one window of the run. A ramp (--shape ramp) shows the whole curve."
-        drawn.append(Plot("concurrency.png", "Throughput against concurrency", note))
-        plots.offered_and_served(run.records, directory / "offered.png")
-        note = "Where the lines part, requests wait; where they meet again, the queue is empty."
-        drawn.append(Plot("offered.png", "Offered and served", note))
-    start_s = min(record.intended_at_s for record in run.records)
     if run.samples:
         write_samples(directory / "server.csv", run.samples)
-        plots.server_load(run.samples, start_s, directory / "server.png")
-        drawn.append(
-            Plot("server.png", "Queue depth and running sequences", "From the server's metrics.")
-        )
-    else:
-        run.notes.append(
-            "Queue depth and running sequences are left out: the server's metrics couldn't be read "
-            "(--metrics URL says where they are)."
-        )
-    if server_usage(run):
-        plots.process_load(run.process, start_s, directory / "process.png")
-        note = "Of the server's process, sampled once a second."
-        drawn.append(Plot("process.png", "Processor and memory", note))
-    else:
-        run.notes.append(
-            "The server's processor and memory are left out: they are measured of a server that "
-            "the load test itself starts (no --address), and in a load of some seconds."
-        )
-    if run.trials:
-        plots.search(run.trials, directory / "search.png")
-        drawn.append(Plot("search.png", "Search", "Each point is one rate, held for a while."))
-    return drawn
+    drawn = []
+    for plot in PLOTS:
+        if figure := plot.draw(run):
+            save(figure, plot.title, directory / plot.file)
+            drawn.append(plot)
+        elif plot.missing:
+            run.notes.append(plot.missing)
+    (directory / PAGE).write_text(render(directory, run, summary, drawn), encoding="utf-8")
+    return summary
 
 
 def render(directory: Path, run: Run, summary: Summary, drawn: Sequence[Plot]) -> str:
@@ -154,7 +96,7 @@ def sentences(run: Run, summary: Summary) -> list[str]:
     listed = [
         f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
         f"{summary.requests_per_s:.2f} requests/s, {summary.num_tokens:,} tokens, "
-        f"{summary.tokens_per_s:.1f} tokens/s.",
+        f"{summary.tokens_per_s:.1f} tokens/s, {summary.prompt_tokens_per_s:.1f} prompt tokens/s.",
         f"Ended with: {_counts(summary.statuses)}. Finish reasons: "
         f"{_counts(summary.finish_reasons)}. Errors: {_counts(summary.errors)}.",
         f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache.",
@@ -178,7 +120,7 @@ def sentences(run: Run, summary: Summary) -> list[str]:
     if run.trials:
         listed.append(search_result(run.trials))
     if run.verified:
-        listed.append(f"{run.verified.capitalize()}.")
+        listed.append(f"{run.verified}.")
     return listed
 
 
@@ -215,20 +157,6 @@ def trial_table(trials: Sequence[RateTrial]) -> list[list[str]]:
         shares = [f"{step.share:.1%}", f"{low:.1%} to {high:.1%}"]
         rows.append([f"{step.rate:g}", f"{step.num_requests:,}", *shares, f"{step.goodput:.2f}"])
     return rows
-
-
-class ServerUsage(NamedTuple):
-    busy_cores: float  # on average
-    peak_mb: float
-
-
-def server_usage(run: Run) -> ServerUsage | None:
-    """None if there are fewer than two samples."""
-    if len(run.process) < 2:
-        return None
-    first, last = run.process[0], run.process[-1]
-    cores = busy_cores((first, last))[0]
-    return ServerUsage(cores, max(sample.memory_mb for sample in run.process))
 
 
 def _counts(counts: Mapping[str, int]) -> str:

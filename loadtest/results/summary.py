@@ -1,18 +1,55 @@
-"""The numbers of a run.
+"""A run and its numbers.
 
-Knows: records. Does not know: plots, pages, how the load was made.
+Knows: records, samples. Does not know: plots, pages, how the load was made.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from quill.loadtest.results.slo import Slo
+from quill.loadtest.environment.process import ProcessSample, busy_cores
+from quill.loadtest.environment.server import MetricsSample
+from quill.loadtest.results.slo import RateTrial, Slo
 from quill.loadtest.workload.records import RequestRecord
 
 PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass
+class Run:
+    """All data of a run."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    info: dict[str, str] = field(default_factory=dict)  # machine, commit, command, model, …
+    samples: list[MetricsSample] = field(default_factory=list)
+    process: list[ProcessSample] = field(default_factory=list)  # of the server, under load
+    slo: Slo | None = None
+    trials: list[RateTrial] = field(default_factory=list)
+    verified: str = ""
+    notes: list[str] = field(default_factory=list)
+    is_whole: bool = True  # False: Ctrl-C ended it early
+
+    @property
+    def start_s(self) -> float:
+        """Of the load, since 1970."""
+        return min(record.intended_at_s for record in self.records)
+
+
+class ServerUsage(NamedTuple):
+    busy_cores: float  # on average
+    peak_mb: float
+
+
+def server_usage(run: Run) -> ServerUsage | None:
+    """None if there are fewer than two samples."""
+    if len(run.process) < 2:
+        return None
+    first, last = run.process[0], run.process[-1]
+    cores = busy_cores((first, last))[0]
+    return ServerUsage(cores, max(sample.memory_mb for sample in run.process))
 
 
 @dataclass(frozen=True)
@@ -137,26 +174,6 @@ def table(summary: Summary) -> list[list[str]]:
     return rows
 
 
-def lines(summary: Summary) -> list[str]:
-    """For a terminal."""
-    listed = [
-        f"{summary.num_requests:,} requests in {summary.wall_s:.1f} s: "
-        f"{summary.requests_per_s:.2f} requests/s, {summary.tokens_per_s:.1f} tokens/s, "
-        f"{summary.prompt_tokens_per_s:.1f} prompt tokens/s",
-        f"ended: {_list(summary.statuses)}; finish reasons: {_list(summary.finish_reasons)}",
-        f"errors: {_list(summary.errors)}; "
-        f"{summary.cached_share:.0%} of the prompts' tokens came from the prefix cache",
-    ]
-    if summary.slo_share is not None and summary.goodput is not None:
-        listed.append(
-            f"served well: {summary.slo_share:.1%}; goodput {summary.goodput:.2f} requests/s"
-        )
-    listed += [
-        f"{row[0]:<24}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in table(summary)
-    ]
-    return listed
-
-
 def _count(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
 
@@ -166,7 +183,3 @@ def _percentiles(values: Sequence[float]) -> tuple[float, ...]:
     if not values:
         return ()
     return (*(float(value) for value in np.percentile(values, PERCENTILES)), max(values))
-
-
-def _list(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none"

@@ -7,16 +7,15 @@ import argparse
 import importlib.util
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quill.loadtest.environment.process import ProcessSample, machine_info, watch_process
+from quill.loadtest.environment.process import machine_info, watch_process
 from quill.loadtest.environment.server import (
     HTTP_OFFSET,
-    MetricsSample,
     derive_url,
     offset_port,
     start_server,
@@ -26,9 +25,9 @@ from quill.loadtest.environment.server import (
 from quill.loadtest.errors import LoadtestError, NoServerError, StoppedError
 from quill.loadtest.protocols.grpc import CallError, GrpcClient
 from quill.loadtest.protocols.names import TITLES
-from quill.loadtest.results.report import PAGE, Run, search_result, write_report
+from quill.loadtest.results.report import PAGE, sentences, write_report
 from quill.loadtest.results.slo import RateTrial, Slo, next_rate
-from quill.loadtest.results.summary import lines
+from quill.loadtest.results.summary import Run, table
 from quill.loadtest.results.verify import Verdict, verify
 from quill.loadtest.run.locust_process import Load, ProgressLine, describe_progress, run_locust
 from quill.loadtest.run.options import LoadtestOptions, read_options
@@ -57,23 +56,13 @@ class Target(NamedTuple):
     pid: int | None = None  # of a server that was started here
 
 
-class LoadResult(NamedTuple):
-    """The records and samples of a load."""
-
-    records: list[RequestRecord]
-    samples: list[MetricsSample]
-    process: list[ProcessSample]
-    trials: list[RateTrial]
-    is_whole: bool = True  # False: Ctrl-C ended it early
-
-
 def run(args: argparse.Namespace) -> None:
     options = read_options(args)
-    slo = Slo.parse(options.slo) if options.slo else None
+    loaded = Run(slo=Slo.parse(options.slo) if options.slo else None)
     find_scenario(options.plan.scenario)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.recorded:
-        _run_recorded(options, slo, read_access(args))
+        _run_recorded(options, loaded, read_access(args))
         return
     # Started processes don't get the terminal's signals, so they are ended when it is closed.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
@@ -83,70 +72,60 @@ def run(args: argparse.Namespace) -> None:
     with _target(options, read_access(args)) as target:
         check_model(options.plan.scenario, target.model)
         print(_describe_model(target), flush=True)
-        notes = [EARLIER] if options.plan.seed and options.address else []
-        if not options.plan.seed:
-            options = replace(options, plan=options.plan.with_seed())
-            again = f"--seed {options.plan.seed} sends the same requests again"
-            print(f"seed {options.plan.seed} ({again})", flush=True)
-        loaded = _search(options, target, slo) if slo and options.shape == "search" else None
-        loaded = loaded or _load(options, target)
+        options = _with_seed(options, loaded)
+        if options.shape == "search":
+            _search(options, target, loaded)
+        else:
+            _load(options, target, loaded)
         verdict = None
         if options.verify and loaded.is_whole:
             try:
                 verdict = _verify(target, loaded.records)
             except KeyboardInterrupt:
-                loaded = loaded._replace(is_whole=False)
-    info = machine_info() | _model_info(target.model) | {"load": _describe_load(options)}
-    _finish(options, slo, loaded, info, verdict, notes)
+                loaded.is_whole = False
+    loaded.info = machine_info() | _model_info(target.model) | {"load": _describe_load(options)}
+    if not loaded.is_whole:
+        loaded.notes.append(INTERRUPTED)
+    _finish(options, loaded, verdict)
     if not loaded.is_whole:
         raise StoppedError("stopped by Ctrl-C; the report has the requests that had ended by then")
 
 
-def _run_recorded(options: LoadtestOptions, slo: Slo | None, access: Access) -> None:
+def _with_seed(options: LoadtestOptions, loaded: Run) -> LoadtestOptions:
+    if options.plan.seed:
+        loaded.notes += [EARLIER] if options.address else []
+        return options
+    plan = options.plan.with_seed()
+    print(f"seed {plan.seed} (--seed {plan.seed} sends the same requests again)", flush=True)
+    return replace(options, plan=plan)
+
+
+def _run_recorded(options: LoadtestOptions, loaded: Run, access: Access) -> None:
     assert options.recorded
-    records = read_records(options.recorded)
-    verdict, info = None, machine_info() | {"recorded": str(options.recorded)}
+    loaded.records = read_records(options.recorded)
+    loaded.info = machine_info() | {"recorded": str(options.recorded)}
+    verdict = None
     if options.verify:
         with _target(options, access) as target:
-            info |= _model_info(target.model)
-            verdict = _verify(target, records)
-    _finish(options, slo, LoadResult(records, [], [], []), info, verdict)
+            loaded.info |= _model_info(target.model)
+            verdict = _verify(target, loaded.records)
+    _finish(options, loaded, verdict)
 
 
-def _finish(
-    options: LoadtestOptions,
-    slo: Slo | None,
-    loaded: LoadResult,
-    info: dict[str, str],
-    verdict: Verdict | None,
-    notes: Sequence[str] = (),
-) -> None:
+def _finish(options: LoadtestOptions, loaded: Run, verdict: Verdict | None) -> None:
     if not loaded.records:
         raise LoadtestError(
             f"no request ended, so there is nothing to report; {options.out} has the logs"
         )
-    info["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    verified = str(verdict) if verdict else ""
-    run_ = Run(
-        records=loaded.records,
-        info=info,
-        samples=loaded.samples,
-        process=loaded.process,
-        slo=slo,
-        trials=loaded.trials,
-        verified=verified,
-        notes=[*notes],
-    )
-    if not loaded.is_whole:
-        run_.notes.append(INTERRUPTED)
-    summary = write_report(options.out, run_)
-    for line in lines(summary):
-        print(line)
-    if loaded.trials:
-        print(search_result(loaded.trials))
+    loaded.info["written"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    loaded.verified = str(verdict) if verdict else ""
+    summary = write_report(options.out, loaded)
+    for text in sentences(loaded, summary):
+        print(text)
+    for name, *cells in table(summary):
+        print(f"{name:<24}" + "".join(f"{cell:>11}" for cell in cells))
     print(f"report: {options.out / PAGE}", flush=True)
     if verdict:
-        print(verdict, flush=True)
         verdict.check()
 
 
@@ -158,15 +137,15 @@ def _target(options: LoadtestOptions, access: Access) -> Iterator[Target]:
         for each in servers:
             wait_until_healthy(each, access=access)
         model = _get_model(servers[0], access)
-        yield Target(servers[0], address, options.metrics_url, model, access)
+        yield Target(servers[0], address, options.metrics, model, access)
         return
     if address:
         wait_until_healthy(address, access=access)
         scheme = "https" if access.uses_tls else "http"
-        url = options.metrics_url or derive_url(address, scheme)
+        url = options.metrics or derive_url(address, scheme)
         load_address = address
         if options.protocol == "http":
-            load_address = options.http_address or offset_port(address, HTTP_OFFSET)
+            load_address = options.http or offset_port(address, HTTP_OFFSET)
         yield Target(address, load_address, url, _get_model(address, access), access)
         return
     log = options.out / "server.log"
@@ -195,22 +174,22 @@ def _get_model(address: str, access: Access) -> pb.Model:
             ) from error
 
 
-def _load(options: LoadtestOptions, target: Target) -> LoadResult:
-    records = options.out / "requests.csv"
-    log = options.out / "locust.log"
-    log.unlink(missing_ok=True)
+def _load(options: LoadtestOptions, target: Target, loaded: Run) -> list[RequestRecord]:
+    """Adds the records and samples of one load; returns its records."""
+    log, records = options.out / "locust.log", options.out / "requests.csv"
+    for older in (log, records):
+        older.unlink(missing_ok=True)
     load = Load(
         plan=options.plan,
         protocol=options.protocol,
         address=target.load_address,
         records=records,
         log=log,
-        num_users=options.users or max(1, options.num_workers),
-        num_workers=options.num_workers,
+        num_users=options.users or max(1, options.workers),
+        num_workers=options.workers,
         access_options=options.access_options,
         info=ModelInfo.of(target.model),
     )
-    records.unlink(missing_ok=True)  # an older run's
     line = ProgressLine()
     with (
         watch_server(target.metrics_url, target.access) as watcher,
@@ -219,12 +198,15 @@ def _load(options: LoadtestOptions, target: Target) -> LoadResult:
         is_whole = run_locust(load, lambda progress: line.show(describe_progress(progress)))
     line.end()
     found = read_records(records) if is_whole or records.exists() else []
-    if is_whole and not options.num_workers:  # workers' parts end at different numbers
+    if is_whole and not options.workers:  # workers' parts end at different numbers
         check_all_recorded(found, log)
     # Before the load the server only waits for Locust to start.
     start_s = min((record.intended_at_s for record in found), default=0.0)
-    busy = [sample for sample in process.samples if sample.at_s >= start_s]
-    return LoadResult(found, watcher.samples, busy, [], is_whole)
+    loaded.records += found
+    loaded.samples += watcher.samples
+    loaded.process += [sample for sample in process.samples if sample.at_s >= start_s]
+    loaded.is_whole = is_whole
+    return found
 
 
 def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
@@ -237,25 +219,20 @@ def check_all_recorded(records: list[RequestRecord], log: Path) -> None:
         )
 
 
-def _search(options: LoadtestOptions, target: Target, slo: Slo) -> LoadResult:
+def _search(options: LoadtestOptions, target: Target, loaded: Run) -> None:
     """Each step has requests of its own: the prefix cache must not have them from the last step."""
-    everything = LoadResult([], [], [], [])
-    plan = options.plan
-    while (rate := next_rate(everything.trials, plan.rate)) is not None:
-        step = replace(plan, rate=rate, seed=plan.seed + len(everything.trials))
-        loaded = _load(replace(options, plan=step, shape="constant"), target)
-        everything.records.extend(loaded.records)
-        everything.samples.extend(loaded.samples)
-        everything.process.extend(loaded.process)
+    plan, slo, trials = options.plan, loaded.slo, loaded.trials
+    assert slo is not None
+    while (rate := next_rate(trials, plan.rate)) is not None:
+        step = replace(plan, rate=rate, seed=plan.seed + len(trials))
+        records = _load(replace(options, plan=step, shape="constant"), target, loaded)
         if not loaded.is_whole:
-            return everything._replace(is_whole=False)
-        well = sum(map(slo.is_met, loaded.records))
-        num_requests, goodput = len(loaded.records), well / plan.duration_s
-        trial = RateTrial(rate, slo.share(loaded.records), goodput, num_requests)
+            return
+        goodput = sum(map(slo.is_met, records)) / plan.duration_s
+        trial = RateTrial(rate, slo.share(records), goodput, len(records))
         verb = "is" if trial.is_carried else "isn't"
         print(f"{rate:g} requests/s {verb} carried: {trial.share:.1%} served well", flush=True)
-        everything.trials.append(trial)
-    return everything
+        trials.append(trial)
 
 
 def _verify(target: Target, records: list[RequestRecord]) -> Verdict:

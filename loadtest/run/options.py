@@ -5,7 +5,7 @@ Knows: argparse, which options go together. Imports nothing heavy: `--help` must
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,9 +89,9 @@ class LoadtestOptions:
     address: str | None
     bundle: Path | None
     serve_options: tuple[str, ...]
-    metrics_url: str | None
+    metrics: str | None  # their URL
     protocol: ProtocolName
-    http_address: str | None
+    http: str | None  # its address
     access_options: tuple[str, ...]  # for Locust's processes: names of files, never a key
     users: int  # 0: open loop
     shape: str
@@ -99,13 +99,13 @@ class LoadtestOptions:
     slo: str | None
     verify: bool
     recorded: Path | None
-    num_workers: int
+    workers: int
     out: Path
 
     def __post_init__(self) -> None:
         plan = self.plan
         counts = {"users": self.users, "rate": plan.rate, "requests": plan.max_requests}
-        counts |= {"max-new-tokens": plan.max_new_tokens, "workers": self.num_workers}
+        counts |= {"max-new-tokens": plan.max_new_tokens, "workers": self.workers}
         for name, value in counts.items():
             if value < 0:
                 raise OptionError(f"--{name} is below 0; it counts something")
@@ -136,30 +136,22 @@ def read_options(args: argparse.Namespace) -> LoadtestOptions:
     if args.seed is not None and args.seed < 1:
         raise OptionError(f"--seed is {args.seed}; seeds begin at 1")
     duration_s = _duration_s(args)
+    plan = Plan(
+        scenario=args.scenario,
+        seed=args.seed or 0,
+        max_requests=args.requests,
+        duration_s=duration_s,
+        rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
+        ramp_s=duration_s if args.shape == "ramp" else 0.0,
+        max_new_tokens=args.max_new_tokens,
+    )
+    names = [each.name for each in fields(LoadtestOptions)]
+    given = {name: value for name, value in vars(args).items() if name in names}
+    given["users"] = 0 if is_open else args.users or DEFAULT_USERS
+    serve_options = (*precision, *shlex.split(args.serve))
+    access_options = _access_options(args)
     return LoadtestOptions(
-        address=args.address,
-        bundle=args.bundle,
-        serve_options=(*precision, *shlex.split(args.serve)),
-        metrics_url=args.metrics,
-        protocol=args.protocol,
-        http_address=args.http,
-        access_options=_access_options(args),
-        users=0 if is_open else args.users or DEFAULT_USERS,
-        shape=args.shape,
-        plan=Plan(
-            scenario=args.scenario,
-            seed=args.seed or 0,
-            max_requests=args.requests,
-            duration_s=duration_s,
-            rate=(args.rate or DEFAULT_RATE) if is_open else 0.0,
-            ramp_s=duration_s if args.shape == "ramp" else 0.0,
-            max_new_tokens=args.max_new_tokens,
-        ),
-        slo=args.slo,
-        verify=args.verify,
-        recorded=args.recorded,
-        num_workers=args.workers,
-        out=args.out,
+        **given, plan=plan, serve_options=serve_options, access_options=access_options
     )
 
 

@@ -63,16 +63,3 @@ def in_order(weight: QuantizedWeight, rows_N: Tensor) -> QuantizedWeight:
     """The same matrix with its outputs in another order."""
     minimum_NG = None if weight.minimum_NG is None else weight.minimum_NG[rows_N]
     return QuantizedWeight(weight.kind, weight.q[rows_N], weight.scale_NG[rows_N], minimum_NG)
-
-
-def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """Stacks the outputs of several matrices over the same inputs; None if their kinds differ."""
-    if len({part.kind for part in parts}) != 1:
-        return None
-    minima = [part.minimum_NG for part in parts if part.minimum_NG is not None]
-    return QuantizedWeight(
-        kind=parts[0].kind,
-        q=torch.cat([part.q for part in parts]),
-        scale_NG=torch.cat([part.scale_NG for part in parts]),
-        minimum_NG=torch.cat(minima) if minima else None,
-    )

@@ -6,6 +6,7 @@ processes, sees exactly what an uninterrupted one sees.
 Knows: token ids, lengths, the seed. Does not know: text, devices, the network.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,23 +36,16 @@ class Batch:
 
     def micro_batch(self, index: int, num_micro_batches: int) -> "Batch":
         """Every num_micro_batches-th row, from row `index` on."""
-        rows = slice(index, None, num_micro_batches)
-        return Batch(
-            self.inputs_BT[rows],
-            self.targets_BT[rows],
-            None if self.source_BS is None else self.source_BS[rows],
-            None if self.source_mask_BS is None else self.source_mask_BS[rows],
-        )
+        return self._changed(lambda tensor: tensor[index::num_micro_batches])
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
-        return Batch(
-            self.inputs_BT.to(device),
-            self.targets_BT.to(device),
-            None if self.source_BS is None else self.source_BS.to(device),
-            None if self.source_mask_BS is None else self.source_mask_BS.to(device),
+        return self if device.type == "cpu" else self._changed(lambda tensor: tensor.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        source, mask = (
+            None if each is None else change(each) for each in (self.source_BS, self.source_mask_BS)
         )
+        return Batch(change(self.inputs_BT), change(self.targets_BT), source, mask)
 
 
 class Batches(Protocol):

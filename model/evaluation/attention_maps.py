@@ -31,6 +31,7 @@ from quill.model.evaluation.attention_picture import (
 )
 from quill.model.network.attention import (
     CrossKeyValue,
+    UncachedAttention,
     attention_weights,
     causal_mask,
     merge_heads,
@@ -218,21 +219,15 @@ def _without_future(weights_NTT: Tensor) -> WeightsArray:
     return weights_NTT.masked_fill(future_TT, math.nan).numpy()
 
 
-class RecordingAttention:
-    """`UncachedAttention` of one sequence by the textbook formula; keeps the weights."""
+class RecordingAttention(UncachedAttention):
+    """Of one sequence, by the textbook formula; keeps the weights."""
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryTables | None, cross: CrossKeyValue | None = None
     ) -> None:
-        self._config = config
-        self._rotary = rotary
-        self._cross = cross
+        super().__init__(config, rotary, cross)
         self.self_weights: list[Tensor] = []
         self.cross_weights: list[Tensor] = []
-
-    def begin(self, ids_BT: Tensor) -> Tensor:
-        assert ids_BT.shape[0] == 1, "one row at a time"
-        return torch.arange(ids_BT.shape[1])
 
     def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
         config, num_tokens = self._config, qkv_BTE.shape[1]

@@ -22,7 +22,7 @@ from quill.model.errors import ConfigError, CorpusError
 from quill.model.evaluation.translation import Evaluation, evaluate_translation, write_answers
 from quill.model.progress import track
 from quill.model.training.distributed import choose_device
-from quill.model.training.scoring import score_masked, score_text
+from quill.model.training.scoring import Score, score_masked, score_text
 
 NUM_EXAMPLES = 5
 
@@ -65,14 +65,7 @@ def _evaluate_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: 
     model = checkpoint.build().to(device)
     num_bytes = sum(len(text.encode()) for text in texts)
     score = score_text(model, ids, num_bytes, device, stride, track)
-    table = Table("tokens", "loss", "perplexity", "bits per byte")
-    table.add_row(
-        f"{score.num_tokens:,}",
-        f"{score.loss:.4f}",
-        f"{score.perplexity:.3f}",
-        f"{score.bits_per_byte:.4f}",
-    )
-    Console().print(table)
+    _show_score(score, "tokens", "bits per byte", f"{score.bits_per_byte:.4f}")
 
 
 def _evaluate_masked(
@@ -90,14 +83,12 @@ def _evaluate_masked(
         raise CorpusError("there is too little text to score: at least one token is needed")
     device, stride = choose_device(args.device), checkpoint.config.context - marks.num_around
     score = score_masked(checkpoint.build().to(device), ids, marks, device, stride, track)
-    assert score.accuracy is not None
-    table = Table("hidden tokens", "loss", "perplexity", "found")
-    table.add_row(
-        f"{score.num_tokens:,}",
-        f"{score.loss:.4f}",
-        f"{score.perplexity:.3f}",
-        f"{score.accuracy:.2%}",
-    )
+    _show_score(score, "hidden tokens", "found", f"{score.accuracy:.2%}")
+
+
+def _show_score(score: Score, counted: str, measure: str, result: str) -> None:
+    table = Table(counted, "loss", "perplexity", measure)
+    table.add_row(f"{score.num_tokens:,}", f"{score.loss:.4f}", f"{score.perplexity:.3f}", result)
     Console().print(table)
 
 

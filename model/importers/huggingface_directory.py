@@ -1,12 +1,13 @@
 """Reads a Hugging Face directory: config.json, safetensors, tokenizer.json.
 
-Knows: the names of tensors in the Llama family, in what came after it, and in GPT-2.
-Does not know: settings (model/importers/huggingface_config.py), files of weights
+Knows: which architectures there are, the names of tensors in the Llama family, all of GPT-2.
+Does not know: the Llama family's settings (model/importers/huggingface_llama.py), files of weights
 (model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py), Marian
 (model/importers/huggingface_marian.py), BERT (model/importers/huggingface_bert.py).
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,13 +16,21 @@ from torch import Tensor
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, UnsupportedError
-from quill.model.importers.huggingface_bert import HEAD_BIAS, bert_layout, takes_no_part
-from quill.model.importers.huggingface_config import read_architecture, read_config
+from quill.model.importers.huggingface_bert import (
+    HEAD_BIAS,
+    bert_layout,
+    read_bert_config,
+    read_masked_bert_config,
+    takes_no_part,
+)
+from quill.model.importers.huggingface_config import layer_norm_config, read_activation, refuse
+from quill.model.importers.huggingface_llama import LLAMA_FAMILY
 from quill.model.importers.huggingface_marian import (
     BANNED,
     banned_tokens,
     in_our_order,
     marian_layout,
+    read_marian_config,
 )
 from quill.model.importers.huggingface_sentence import read_sentence
 from quill.model.importers.huggingface_text import read_json, read_text
@@ -32,6 +41,8 @@ from quill.model.importers.tensor_layout import (
     Part,
     Track,
     check_source,
+    layer_norm,
+    linear,
     llama_layout,
     untracked,
 )
@@ -104,6 +115,28 @@ def read_settings(directory: Path) -> TypedValues:
     return TypedValues(values, str(directory / "config.json"))
 
 
+def read_config(settings: TypedValues) -> ModelConfig:
+    architecture = _architecture(settings)
+    if settings.get("quantization_config") is not None:
+        raise UnsupportedError(
+            "the model's weights are quantized (its config.json has a quantization_config); Quill "
+            "reads plain ones, in float32, float16 or bfloat16. Use the model that it was made from"
+        )
+    return ARCHITECTURES[architecture](settings)
+
+
+def _architecture(settings: TypedValues) -> str:
+    listed = settings.get("architectures")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    known = [name for name in names if name in ARCHITECTURES]
+    if len(names) != 1 or not known:
+        raise UnsupportedError(
+            f"the model's architecture is {', '.join(names) or 'not named in its config.json'}; "
+            f"Quill reads {', '.join(ARCHITECTURES)}"
+        )
+    return known[0]
+
+
 def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
     """The whole checkpoint. Without a tokenizer.json it takes token ids only."""
     settings, sentence = read_settings(directory), read_sentence(directory)
@@ -113,7 +146,7 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
     text = read_text(directory, settings, config.vocab_size, masked=config.masked_head)
     embeds = config.family == "encoder" or sentence.pooling is not None
     with open_weights(directory) as files:
-        layout = _layout(config, files, read_architecture(settings))
+        layout = _layout(config, files, _architecture(settings))
         weights = _read_weights(files, config, layout, directory, track)
     return Checkpoint(
         config=config,
@@ -201,34 +234,61 @@ def _layout(config: ModelConfig, files: WeightFiles, architecture: str) -> Layou
     return _gpt2_layout(config, prefix)
 
 
+def _gpt2_config(settings: TypedValues) -> ModelConfig:
+    refuse(
+        settings,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
+    d_model = settings.integer("n_embd")
+    return layer_norm_config(
+        d_model,
+        settings.integer("n_head"),
+        family="causal",
+        vocab_size=settings.integer("vocab_size"),
+        context=settings.integer("n_positions"),
+        num_layers=settings.integer("n_layer"),
+        d_ff=settings.integer("n_inner", 4 * d_model),
+        positions="learned",
+        activation=read_activation(settings, "activation_function", "gelu_new"),
+        tied_embeddings=settings.flag("tie_word_embeddings", True),
+        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+    )
+
+
 def _gpt2_layout(config: ModelConfig, prefix: str) -> Layout:
-    d_model = config.d_model
+    d_model, d_ff = config.d_model, config.d_ff
     vocabulary = (config.vocab_size, d_model)
     layout = {
         "embedding.weight": [Part(f"{prefix}wte.weight", vocabulary)],
         "position_embedding.weight": [Part(f"{prefix}wpe.weight", (config.context, d_model))],
-        **_gpt2_norm("decoder_norm", f"{prefix}ln_f", d_model),
+        **layer_norm("decoder_norm", f"{prefix}ln_f", d_model),
     }
     for index in range(config.num_layers):
         ours, theirs = f"decoder.{index}", f"{prefix}h.{index}"
-        layout |= _gpt2_norm(f"{ours}.attention_residual.norm", f"{theirs}.ln_1", d_model)
-        layout |= _gpt2_norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.ln_2", d_model)
-        for name, source, num_inputs, num_outputs in (
-            ("attention.qkv", "attn.c_attn", d_model, 3 * d_model),
-            ("attention.out", "attn.c_proj", d_model, d_model),
-            ("feed_forward.up", "mlp.c_fc", d_model, config.d_ff),
-            ("feed_forward.down", "mlp.c_proj", config.d_ff, d_model),
+        layout |= layer_norm(f"{ours}.attention_residual.norm", f"{theirs}.ln_1", d_model)
+        layout |= layer_norm(f"{ours}.feed_forward_residual.norm", f"{theirs}.ln_2", d_model)
+        for name, source, shape in (
+            ("attention.qkv", "attn.c_attn", (3 * d_model, d_model)),
+            ("attention.out", "attn.c_proj", (d_model, d_model)),
+            ("feed_forward.up", "mlp.c_fc", (d_ff, d_model)),
+            ("feed_forward.down", "mlp.c_proj", (d_model, d_ff)),
         ):
-            matrix = Part(f"{theirs}.{source}.weight", (num_inputs, num_outputs), transposed=True)
-            layout[f"{ours}.{name}.weight"] = [matrix]
-            layout[f"{ours}.{name}.bias"] = [Part(f"{theirs}.{source}.bias", (num_outputs,))]
+            layout |= linear(f"{ours}.{name}", [f"{theirs}.{source}"], shape, transposed=True)
     if not config.tied_embeddings:
         layout["projection.weight"] = [Part("lm_head.weight", vocabulary)]
     return layout
 
 
-def _gpt2_norm(ours: str, theirs: str, d_model: int) -> Layout:
-    return {f"{ours}.{kind}": [Part(f"{theirs}.{kind}", (d_model,))] for kind in ("weight", "bias")}
+ARCHITECTURES: dict[str, Callable[[TypedValues], ModelConfig]] = {
+    **LLAMA_FAMILY,
+    "GPT2LMHeadModel": _gpt2_config,
+    "MarianMTModel": read_marian_config,
+    "BertModel": read_bert_config,
+    "BertForMaskedLM": read_masked_bert_config,
+    "BertForPreTraining": read_masked_bert_config,
+}
 
 
 def _provenance(directory: Path) -> dict[str, str]:

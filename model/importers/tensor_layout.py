@@ -33,6 +33,26 @@ class Part(NamedTuple):
 Layout = dict[str, list[Part]]  # parts are stacked along the outputs
 
 
+def linear(
+    ours: str, theirs: Sequence[str], shape: tuple[int, int], transposed: bool = False
+) -> Layout:
+    """A matrix of (outputs, inputs), or of several stacked ones of that shape, and the biases."""
+    matrix = shape[::-1] if transposed else shape
+    return {
+        f"{ours}.weight": [Part(f"{each}.weight", matrix, transposed) for each in theirs],
+        f"{ours}.bias": [Part(f"{each}.bias", shape[:1]) for each in theirs],
+    }
+
+
+def layer_norm(
+    ours: str, theirs: str, size: int, names: tuple[str, str] = ("weight", "bias")
+) -> Layout:
+    return {
+        f"{ours}.{kind}": [Part(f"{theirs}.{name}", (size,))]
+        for kind, name in zip(("weight", "bias"), names, strict=True)
+    }
+
+
 class LlamaNames(NamedTuple):
     """How a source names the tensors of the Llama shape. `layer` has a place for the number."""
 

@@ -21,7 +21,7 @@ from quill.model.data.dataset import Track as EncodeTrack
 from quill.model.data.masking import MaskedBatches, MaskingTokens, framed, mask_tokens
 from quill.model.data.source import DataSource
 from quill.model.data.splits import PairCorpus, TextCorpus
-from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, Tokenizer
+from quill.model.data.tokenizer import CAUSAL_SPECIAL_TOKENS, ENCODER_SPECIAL_TOKENS, Tokenizer
 from quill.model.errors import ConfigError
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
@@ -210,14 +210,11 @@ def load_task(
     track: EncodeTrack = iter,
 ) -> Task:
     """Reads the corpus, trains a tokenizer unless one is given, encodes everything."""
-    if config.family == "causal":
-        text = source.load_text()
-        tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size)
-        return TextTask(text, tokenizer, config.context, track)
-    if config.family == "encoder":
-        text = source.load_text()
-        tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size, ENCODER_SPECIAL_TOKENS)
-        return MaskedTask(text, tokenizer, config.context, track)
+    if config.family != "seq2seq":
+        text, is_causal = source.load_text(), config.family == "causal"
+        special = CAUSAL_SPECIAL_TOKENS if is_causal else ENCODER_SPECIAL_TOKENS
+        tokenizer = tokenizer or fit_text_tokenizer(text, config.vocab_size, special)
+        return (TextTask if is_causal else MaskedTask)(text, tokenizer, config.context, track)
     pairs = source.load_pairs()
     tokenizer = tokenizer or fit_pair_tokenizer(pairs, config.vocab_size)
     return PairTask(pairs, tokenizer, config.context, track)

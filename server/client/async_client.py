@@ -114,11 +114,13 @@ class AsyncClient:
         With `resume`, a stream that breaks is requested again with the same seed, here or from
         another server, and continues after the tokens that were received.
         """
-        return self._stream(with_seed(make_request(prompt, options)), timeout_s, resume)
+        return self.stream_request(make_request(prompt, options), timeout_s, resume)
 
-    async def _stream(
-        self, request: pb.GenerateRequest, timeout_s: float | None, resume: bool
+    async def stream_request(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None, resume: bool = False
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """Sets the request's seed if it has none."""
+        with_seed(request)
         attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:

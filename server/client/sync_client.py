@@ -115,11 +115,13 @@ class Client:
         With `resume`, a stream that breaks is requested again with the same seed, here or from
         another server, and continues after the tokens that were received.
         """
-        return self._stream(with_seed(make_request(prompt, options)), timeout_s, resume)
+        return self.stream_request(make_request(prompt, options), timeout_s, resume)
 
-    def _stream(
-        self, request: pb.GenerateRequest, timeout_s: float | None, resume: bool
+    def stream_request(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None, resume: bool = False
     ) -> Generator[pb.GenerateChunk, None, None]:
+        """Sets the request's seed if it has none."""
+        with_seed(request)
         attempts, received = Attempts(self._retries, timeout_s), ResumeFilter()
         failed: set[str] = set()
         while True:

@@ -1,12 +1,15 @@
 """Tiny networks with random weights, and how a test exports one."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx
 import torch
 from torch import nn
 
-from quill.export.bundle.manifest import Manifest
+from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
@@ -75,3 +78,21 @@ def export(
 ) -> Exported:
     options = ExportOptions(precisions=precisions, text=text)
     return Exported(out, checkpoint, write_bundle(out, checkpoint, options))
+
+
+def changed(
+    exported: Exported,
+    directory: Path,
+    change: Callable[[onnx.ModelProto], None],
+    role: str = "decoder",
+    precision: str = "fp32",
+) -> Graphs:
+    """The graphs in a copy of the bundle, with something changed about one of them."""
+    graphs = exported.manifest.graphs_in(precision)
+    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
+    name = graphs.decoder if role == "decoder" else graphs.encoder
+    assert name is not None
+    model = onnx.load(directory / name)
+    change(model)
+    onnx.save(model, directory / name)
+    return graphs

@@ -9,23 +9,18 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
 
-import grpc
 import numpy as np
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from quill.loadtest.bench.backends.quill_server import QuillServer, main
-from quill.loadtest.errors import BackendError
+from quill.loadtest.bench.backends.quill_streams import Answer, Client, cancel, gaps, run_client
 from quill.loadtest.workload.constraints import SCHEMAS, adversarial_constraints, wanted_schema
 from quill.protos import generation_pb2 as pb
-from quill.protos import generation_pb2_grpc as pb_grpc
 
-MAX_WAIT_S = 300.0
 NUM_PROBLEMS = 3  # that are shown
 TEMPERATURES = (0.0, 0.7, 1.0)  # by seed, in turns
 NUM_WATCHED = 192  # tokens of each stream whose gaps are measured
@@ -41,8 +36,6 @@ STORY = {
     "required": ["title", "story"],
     "additionalProperties": False,
 }
-_POLL_S = 0.01
-_Result = TypeVar("_Result")
 
 
 class Validity:
@@ -63,68 +56,25 @@ class Validity:
         return "" if first is None else str(first.message)
 
 
-@dataclass
-class Answer:
-    """One answer, as it comes. Times are the clock's."""
+async def send_all(
+    client: Client, requests: Sequence[pb.GenerateRequest], num_users: int
+) -> list[Answer]:
+    """Each user sends the next request when it has its answer."""
+    answers = [Answer() for _ in requests]
+    waiting = iter(zip(requests, answers, strict=True))
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    times_s: list[float] = field(default_factory=list)  # of each chunk
-    finish: int = pb.FINISH_REASON_UNSPECIFIED
-    status: str = "OK"
-    message: str = ""
+    async def user(mine: Iterable[tuple[pb.GenerateRequest, Answer]]) -> None:
+        for request, answer in mine:
+            await client.send(request, answer)
 
-    @property
-    def key(self) -> tuple[list[int], int, str]:
-        """What must be the same alone and batched."""
-        return self.token_ids, self.finish, self.status
-
-    def gaps(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
-        """Between two chunks, of the gaps that end in this interval."""
-        return [b - a for a, b in pairwise(self.times_s) if begin_s <= b <= end_s]
+    await asyncio.gather(*(user(waiting) for _ in range(num_users)))
+    return answers
 
 
-class Client:
-    """Sends requests over one connection."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = pb_grpc.TextGenerationStub(channel)
-
-    async def send(self, request: pb.GenerateRequest, answer: Answer | None = None) -> Answer:
-        """`answer` is filled while chunks come."""
-        answer = answer or Answer()
-        try:
-            async for chunk in self._stub.GenerateStream(request, timeout=MAX_WAIT_S):
-                answer.times_s.append(time.perf_counter())
-                answer.token_ids += chunk.token_ids
-                answer.text += chunk.text
-                answer.finish = chunk.finish_reason or answer.finish
-        except grpc.aio.AioRpcError as error:
-            answer.status, answer.message = error.code().name, error.details() or ""
-        return answer
-
-    async def send_all(
-        self, requests: Sequence[pb.GenerateRequest], num_users: int
-    ) -> list[Answer]:
-        """Each user sends the next request when it has its answer."""
-        answers = [Answer() for _ in requests]
-        waiting = iter(zip(requests, answers, strict=True))
-
-        async def user(mine: Iterable[tuple[pb.GenerateRequest, Answer]]) -> None:
-            for request, answer in mine:
-                await self.send(request, answer)
-
-        await asyncio.gather(*(user(waiting) for _ in range(num_users)))
-        return answers
-
-    async def send_checked(
-        self, requests: Sequence[pb.GenerateRequest], num_users: int
-    ) -> list[Answer]:
-        answers = await self.send_all(requests, num_users)
-        for answer in answers:
-            if answer.status != "OK":
-                raise BackendError(f"an answer failed with {answer.status}: {answer.message}")
-        return answers
+async def send_checked(
+    client: Client, requests: Sequence[pb.GenerateRequest], num_users: int
+) -> list[Answer]:
+    return [answer.check() for answer in await send_all(client, requests, num_users)]
 
 
 def schema_request(name: str, seed: int, max_new_tokens: int) -> pb.GenerateRequest:
@@ -190,10 +140,10 @@ class QuillStructured(QuillServer):
         places = range(0, len(keys), stride)[:num_alone]  # some of every schema
 
         async def measure(client: Client) -> tuple[list[Answer], list[Answer]]:
-            batched = await client.send_all(requests, num_users)
+            batched = await send_all(client, requests, num_users)
             return batched, [await client.send(requests[place]) for place in places]
 
-        batched, alone = self._run(measure)
+        batched, alone = run_client(self.address, measure)
         pairs = zip(places, alone, strict=True)
         different = [keys[place] for place, answer in pairs if answer.key != batched[place].key]
         found = validate([name for name, _ in keys], batched)
@@ -223,21 +173,14 @@ class QuillStructured(QuillServer):
             gaps = [await _watched_gap(client, num_users // 2, each) for each in pairs["schemas"]]
             return found | {"gap": gaps}
 
-        return self._run(measure)
+        return run_client(self.address, measure)
 
     def adversarial(self, num_streams: int = NUM_STREAMS) -> dict[str, Any]:
         """Adversarial constraints beside streams: how long each takes, and the streams' gaps.
 
         Gaps are in steps, which are medians of gaps before the first of them.
         """
-        return self._run(lambda client: AdversarialLoad(client, num_streams).run())
-
-    def _run(self, measure: Callable[[Client], Awaitable[_Result]]) -> _Result:
-        async def connected() -> _Result:
-            async with grpc.aio.insecure_channel(self.address) as channel:
-                return await measure(Client(channel))
-
-        return asyncio.run(connected())
+        return run_client(self.address, lambda client: AdversarialLoad(client, num_streams).run())
 
 
 async def _as_long(
@@ -245,14 +188,14 @@ async def _as_long(
 ) -> list[pb.GenerateRequest]:
     """Unconstrained requests, each as long as the constrained answer: a batch that shrinks early
     is slower."""
-    answers = await client.send_checked(requests, len(requests))
+    answers = await send_checked(client, requests, len(requests))
     pairs = zip(requests, answers, strict=True)
     return [unconstrained(request, len(answer.token_ids)) for request, answer in pairs]
 
 
 async def _rate(client: Client, requests: Sequence[pb.GenerateRequest], num_users: int) -> float:
     begin_s = time.perf_counter()
-    answers = await client.send_checked(requests, num_users)
+    answers = await send_checked(client, requests, num_users)
     seconds = time.perf_counter() - begin_s
     return sum(len(answer.token_ids) for answer in answers) / seconds
 
@@ -264,14 +207,13 @@ async def _watched_gap(
 
     async def repeat() -> None:
         while True:
-            await client.send_checked(others, num_each)
+            await send_checked(client, others, num_each)
 
     watched = [unconstrained(story_request(seed), NUM_WATCHED) for seed in range(num_each)]
     beside = asyncio.create_task(repeat())
-    answers = await client.send_checked(watched, num_each)
-    beside.cancel()
-    await asyncio.gather(beside, return_exceptions=True)
-    return float(np.percentile([gap for answer in answers for gap in answer.gaps()], 95))
+    answers = await send_checked(client, watched, num_each)
+    await cancel([beside])
+    return float(np.percentile([gap for answer in answers for gap in gaps(answer.times_s)], 95))
 
 
 class AdversarialLoad:
@@ -292,9 +234,7 @@ class AdversarialLoad:
                 during = await self._gaps_during(self._send(name, constraint))
                 self._found["extra_steps"][name] = (max(during) - max(before)) / step_s
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
         return self._found | {"step_s": step_s}
 
     async def _send(self, name: str, constraint: pb.Constraint) -> None:
@@ -321,9 +261,7 @@ class AdversarialLoad:
         )
         while True:
             self._answers.append(Answer())
-            answer = await self._client.send(request, self._answers[-1])
-            if answer.status != "OK":
-                raise BackendError(f"a stream failed with {answer.status}: {answer.message}")
+            (await self._client.send(request, self._answers[-1])).check()
 
     async def _chunks(self, num_each: int) -> None:
         """Until all streams together have received so many more for each."""
@@ -332,15 +270,13 @@ class AdversarialLoad:
             return sum(len(answer.times_s) for answer in self._answers)
 
         wanted = num_chunks() + num_each * self._num_streams
-        async with asyncio.timeout(MAX_WAIT_S):
-            while num_chunks() < wanted:
-                await asyncio.sleep(_POLL_S)
+        await self._client.until(lambda: num_chunks() >= wanted)
 
     async def _gaps_during(self, wait: Awaitable[None]) -> list[float]:
         begin_s = time.perf_counter()
         await wait
         end_s = time.perf_counter()
-        return [gap for answer in self._answers for gap in answer.gaps(begin_s, end_s)]
+        return [gap for answer in self._answers for gap in gaps(answer.times_s, begin_s, end_s)]
 
 
 if __name__ == "__main__":

@@ -49,31 +49,12 @@ def test_export_without_verification_says_so(
     assert read_manifest(tmp_path / "b").graphs[0].verification is None
 
 
-def test_a_missing_checkpoint_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["export", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b")])
-    assert code == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("quill: there is no checkpoint at")
-    assert printed.count("\n") == 1
-
-
-def test_an_unknown_precision_is_refused_with_those_there_are(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["export", str(checkpoint), "--out", str(tmp_path / "b"), "--precision", "fp8"]
-    assert main(arguments) == 1
-    assert (
-        "unknown precision 'fp8'; there are fp32, quill4, quill8, fp16, all"
-        in capsys.readouterr().err
-    )
-
-
 def test_precisions_come_in_a_fixed_order_and_once() -> None:
     assert parse_precisions("quill4, fp32,quill4") == ("fp32", "quill4")
-    with pytest.raises(ExportError, match="unknown precision ''"):
-        parse_precisions("fp32,")
+    for wanted, name in (("fp32,", ""), ("fp8", "fp8")):
+        known = "there are fp32, quill4, quill8, fp16, all"
+        with pytest.raises(ExportError, match=f"unknown precision '{name}'; {known}"):
+            parse_precisions(wanted)
 
 
 class Machine:

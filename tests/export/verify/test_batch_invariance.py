@@ -1,7 +1,5 @@
 """Whether a row's logits depend on its company, measured on real graphs and on a crooked one."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +13,10 @@ from quill.export.verify import batch_invariance
 from quill.export.verify.batch_invariance import NUM_SLOTS, measure_invariance
 from quill.export.verify.held_out import Passage
 from quill.export.verify.runner import Runner
-from tests.export.tiny import Exported
+from tests.export.tiny import Exported, changed
 from tests.operators import SERVED
 
 pytestmark = pytest.mark.portable
-
-Change = Callable[[onnx.ModelProto], None]
 
 
 def passages(exported: Exported) -> list[Passage]:
@@ -69,20 +65,10 @@ def test_a_graph_whose_rows_lean_on_each_other_is_found_out(
     family: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     exported: Exported = request.getfixturevalue(family)
-    runner = changed(exported, tmp_path, lean_on_the_neighbours)
+    graphs = changed(exported, tmp_path, lean_on_the_neighbours)
+    runner = runner_for(exported, tmp_path, graphs)
     found = measure_invariance(runner, passages(exported))
     assert not found.holds
-
-
-def changed(exported: Exported, directory: Path, change: Change) -> Runner:
-    """A runner for the fp32 graphs with something about the decoder changed."""
-    graphs = exported.manifest.graphs_in("fp32")
-    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
-    assert graphs.decoder is not None
-    model = onnx.load(directory / graphs.decoder)
-    change(model)
-    onnx.save(model, directory / graphs.decoder)
-    return runner_for(exported, directory, graphs)
 
 
 def lean_on_the_length_of_the_step(model: onnx.ModelProto) -> None:
@@ -119,7 +105,8 @@ def test_a_cut_that_changes_something_is_found_out(
     """By the cuts alone: the crowds aren't asked."""
     exported: Exported = request.getfixturevalue(family)
     monkeypatch.setattr(batch_invariance, "_batches_agree", decode_alike)
-    runner = changed(exported, tmp_path, lean_on_the_length_of_the_step)
+    graphs = changed(exported, tmp_path, lean_on_the_length_of_the_step)
+    runner = runner_for(exported, tmp_path, graphs)
     assert not measure_invariance(runner, passages(exported)).holds
 
 

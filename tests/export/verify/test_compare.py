@@ -1,7 +1,6 @@
 """Verification: graphs that compute something else are caught, whatever is wrong with them."""
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quill.export.verify.compare import Comparison, check_comparisons, compare, 
 from quill.export.verify.held_out import HeldOut, Passage
 from quill.export.verify.pytorch_reference import PyTorchReference, ReferenceOutput
 from quill.export.verify.runner import Runner
-from tests.export.tiny import Exported
+from tests.export.tiny import Exported, changed
 
 pytestmark = pytest.mark.portable
 
@@ -149,16 +148,10 @@ DAMAGES: list[Damage] = [
 ]
 
 
-def damaged(exported: Exported, directory: Path, damage: Damage, role: str = "decoder") -> Runner:
-    """A copy of the fp32 graphs with something wrong in one of them."""
-    graphs = exported.manifest.graphs_in("fp32")
-    shutil.copytree(exported.directory, directory, dirs_exist_ok=True)
-    name = graphs.decoder if role == "decoder" else graphs.encoder
-    assert name is not None
-    model = onnx.load(directory / name)
-    damage(model)
-    onnx.save(model, directory / name)
-    return runner_for(exported, directory, graphs)
+def damaged(
+    exported: Exported, directory: Path, damage: Damage, role: str = "decoder", **more: str
+) -> Runner:
+    return runner_for(exported, directory, changed(exported, directory, damage, role, **more))
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -198,14 +191,9 @@ def exchange_two_layers(model: onnx.ModelProto) -> None:
 def test_a_damaged_integer_graph_is_caught(
     llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
 ) -> None:
-    shutil.copytree(llama.directory, tmp_path, dirs_exist_ok=True)
-    graphs = llama.manifest.graphs_in("quill4")
-    assert graphs.decoder is not None
-    model = onnx.load(tmp_path / graphs.decoder)
-    exchange_two_layers(model)
-    onnx.save(model, tmp_path / graphs.decoder)
+    runner = damaged(llama, tmp_path, exchange_two_layers, precision="quill4")
     with pytest.raises(VerificationError, match="the quill4 graph"):
-        check_comparisons(compare(runner_for(llama, tmp_path, graphs), llama_answers), "quill4")
+        check_comparisons(compare(runner, llama_answers), "quill4")
 
 
 def test_a_difference_is_measured_in_spreads_of_its_position() -> None:

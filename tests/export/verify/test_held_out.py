@@ -5,12 +5,13 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quill.export.errors import ExportError
 from quill.export.verify.held_out import NUM_PASSAGES, held_out
-from quill.model.checkpoint.checkpoint import load_checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from quill.model.data.source import DataSource
 from quill.model.data.splits import Pair, PairCorpus
 from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
@@ -44,18 +45,6 @@ def test_a_passage_begins_with_bos_if_the_models_texts_do(text: Path) -> None:
     assert {len(passage.ids) for passage in found.passages} == {LLAMA.context}
 
 
-def test_a_text_shorter_than_a_passage_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("Too short.", encoding="utf-8")
-    with pytest.raises(ExportError, match="fewer than 96 tokens"):
-        held_out(quantized_at_source(make_checkpoint(LLAMA)), path)
-
-
-def test_a_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="can't read the text"):
-        held_out(quantized_at_source(make_checkpoint(LLAMA)), tmp_path / "nowhere.txt")
-
-
 def test_a_model_without_a_tokenizer_writes_its_own_text() -> None:
     checkpoint = make_checkpoint(LLAMA)
     found = held_out(checkpoint, None)
@@ -64,9 +53,20 @@ def test_a_model_without_a_tokenizer_writes_its_own_text() -> None:
     assert len({passage.ids for passage in found.passages}) == NUM_PASSAGES
 
 
-def test_a_text_for_a_model_without_a_tokenizer_is_refused(text: Path) -> None:
-    with pytest.raises(ExportError, match="needs a tokenizer"):
-        held_out(make_checkpoint(LLAMA), text)
+def test_a_text_that_cannot_be_used_is_refused_in_words(text: Path, tmp_path: Path) -> None:
+    short, pairs = tmp_path / "short.txt", tmp_path / "pairs.tsv"
+    short.write_text("Too short.", encoding="utf-8")
+    lines = [f"source {i} {'x' * 100}\ttarget" for i in range(50)]
+    pairs.write_text("\n".join(lines), encoding="utf-8")
+    plain = make_checkpoint(LLAMA)
+    for checkpoint, path, message in (
+        (quantized_at_source(plain), short, "fewer than 96 tokens"),
+        (quantized_at_source(plain), tmp_path / "nowhere.txt", "can't read the text"),
+        (plain, text, "needs a tokenizer"),
+        (translator(), pairs, "no pair that fits"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            held_out(checkpoint, path)
 
 
 def test_without_network_or_cache_the_model_writes_its_own_text(
@@ -80,20 +80,25 @@ def test_without_network_or_cache_the_model_writes_its_own_text(
     assert held_out(checkpoint, None).name == "sampled from the model"
 
 
-def test_pairs_are_marked_as_in_training(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS)
-    checkpoint = dataclasses.replace(
+def translator(**more: Any) -> Checkpoint:
+    return dataclasses.replace(
         make_checkpoint(SEQ2SEQ),
-        tokenizer=tokenizer,
+        tokenizer=byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS),
         special_tokens=SpecialTokens(bos=1, eos=2, pad=0),
+        **more,
     )
+
+
+def test_pairs_are_marked_as_in_training(tmp_path: Path) -> None:
     path = tmp_path / "pairs.tsv"
     lines = [f"source {i}\ttarget {i}" for i in range(50)]
     path.write_text("\n".join(lines), encoding="utf-8")
+    checkpoint = translator()
+    assert checkpoint.tokenizer is not None
     passage = held_out(checkpoint, path).passages[0]
     assert passage.ids[0] == 1
     assert passage.ids[-1] == passage.source[-1] == 2
-    assert tokenizer.decode(passage.source[:-1]).startswith("source ")
+    assert checkpoint.tokenizer.decode(passage.source[:-1]).startswith("source ")
 
 
 def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
@@ -104,13 +109,7 @@ def test_a_trained_model_is_measured_on_what_it_was_not_trained_on(
         "quill.model.data.source.load_pairs", lambda name: PairCorpus(name, [], pairs, [])
     )
     order = Order(SEQ2SEQ, RECIPES["seq2seq-tiny"], DataSource(corpus="en-de"))
-    checkpoint = dataclasses.replace(
-        make_checkpoint(SEQ2SEQ),
-        tokenizer=byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS),
-        special_tokens=SpecialTokens(bos=1, eos=2, pad=0),
-        provenance=order.provenance(),
-    )
-    found = held_out(checkpoint, None)
+    found = held_out(translator(provenance=order.provenance()), None)
     assert found.name == "en-de, held out"
     assert len(found.passages) == 3
 
@@ -180,16 +179,3 @@ def test_a_checkpoint_taken_from_its_run_is_not_measured_on_another_corpus(
     alone = shutil.copytree(last_checkpoint(own_text_run), tmp_path / "alone")
     assert held_out(load_checkpoint(alone), None).name == "sampled from the model"
     assert "no run.json beside the checkpoint" in capfd.readouterr().err
-
-
-def test_pairs_that_all_exceed_the_context_are_refused(tmp_path: Path) -> None:
-    checkpoint = dataclasses.replace(
-        make_checkpoint(SEQ2SEQ),
-        tokenizer=byte_tokenizer(SEQ2SEQ_SPECIAL_TOKENS),
-        special_tokens=SpecialTokens(bos=1, eos=2, pad=0),
-    )
-    path = tmp_path / "pairs.tsv"
-    lines = [f"source {i} {'x' * 100}\ttarget" for i in range(50)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(ExportError, match="no pair that fits"):
-        held_out(checkpoint, path)

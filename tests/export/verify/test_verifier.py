@@ -1,6 +1,5 @@
 """Verification of each precision: how much is measured, what is recorded, what is rejected."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from quill.export.verify.batch_invariance import measure_encoder_invariance
 from quill.export.verify.held_out import HeldOut, Passage, held_out, mask_passages
 from quill.export.verify.runner import EncoderOutput, EncoderRunner
 from quill.export.verify.verifier import Candidate, EncoderVerifier, enough
-from tests.export.tiny import Exported, export, make_checkpoint
+from tests.export.tiny import Exported, changed, export, make_checkpoint
 from tests.operators import OWN, SERVED
 from tests.tiny_networks import ENCODER
 
@@ -68,14 +67,11 @@ def test_without_a_head_hidden_states_alone_are_compared(tmp_path: Path) -> None
 
 
 def test_a_damaged_graph_is_refused(encoder: Exported, tmp_path: Path) -> None:
-    shutil.copytree(encoder.directory, tmp_path, dirs_exist_ok=True)
-    graphs = encoder.manifest.graphs_in("fp32")
-    assert graphs.encoder is not None
-    model = onnx.load(tmp_path / graphs.encoder)
-    node = next(node for node in model.graph.node if node.op_type == "EncoderAttention")
-    scale = next(each for each in node.attribute if each.name == "scale")
-    scale.f *= 2
-    onnx.save(model, tmp_path / graphs.encoder)
+    def sharpen(model: onnx.ModelProto) -> None:
+        node = next(node for node in model.graph.node if node.op_type == "EncoderAttention")
+        next(each for each in node.attribute if each.name == "scale").f *= 2
+
+    graphs = changed(encoder, tmp_path, sharpen, "encoder")
     verifier = EncoderVerifier(encoder.checkpoint, encoder.manifest.sizes, TEXT, lambda: None)
     with pytest.raises(VerificationError, match="the fp32 graph doesn't compute"):
         verifier.verify(Candidate(tmp_path, graphs, graphs, None), lambda: None)

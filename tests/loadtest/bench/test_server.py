@@ -6,15 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 
 from quill.__main__ import build_parser, main
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import server as bench
-from quill.loadtest.bench.backends.quill_streams import Streams
-from quill.loadtest.bench.experiment import Entry
+from quill.loadtest.bench.backends.protocol import BackendInfo
+from quill.loadtest.bench.backends.quill_streams import Client, Streams, run_client
+from quill.loadtest.bench.experiment import Entry, Measured
 from quill.loadtest.bench.server import ServerLoad
 from quill.loadtest.environment.process import ROOT
 from quill.loadtest.environment.server import StartedServer
@@ -130,12 +131,9 @@ def test_prefix_caching_is_on_only_where_a_prefix_is_shared() -> None:
 
 
 def test_streams_measure_gaps_throughput_and_admission(server: StartedServer) -> None:
-    async def main() -> None:
+    async def measure(client: Client) -> None:
         begin_s, prompt = time.perf_counter(), [1, 2, 3, 4]
-        async with (
-            grpc.aio.insecure_channel(server.address) as channel,
-            Streams(channel, prompt, 4, num_new=100) as streams,
-        ):
+        async with Streams(client, prompt, 4, num_new=100) as streams:
             num_tokens, seconds = await streams.throughput(10)
             assert num_tokens >= 10
             assert seconds > 0
@@ -147,7 +145,27 @@ def test_streams_measure_gaps_throughput_and_admission(server: StartedServer) ->
             streams.cancel_one()
             assert sent_s <= await waiting <= time.perf_counter()
 
-    asyncio.run(main())
+    run_client(server.address, measure)
+
+
+def test_rows_of_streams_have_the_result_and_all_rounds() -> None:
+    def speeds(*seconds: float) -> list[dict[str, float]]:
+        return [{"num_tokens": 32, "seconds": each} for each in seconds]
+
+    info, values = BackendInfo("Quill", "fp32", "1", 1), [{"value": 3.0}, {"value": 2.5}]
+    turns: dict[str, list[dict[str, Any]]] = dict.fromkeys(
+        ("stall", "beside 1", "beside 3"), values
+    )
+    turns |= {"greedy": speeds(4, 2), "sampled": speeds(4, 4), "cancel": [{"values": [1.0] * 20}]}
+    results = [Measured("engine", info, {"greedy": speeds(2, 2)}), Measured("gRPC", info, turns)]
+    assert [(row.result, row.more) for row in bench.stream_rows(results)] == [
+        ("16", "16 16"),
+        ("16", "8 16"),
+        ("0.75", "0.50 1.00"),
+        ("1.50", "1.00 2.00"),
+        *[("2.50", "3.00 2.50")] * 3,
+        ("1.00", " ".join(["1.00"] * 20)),
+    ]
 
 
 def test_bench_streams_needs_a_long_context(

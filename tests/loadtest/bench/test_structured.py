@@ -13,12 +13,8 @@ from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench import structured
 from quill.loadtest.bench.backends import quill_structured
 from quill.loadtest.bench.backends.quill_server import ServerConfig
-from quill.loadtest.bench.backends.quill_structured import (
-    Answer,
-    QuillStructured,
-    Validity,
-    validate,
-)
+from quill.loadtest.bench.backends.quill_streams import Answer
+from quill.loadtest.bench.backends.quill_structured import QuillStructured, Validity, validate
 from quill.loadtest.bench.structured import ROWS
 from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.workload.constraints import SCHEMAS, adversarial_constraints

@@ -4,7 +4,6 @@ from contextlib import closing
 
 import pytest
 
-from quill.__main__ import main
 from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.protocols.connect import PoolClient, connect
 from quill.loadtest.protocols.grpc import CallError
@@ -47,9 +46,3 @@ def test_all_users_of_a_process_share_one(server: StartedServer) -> None:
     assert first is second
     first.close()
     assert list(second.stream(REQUEST, 30.0))
-
-
-def test_several_servers_are_asked_over_grpc_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    several = ["--address", "quill://127.0.0.1:1,127.0.0.1:2"]
-    assert main(["loadtest", *several, "--protocol", "http"]) != 0
-    assert "over gRPC only" in capsys.readouterr().err

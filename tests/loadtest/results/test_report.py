@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from quill.loadtest.environment.process import ProcessSample
 from quill.loadtest.environment.server import MetricsSample
 from quill.loadtest.results import plots
-from quill.loadtest.results.report import PAGE, RECORDS, Run, write_report
+from quill.loadtest.results.report import PAGE, RECORDS, write_report
 from quill.loadtest.results.slo import RateTrial, Slo
+from quill.loadtest.results.summary import Run
 from quill.loadtest.workload.records import read_records
 from tests.loadtest.made import made
 
@@ -56,6 +57,7 @@ def test_page_has_all_pictures_in_itself(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(?!data:)", page)
     assert "a &lt;fast&gt; one" in page
     assert "30 of 30 answers are equal" in page
+    assert "requests were served well, goodput" in page
     assert "highest rate that was carried: 1 requests/s" in page
     assert "1.1 requests/s failed: the limit is known to 10%." in page
     # Wilson's interval of 60 successes in 60.
@@ -116,17 +118,20 @@ def test_open_loop_tells_what_was_offered_and_what_was_served(tmp_path: Path) ->
     assert "10.00 requests/s were offered and 6.90 were served" in page
 
 
+def histogram(directory: Path, values: list[float]) -> Figure:
+    run = Run([made(first_token_ms=value) for value in values])
+    figure = plots.histogram(run, "time to first token", "requests")
+    assert figure is not None
+    plots.save(figure, "First tokens", directory / "first_token.png")
+    return figure
+
+
 @pytest.mark.parametrize("values", [[0.1, 2e6], [0.5, 3.0], [1.0, 900.0], [20.0, 15_000.0]])
-def test_ticks_of_an_axis_do_not_run_into_one_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: list[float]
-) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
-    plots.histogram("time to first token")(values, tmp_path / "first_token.png")
-    figures[0].tight_layout()
-    canvas: Any = FigureCanvasAgg(figures[0])
+def test_ticks_of_an_axis_do_not_run_into_one_another(tmp_path: Path, values: list[float]) -> None:
+    figure = histogram(tmp_path, values)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    (panel,) = figures[0].axes
+    (panel,) = figure.axes
     low, high = panel.get_xlim()
     labels = [
         label.get_window_extent(canvas.get_renderer())
@@ -138,9 +143,6 @@ def test_ticks_of_an_axis_do_not_run_into_one_another(
     assert not any("e" in label.get_text() for label in panel.get_xticklabels())
 
 
-def test_axis_of_counts_has_whole_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures: list[Figure] = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
-    plots.histogram("time to first token")([10.0, 20.0, 40.0], tmp_path / "first_token.png")
-    (panel,) = figures[0].axes
+def test_axis_of_counts_has_whole_numbers(tmp_path: Path) -> None:
+    (panel,) = histogram(tmp_path, [10.0, 20.0, 40.0]).axes
     assert all(float(tick).is_integer() for tick in panel.get_yticks())

@@ -55,16 +55,12 @@ def test_mean_of_the_last_checkpoints_is_a_checkpoint(
     assert load_checkpoint(out).generation == {"temperature": 0.0}
 
 
-def test_more_checkpoints_than_there_are_is_refused(
+def test_too_many_checkpoints_and_a_directory_that_is_there_are_refused(
     base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["average", str(base_run), "--last", "4", "--out", str(tmp_path / "mean")]
-    assert main(command) != 0
-    assert "has 3 checkpoints" in capsys.readouterr().err
-
-
-def test_what_is_there_is_not_written_over(
-    base_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["average", str(base_run), "--last", "1", "--out", str(tmp_path)]) != 0
-    assert "exists already" in capsys.readouterr().err
+    for last, out, message in (
+        ("4", tmp_path / "mean", "has 3 checkpoints"),
+        ("1", tmp_path, "exists already"),
+    ):
+        assert main(["average", str(base_run), "--last", last, "--out", str(out)]) != 0
+        assert message in capsys.readouterr().err

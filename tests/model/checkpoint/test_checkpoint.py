@@ -68,11 +68,6 @@ def test_everything_comes_back(tmp_path: Path, checkpoint: Checkpoint) -> None:
         assert getattr(loaded, name) == getattr(saved, name)
 
 
-def test_a_checkpoint_needs_no_tokenizer(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    save_checkpoint(tmp_path / "out", checkpoint)
-    assert load_checkpoint(tmp_path / "out").tokenizer is None
-
-
 def test_the_built_network_computes_what_the_saved_one_did(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
@@ -172,11 +167,6 @@ def test_long_lists_of_tensors_are_cut(checkpoint: Checkpoint) -> None:
         dataclasses.replace(checkpoint, weights={}).build()
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nowhere"):
-        load_checkpoint(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, QUANTIZED_FILE])
 @pytest.mark.parametrize("num_bytes", [0, 5, 200])
 def test_truncated_weights_are_an_error(
@@ -191,41 +181,28 @@ def test_truncated_weights_are_an_error(
         load_checkpoint(tmp_path / "out")
 
 
-def test_missing_weights_are_an_error(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    save_checkpoint(tmp_path / "out", checkpoint)
-    (tmp_path / "out" / WEIGHTS_FILE).unlink()
-    with pytest.raises(CheckpointError, match="missing or damaged"):
-        load_checkpoint(tmp_path / "out")
-
-
-def test_another_format_is_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    save_checkpoint(tmp_path / "out", checkpoint)
-    change_description(tmp_path / "out", format=99)
-    with pytest.raises(CheckpointError, match="isn't of checkpoint format"):
-        load_checkpoint(tmp_path / "out")
-
-
-def test_a_hugging_face_directory_is_pointed_to_import(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_FILE).write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(CheckpointError, match="brought in with `quill import`"):
-        load_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
-def test_a_description_that_is_no_json_object_is_an_error(
-    tmp_path: Path, checkpoint: Checkpoint, text: str
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (WEIGHTS_FILE, None, "missing or damaged"),
+        (CONFIG_FILE, '{"format": 99}', "isn't of checkpoint format"),
+        (CONFIG_FILE, '{"architectures": ["LlamaForCausalLM"]}', "brought in with `quill import`"),
+        (CONFIG_FILE, "", r"config\.json"),
+        (CONFIG_FILE, "{", r"config\.json"),
+        (CONFIG_FILE, "[1]", r"config\.json"),
+        (CONFIG_FILE, "null", r"config\.json"),
+        (TOKENIZER_FILE, "{", r"tokenizer\.json can't be read"),
+    ],
+)
+def test_a_damaged_file_is_an_error(
+    tmp_path: Path, checkpoint: Checkpoint, file: str, content: str | None, message: str
 ) -> None:
-    save_checkpoint(tmp_path / "out", checkpoint)
-    (tmp_path / "out" / CONFIG_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_checkpoint(tmp_path / "out")
-
-
-def test_a_damaged_tokenizer_is_an_error(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, tokenizer=byte_tokenizer()))
-    (tmp_path / "out" / TOKENIZER_FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json can't be read"):
-        load_checkpoint(tmp_path / "out")
+    save_checkpoint(tmp_path, dataclasses.replace(checkpoint, tokenizer=byte_tokenizer()))
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +231,9 @@ def test_a_damaged_description_is_refused_by_name(
         load_checkpoint(path)
 
 
-def test_a_bundle_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+def test_a_bundle_and_a_missing_directory_are_told_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").touch()
     with pytest.raises(CheckpointError, match="is a bundle"):
         load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nowhere"):
+        load_checkpoint(tmp_path / "nowhere")

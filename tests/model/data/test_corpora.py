@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from quill.model.data.corpora import Pair, load_pairs, load_pairs_file, load_text, load_text_files
+from quill.model.data.corpora import load_pairs, load_pairs_file, load_text, load_text_files
+from quill.model.data.splits import Pair
 from quill.model.errors import CorpusError
 
 STORY = "Once upon a time there was a quill. " * 50

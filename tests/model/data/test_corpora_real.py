@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from quill.model.data.corpora import Pair, PairCorpus, load_pairs, load_text
-from quill.model.data.splits import wording
+from quill.model.data.corpora import load_pairs, load_text
+from quill.model.data.splits import Pair, PairCorpus, wording
 
 
 def word_runs(text: str, length: int = 12) -> set[int]:

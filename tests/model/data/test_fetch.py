@@ -67,12 +67,7 @@ def test_a_wheel_arrives_whole_and_leaves_nothing_else_behind(place: Place) -> N
     assert path == place.cache / "some_poems-1.0-py3-none-any.whl"
     assert sha256(path.read_bytes()) == wheel.sha256
     assert names_in(place.cache) == [path.name]
-
-
-def test_a_cached_wheel_needs_no_index(place: Place) -> None:
-    wheel = publish(place.index)
-    path = fetch_wheel(wheel)
-    (place.index / path.name).unlink()
+    (place.index / path.name).unlink()  # now it is cached
     assert fetch_wheel(wheel) == path
 
 
@@ -171,24 +166,17 @@ def test_processes_that_fetch_at_once_all_get_the_whole_wheel(place: Place) -> N
     assert names_in(place.cache) == [wheel.filename]
 
 
-def test_a_member_becomes_a_file_of_its_own(place: Place) -> None:
-    path = extract_member(publish(place.index), "poems/poem.txt", sha256(POEM))
+def test_a_member_becomes_a_file_of_its_own_that_heals_and_needs_its_wheel_no_more(
+    place: Place,
+) -> None:
+    wheel = publish(place.index)
+    path = extract_member(wheel, "poems/poem.txt", sha256(POEM))
     assert path.read_bytes() == POEM
     assert names_in(place.cache) == ["some-poems-1.0-poem.txt", "some_poems-1.0-py3-none-any.whl"]
-
-
-def test_a_damaged_member_is_unpacked_again(place: Place) -> None:
-    wheel = publish(place.index)
-    path = extract_member(wheel, "poems/poem.txt", sha256(POEM))
     path.write_bytes(b"scribble")
     assert extract_member(wheel, "poems/poem.txt", sha256(POEM)).read_bytes() == POEM
-
-
-def test_an_unpacked_member_needs_its_wheel_no_more(place: Place) -> None:
-    wheel = publish(place.index)
-    path = extract_member(wheel, "poems/poem.txt", sha256(POEM))
-    (place.cache / wheel.filename).unlink()
-    (place.index / wheel.filename).unlink()
+    for directory in (place.cache, place.index):
+        (directory / wheel.filename).unlink()
     assert extract_member(wheel, "poems/poem.txt", sha256(POEM)) == path
 
 

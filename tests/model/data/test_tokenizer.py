@@ -35,19 +35,8 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 # Lone surrogates are no Unicode text. Pieces that tokenizers like to change come up often.
 tricky = st.sampled_from(
     [
-        "  ",
-        "\r\n",
-        "\x00",
-        "\x7f",
-        "\ufeff",
-        "\u2028",
-        "e\u0301",
-        "é",
-        "👩‍👩‍👧",
-        "字",
-        " ,",
-        " n't",
-        "ﬁ",
+        *("  ", "\r\n", "\x00", "\x7f", "\ufeff", "\u2028", "e\u0301", "é", "👩‍👩‍👧", "字"),
+        *(" ,", " n't", "ﬁ"),
     ]
 )
 specials = st.sampled_from([*CAUSAL_SPECIAL_TOKENS, *SEQ2SEQ_SPECIAL_TOKENS])

@@ -142,13 +142,3 @@ def test_the_command_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert width > 500
     assert height > 1000
     assert list(out.parent.iterdir()) == [out]
-
-
-def test_the_command_reports_an_error_as_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_checkpoint(tmp_path / "checkpoint", make_checkpoint(CAUSAL))
-    arguments = ["attention", "it", "--checkpoint", str(tmp_path / "checkpoint"), "--layers", "7"]
-    assert main(arguments) == 2
-    expected = "quill: there is no layer 7; the model has layers 0 to 2\n"
-    assert capsys.readouterr().err == expected

@@ -15,22 +15,18 @@ from quill.model.evaluation.attention_picture import (
 )
 
 
-def labels(text: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b\n\tc", ["a", "·", "b", "↵", "→", "c"]),
+        ("é!", ["é 1/2", "é 2/2", "!"]),  # tokens that share a character
+        ("日", ["U+65E5 1/3", "U+65E5 2/3", "U+65E5 3/3"]),  # which the font lacks
+        ("\x07", ["U+0007"]),
+    ],
+)
+def test_labels_can_be_read(text: str, expected: list[str]) -> None:
     tokenizer = byte_tokenizer()
-    return token_labels(tokenizer, tokenizer.encode(text))
-
-
-def test_spaces_and_line_ends_are_visible() -> None:
-    assert labels("a b\n\tc") == ["a", "·", "b", "↵", "→", "c"]
-
-
-def test_tokens_that_share_a_character_are_numbered() -> None:
-    assert labels("é!") == ["é 1/2", "é 2/2", "!"]
-
-
-def test_characters_that_the_font_lacks_show_their_numbers() -> None:
-    assert labels("日") == ["U+65E5 1/3", "U+65E5 2/3", "U+65E5 3/3"]
-    assert labels("\x07") == ["U+0007"]
+    assert token_labels(tokenizer, tokenizer.encode(text)) == expected
 
 
 def test_bytes_that_never_make_a_character_have_a_label_each() -> None:
@@ -77,12 +73,9 @@ def test_texts_are_never_taken_for_formulas(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_picture_of_another_format_or_without_a_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"a\.svg should end in \.png"):
         draw(grid(), tmp_path / "a.svg")
-
-
-def test_a_picture_that_cant_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RequestError, match="can't write the picture"):
         draw(grid(), tmp_path / "file" / "a.png")

@@ -222,21 +222,16 @@ def test_ids_beyond_the_vocabulary_are_not_taken_for_special_tokens(tmp_path: Pa
     assert (checkpoint.special_tokens.bos, checkpoint.special_tokens.eos) == (None, 4)
 
 
-def test_a_token_beyond_the_embedding_is_an_error(chatty: Path) -> None:
+def test_tokens_beyond_the_embedding_are_an_error(chatty: Path) -> None:
     path = chatty / "tokenizer.json"
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<far>"})
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="'<far>' with the id 300"):
         read_huggingface(chatty)
-
-
-def test_a_vocabulary_beyond_the_embedding_is_an_error(tmp_path: Path) -> None:
-    words = {f"w{index}": index for index in range(301)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    inner.save(str(saved(llama(), tmp_path) / "tokenizer.json"))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(301)}, unk_token="w0")).save(str(path))
     with pytest.raises(CheckpointError, match="'w300' with the id 300"):
-        read_huggingface(tmp_path)
+        read_huggingface(chatty)
 
 
 def test_texts_are_neither_cut_nor_filled_up_whatever_the_tokenizer_says(chatty: Path) -> None:

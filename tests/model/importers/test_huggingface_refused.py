@@ -34,10 +34,10 @@ UNSUPPORTED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (gpt2, {"scale_attn_weights": False}, "scale_attn_weights"),
     (gpt2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
-    (bert, {"is_decoder": True}, "is_decoder true"),
-    (bert, {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key"),
+    (bert, {"is_decoder": True}, "is_decoder True; Quill knows False"),
+    (bert, {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
     (bert, {"hidden_act": "mish"}, "hidden_act is 'mish'; Quill knows gelu"),
-    (bert, {"tie_word_embeddings": False}, "tie_word_embeddings false"),
+    (bert, {"tie_word_embeddings": False}, "tie_word_embeddings False"),
 ]
 INVALID: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (GEMMA_3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),

@@ -168,13 +168,10 @@ def test_a_failed_import_leaves_nothing_behind(make_gguf: MakeGguf, tmp_path: Pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_a_source_that_is_not_there_is_an_error_that_names_the_choices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_sources_and_outputs_that_are_not_there_are_errors_that_say_what_to_give(
+    make_gguf: MakeGguf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path / "none.gguf", "--out", tmp_path / "out") == 1
     assert "smollm2-135m" in capsys.readouterr().err
-
-
-def test_files_need_an_out(make_gguf: MakeGguf, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(make_gguf()) == 2
     assert "--out DIR" in capsys.readouterr().err

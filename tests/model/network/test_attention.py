@@ -40,13 +40,9 @@ def test_masked_softmax_of_the_textbooks_four_by_four_scores() -> None:
     ]
 
 
-def test_causal_mask_is_minus_infinity_in_the_future_alone() -> None:
+def test_causal_mask_is_minus_infinity_in_the_future_alone_also_after_cached_tokens() -> None:
     inf = math.inf
     assert causal_mask(3, 3).tolist() == [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
-
-
-def test_causal_mask_of_new_tokens_after_cached_ones() -> None:
-    inf = math.inf
     assert causal_mask(2, 4).tolist() == [[0, 0, 0, -inf], [0, 0, 0, 0]]
 
 

@@ -16,22 +16,14 @@ def num_parameters(name: str) -> int:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("transformer-base", 63_045_632),
-        ("transformer-big", 214_171_648),
+        ("transformer-base", 63_045_632),  # the paper's table: 65 million
+        ("transformer-big", 214_171_648),  # 213 million
         ("small", 124_439_808),
         ("llama-smollm2-135m", 134_515_008),
     ],
 )
 def test_parameter_counts_are_exactly_these(name: str, expected: int) -> None:
     assert num_parameters(name) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "published"), [("transformer-base", 65_000_000), ("transformer-big", 213_000_000)]
-)
-def test_the_papers_models_are_within_four_percent_of_its_table(name: str, published: int) -> None:
-    assert preset(name).vocab_size == 37_000
-    assert num_parameters(name) == pytest.approx(published, rel=0.04)
 
 
 @pytest.mark.parametrize("name", PRESETS)

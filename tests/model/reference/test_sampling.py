@@ -61,20 +61,6 @@ def test_log_probabilities_are_the_log_softmax_of_the_raw_logits() -> None:
     assert np.exp(log_probs) == pytest.approx([0.0900306, 0.2447285, 0.6652410], abs=1e-7)
 
 
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_tokens_seen() -> (
-    None
-):
-    parameters = SamplingParameters(repetition_penalty=2.0)
-    scores = penalize(np.array([4.0, 4.0, -4.0, -4.0, 0.0]), parameters, [0, 0, 2], [4])
-    assert scores.tolist() == [2.0, 4.0, -8.0, -4.0, 0.0]
-
-
-def test_frequency_and_presence_penalties_count_only_generated_tokens() -> None:
-    parameters = SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25)
-    scores = penalize(np.zeros(4), parameters, [0, 0, 1], [1, 2, 2, 2])
-    assert scores.tolist() == [0.0, -0.75, -1.75, 0.0]
-
-
 def test_logit_bias_is_added_after_the_penalties() -> None:
     parameters = SamplingParameters(repetition_penalty=2.0, logit_bias={0: 3.0, 1: -100.0})
     assert penalize(np.array([4.0, 4.0]), parameters, [0], []).tolist() == [5.0, -96.0]
@@ -125,32 +111,10 @@ def test_top_p_is_of_what_top_k_left() -> None:
     assert kept([0.4, 0.3, 0.2, 0.1], top_p=0.58, top_k=2) == [0, 1]
 
 
-def test_min_p_is_relative_to_the_best_token() -> None:
-    assert kept([0.6, 0.3, 0.07, 0.03], min_p=0.49) == [0, 1]
-    assert kept([0.6, 0.3, 0.07, 0.03], min_p=0.51) == [0]
-    assert kept([0.6, 0.3, 0.07, 0.03], min_p=1.0) == [0]
-
-
-def test_min_p_applies_after_temperature() -> None:
-    # At temperature 2 the ratio of 0.04 to 0.64 rises from 1/16 to 1/4.
-    assert kept([0.64, 0.32, 0.04], min_p=0.2) == [0, 1]
-    assert kept([0.64, 0.32, 0.04], min_p=0.2, temperature=2.0) == [0, 1, 2]
-
-
 def test_sampling_walks_the_candidates_best_first() -> None:
     candidates = Candidates(np.array([7, 3, 9]), np.array([1.0, 0.5, 0.5]))
     assert [sample(candidates, u) for u in (0.0, 0.49, 0.5, 0.74, 0.75)] == [7, 7, 3, 3, 9]
     assert sample(candidates, 1 - 2.0**-53) == 9
-
-
-def test_sampling_never_takes_a_candidate_without_weight() -> None:
-    candidates = Candidates(np.array([0, 1]), np.array([1.0, 0.0]))
-    assert sample(candidates, 1 - 2.0**-53) == 0
-
-
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
-    parameters = SamplingParameters(temperature=1e-300)
-    assert choose(np.array([-1.0, 80.0, 79.0], dtype=np.float32), parameters, [], [], 0.999) == 1
 
 
 def test_frequencies_of_samples_follow_the_probabilities() -> None:

@@ -23,7 +23,7 @@ import yaml
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.errors import CallError
 from tests.server.authority import Authority, write
-from tests.server.faults import CODE, Faults
+from tests.server.faults import Faults
 from tests.server.process import NEVER, ServerProcess, server_process, wait_until
 from tests.server.tiny_bundle import TinyBundle
 
@@ -220,7 +220,6 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
                 server_process(
                     *(tiny_bundle.directory, tmp_path / f"{pod}.log", "--metrics-port", str(port)),
                     *("--http-port", "off", *options),
-                    code=CODE,
                     environment=faults.environment,
                 )
             )
