@@ -135,6 +135,7 @@ class _Queue:
                 f"{num_waiting} constraints are waiting to be compiled, {num_own} of them "
                 "of this caller. Try again later",
                 min(max(num_waiting * self._check_s / 2, 0.1), 30.0),
+                "grammar_queue_full",
             )
 
     def take(self) -> _Job | None:
