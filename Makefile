@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-fast test-portable test-page test-clients test-cluster test-newest check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -17,9 +17,11 @@ help:
 	@echo "make test-fast  those that start and train nothing (a minute)"
 	@echo "make .venv/dev  bring Locust, and what else the tests need"
 	@echo "make test-portable  those that can depend on the processor, on emulated ones (half an hour or less)"
+	@echo "make test-sanitize  Quill's own operators with address and undefined behavior sanitizers (minutes; SANITIZE_SECONDS=... of random graphs)"
 	@echo "make test-page  the page at / in Chromium, where there is one"
 	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
 	@echo "make test-cluster  two replicas on Ray, on this machine (installs it; minutes; QUILL_CLUSTER_BUNDLE=... for another bundle)"
+	@echo "make test-alerts  servers in trouble, watched by a real Prometheus, where there is one (two minutes)"
 	@echo "make test-newest  tests that touch grpcio, h11, ONNX Runtime and Ray, with PyPI's newest (installs them beside)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
@@ -91,7 +93,7 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster and not alerts'
 
 # By the rule in tests/tiers.py.
 test-fast: $(VENV)/dev compiled
@@ -109,6 +111,10 @@ $(VENV)/cluster: $(VENV)/dev constraints-cluster.txt
 
 test-cluster: $(VENV)/cluster compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/server/cluster
+
+# Needs Prometheus (Debian: prometheus); without it they are skipped, and say so.
+test-alerts: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/telemetry/test_alerts.py
 
 test-newest: $(VENV)/dev compiled
 	$(BIN)/python -m tests.newest
@@ -132,6 +138,11 @@ $(PORTABLE): portable-%:
 		--timeout 0 --durations 5 -p no:cacheprovider --basetemp $(VENV)/portable-$* \
 		$$(grep -rl --include='test_*.py' mark.portable tests) \
 		2> >(grep -v "TCG doesn't support" >&2) | sed -u "s/^/$*: /"; exit $${PIPESTATUS[0]}
+
+# With each set of kernels that this processor has. CI doesn't run it.
+SANITIZE_SECONDS ?= 120
+test-sanitize: $(VENV)/dev
+	$(BIN)/python -m tests.sanitize --seconds $(SANITIZE_SECONDS)
 
 FUZZ_INPUTS ?= 100000
 fuzz: $(VENV)/dev compiled

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,27 +69,34 @@ def find_compiler() -> list[str]:
 
 
 def build() -> Path:
-    """Compiles and links. What was built from other sources is removed."""
-    library, compiler = library_path(), find_compiler()
-    with tempfile.TemporaryDirectory(dir=SOURCES) as directory:
-        chosen = units(platform.machine())
-        with ThreadPoolExecutor() as pool:
-            jobs = [
-                pool.submit(_run, [*compiler, *OPTIONS, *flags, "-c", f"{name}.cpp", "-o", target])
-                for name, flags in chosen.items()
-                for target in [str(Path(directory, f"{name}.o"))]
-            ]
-            for job in jobs:
-                job.result()
-        objects = [str(Path(directory, f"{name}.o")) for name in chosen]
-        linked = Path(directory, library.name)
-        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *objects])
-        linked.replace(library)
-    seal(library)
+    """Builds the library that is served with. What was built from other sources is removed."""
+    library = library_path()
+    compile_library(library)
     for old in SOURCES.glob("operators-*"):
         if old.stem != library.stem:
             old.unlink()
     return library
+
+
+def compile_library(library: Path, extra: Sequence[str] = ()) -> None:
+    """Compiles and links it, and records its hash. `extra`: more options, for sanitizers."""
+    compiler, chosen = find_compiler(), units(platform.machine())
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        objects = {name: str(Path(directory, f"{name}.o")) for name in chosen}
+        with ThreadPoolExecutor() as pool:
+            jobs = [
+                pool.submit(
+                    _run,
+                    [*compiler, *OPTIONS, *flags, *extra, "-c", f"{name}.cpp", "-o", objects[name]],
+                )
+                for name, flags in chosen.items()
+            ]
+            for job in jobs:
+                job.result()
+        linked = Path(directory, library.name)
+        _run([*compiler, *extra, "-shared", "-pthread", "-o", str(linked), *objects.values()])
+        linked.replace(library)
+    seal(library)
 
 
 def _run(command: list[str]) -> None:

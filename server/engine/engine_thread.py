@@ -79,7 +79,8 @@ class EngineThread:
     def submit(self, request: Request, arrived_s: float | None = None) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
-            raise UnavailableError("the server is stopping. Try another one, or later")
+            reason = "the server is stopping. Try another one, or later"
+            raise UnavailableError(reason, "stopping")
         grammar = None
         if request.constraint is not None:
             assert self._grammars is not None, "the frontend rejects these"

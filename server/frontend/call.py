@@ -24,6 +24,7 @@ from quill.server.errors import (
     StepError,
     UnavailableError,
     UnsupportedError,
+    rejection_of,
     status_name,
 )
 from quill.server.frontend.answer import Answer, Chunk, Result, merge
@@ -138,9 +139,9 @@ class Calls:
         async with self.record(context) as record:
             instance = self._instance()
             if instance is None:
-                raise UnavailableError(
-                    "the server is loading its model. Try again in a few seconds"
-                )
+                reason = "the server is loading its model. Try again in a few seconds"
+                raise UnavailableError(reason, "loading")
+            record.model = instance.served.manifest.name
             with instance.call():
                 yield Call(self, context, record, instance)
 
@@ -175,7 +176,8 @@ class Calls:
 
     def reject(self, context: RequestContext, error: RequestError) -> None:
         """Accounts for a call that ended before it began. It is charged to no quota."""
-        record = context.record()
+        record, instance = context.record(), self._instance()
+        record.model = "" if instance is None else instance.served.manifest.name
         _note_error(record, error)
         record.close()
         self.report(record)
@@ -351,6 +353,7 @@ async def inline_or_thread(
 
 def _note_error(record: Record, error: RequestError) -> None:
     record.outcome = status_name(error)
+    record.rejection = rejection_of(error)
     if isinstance(error, InvalidFieldError):
         record.bad_field = error.field
 

@@ -43,6 +43,17 @@ class ServedModel:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Of the metric `quill_model_info`."""
+        return {
+            "model": self.manifest.name,
+            "family": self.manifest.family,
+            "precision": self.graphs.precision,
+            "device": self.device,
+            "runtime": f"onnxruntime {self.runtime_version}",
+        }
+
+    @property
     def context(self) -> int:
         """Tokens of prompt and answer together."""
         return self.limits.context

@@ -10,6 +10,7 @@ import sys
 
 from quill.server.api.grpc_server import allow_connections
 from quill.server.errors import StartError
+from quill.server.machine.systemd import keep_notified, notify
 from quill.server.process.loader import ProcessLoader
 from quill.server.serve.default_model import prepared_bundle
 from quill.server.serve.server import Server
@@ -38,16 +39,26 @@ MAX_ENDING_S = 1.0
 async def serve(loader: ProcessLoader, settings: Settings) -> None:
     """Until a signal comes."""
     server = Server(loader, settings)
-    loop = asyncio.get_running_loop()
+    loop, health = asyncio.get_running_loop(), server.health
+
+    def stop() -> None:
+        notify("STOPPING=1")
+        server.stop()
+
+    def is_well() -> bool:
+        return not (health.has("hanging") or health.has("failing"))
+
     handlers = {
-        signal.SIGTERM: server.stop,
-        signal.SIGINT: server.stop,
+        signal.SIGTERM: stop,
+        signal.SIGINT: stop,
         signal.SIGHUP: server.reload_soon,
     }
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
+    notifying = asyncio.ensure_future(keep_notified(server.ready, is_well))
     try:
         await server.run()
+        notifying.cancel()
         await _let_calls_end()
         if server.has_failed:
             raise StartError("the engine's process ended and can't be started again")

@@ -126,7 +126,7 @@ void cut_into_ranges(Attending* work, int64_t scores) {
   }
   work->ranges = std::max(std::min(work->ranges, longest), int64_t{1});
   if (work->ranges == 1) return;
-  if (apart.size() < static_cast<size_t>(size)) apart.resize(static_cast<size_t>(size));
+  grow(&apart, {size});
   work->apart = apart.data();
 }
 

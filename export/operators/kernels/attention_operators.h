@@ -152,10 +152,8 @@ class HeadsOperator {
     for (void** side : {&heads->keys, &heads->values}) {
       const bool is_keys = side == &heads->keys;
       const int64_t count = blocks * num * (is_keys ? heads->key_block() : heads->value_block());
-      Value* output;
       void* present;
-      TRY(ort->output(context, index++, is_keys ? of_keys : of_values.sizes, 4, &output));
-      TRY(read_data(output, &present));
+      TRY(make_output(context, index++, is_keys ? of_keys : of_values.sizes, 4, &present));
       if (present != *side && count) {
         std::memcpy(present, *side, static_cast<size_t>(count * heads->element()));
       }
@@ -166,12 +164,9 @@ class HeadsOperator {
 
   Status* give_out(Context* context, Attending* work) const {
     const int64_t sizes[2] = {work->tokens, heads_.num * heads_.value_size};
-    Value* output;
-    TRY(ort->output(context, 0, sizes, 2, &output));
-    TRY(read_data(output, &work->out));
-    static thread_local std::vector<float> turned;  // for all operators, kept from step to step
-    const size_t needed = static_cast<size_t>(work->tokens * heads_.num * heads_.size);
-    if (turned.size() < needed) turned.resize(needed);
+    TRY(make_output(context, 0, sizes, 2, &work->out));
+    static thread_local std::vector<float> turned;  // for all operators
+    grow(&turned, {work->tokens, heads_.num, heads_.size});
     work->turned = turned.data();
     return nullptr;
   }
@@ -207,12 +202,6 @@ class HeadsOperator {
 template <bool HALVES>
 constexpr int kCacheType = HALVES ? int{runtime::kHalf} : int{runtime::kFloat};
 
-template <size_t NUM>
-Status* read_inputs(Context* context, const Value* (&given)[NUM]) {
-  for (size_t i = 0; i < NUM; i++) TRY(ort->input(context, i, &given[i]));
-  return nullptr;
-}
-
 template <bool HALVES>
 class Attention : public HeadsOperator {
  public:
@@ -228,7 +217,7 @@ class Attention : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Attention>(context, given));
     Attending work{};
     begin(&work, HALVES);
     const float* qkv = nullptr;
@@ -263,7 +252,7 @@ class CrossAttention : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<CrossAttention>(context, given));
     Attending work{};
     begin(&work, HALVES);
     TRY(read_tokens(given[0], heads_.num * heads_.size, &work.queries, &work.tokens));
@@ -290,7 +279,7 @@ class EncoderAttention : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<EncoderAttention>(context, given));
     Attending work{};
     begin(&work, false);
     const float* qkv = nullptr;
@@ -309,22 +298,20 @@ class EncoderAttention : public HeadsOperator {
     static thread_local std::vector<float> keys, values;
     Sequences& all = work->all;
     const auto blocks = [&](int64_t s) { return (all.tokens(s) + kPositions - 1) / kPositions; };
-    lengths.clear(), table.clear();
+    lengths.clear();
     for (int64_t s = 0; s < all.num; s++) {
       lengths.push_back(static_cast<int32_t>(all.tokens(s)));
       all.width = std::max(all.width, blocks(s));
     }
-    table.resize(static_cast<size_t>(all.num * all.width));
+    grow(&table, {all.num, all.width});
     int32_t num = 0;
     for (int64_t s = 0; s < all.num; s++) {
       for (int64_t b = 0; b < blocks(s); b++) {
         table[static_cast<size_t>(s * all.width + b)] = num++;
       }
     }
-    const size_t of_keys = static_cast<size_t>(num * heads_.num_kv * heads_.key_block());
-    const size_t of_values = static_cast<size_t>(num * heads_.num_kv * heads_.value_block());
-    if (keys.size() < of_keys) keys.resize(of_keys);
-    if (values.size() < of_values) values.resize(of_values);
+    grow(&keys, {num, heads_.num_kv, heads_.key_block()});
+    grow(&values, {num, heads_.num_kv, heads_.value_block()});
     work->heads.keys = keys.data(), work->heads.values = values.data();
     all.lengths = lengths.data(), all.table = table.data();
   }
@@ -345,7 +332,7 @@ class Store : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Store>(context, given));
     Attending work{};
     begin(&work, HALVES);
     TRY(read_tokens(given[0], key_width(), &work.keys, &work.tokens));

@@ -195,7 +195,7 @@ class Experts {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    for (size_t i = 0; i < kNumInputs; i++) TRY(ort->input(context, i, &given[i]));
+    TRY(read_inputs<Experts>(context, given));
     Matrix up = up_, down = down_;
     Choosing work{};
     work.routing = routing_, work.width = up.inputs;
@@ -206,15 +206,16 @@ class Experts {
       return failed("inputs of another width than the experts'");
     }
     work.tokens = dims.product(0, dims.num - 1);
-    if (of_logits.count() != work.tokens * routing_.number) return failed("scores for other tokens");
+    if (of_logits.num == 0 || of_logits.sizes[of_logits.num - 1] != routing_.number ||
+        of_logits.product(0, of_logits.num - 1) != work.tokens) {
+      return failed("scores for other tokens or experts");
+    }
     TRY(records_[0].read(given[2], &up.records));
     TRY(records_[1].read(given[3], &down.records));
     TRY(balance_.read(given[4], &work.balance));
     TRY(read_data(given[0], &work.x));
     TRY(read_data(given[1], &work.logits));
-    Value* y;
-    TRY(ort->output(context, 0, dims.sizes, dims.num, &y));
-    TRY(read_data(y, &work.y));
+    TRY(make_output(context, 0, dims.sizes, dims.num, &work.y));
     return work.tokens ? run(context, up, down, &work) : nullptr;
   }
 
@@ -236,15 +237,12 @@ class Experts {
     static thread_local std::vector<int64_t> places;
     static thread_local std::vector<Job> jobs;
     const int64_t num = work->tokens * work->routing.per_token;
-    chosen.resize(static_cast<size_t>(num)), weights.resize(static_cast<size_t>(num));
+    grow(&chosen, {num}), grow(&weights, {num});
     work->chosen = chosen.data(), work->weights = weights.data();
     const int64_t parts = work->tokens < kRowsToShare ? 1 : work->tokens / 2;
     TRY(share(context, choose_part, parts, work));
     group(work->routing, work->tokens, chosen.data(), &places, &jobs);
-    const size_t of_rows = static_cast<size_t>(num * work->width);
-    const size_t of_inner = static_cast<size_t>(num * down.inputs);
-    if (rows.size() < of_rows) rows.resize(of_rows);
-    if (inner.size() < of_inner) inner.resize(of_inner);
+    grow(&rows, {num, work->width}), grow(&inner, {num, down.inputs});
     work->places = places.data(), work->rows = rows.data();
     TRY(share(context, gather_part, parts, work));
     TRY(multiply_all(context, up, jobs, rows.data(), num, inner.data()));
@@ -278,24 +276,21 @@ class HeadLinear {
   }
 
   Status* compute(Context* context) {
-    const Value *given, *given_records;
-    TRY(ort->input(context, 0, &given));
-    TRY(ort->input(context, 1, &given_records));
+    const Value* given[kNumInputs];
+    TRY(read_inputs<HeadLinear>(context, given));
     Matrix matrix = matrix_;
-    TRY(records_.read(given_records, &matrix.records));
+    TRY(records_.read(given[1], &matrix.records));
     Dims dims;
-    TRY(read_dims(given, &dims));
+    TRY(read_dims(given[0], &dims));
     if (dims.num == 0 || dims.sizes[dims.num - 1] != heads_ * matrix.inputs) {
       return failed("heads of another width than their operator's");
     }
     const int64_t tokens = dims.product(0, dims.num - 1);
     dims.sizes[dims.num - 1] = heads_ * matrix.columns;
-    Value* output;
-    TRY(ort->output(context, 0, dims.sizes, dims.num, &output));
     const float* x;
     float* y;
-    TRY(read_data(given, &x));
-    TRY(read_data(output, &y));
+    TRY(read_data(given[0], &x));
+    TRY(make_output(context, 0, dims.sizes, dims.num, &y));
     return tokens ? run(context, matrix, tokens, x, y) : nullptr;
   }
 
@@ -316,10 +311,7 @@ class HeadLinear {
     jobs.clear();
     for (int64_t h = 0; h < heads_; h++) jobs.push_back({h, h * tokens, tokens});
     const int64_t rows = heads_ * tokens;
-    const size_t of_before = static_cast<size_t>(rows * matrix.inputs);
-    const size_t of_after = static_cast<size_t>(rows * matrix.columns);
-    if (before.size() < of_before) before.resize(of_before);
-    if (after.size() < of_after) after.resize(of_after);
+    grow(&before, {rows, matrix.inputs}), grow(&after, {rows, matrix.columns});
     swap(x, tokens, heads_, matrix.inputs, before.data());
     TRY(multiply_all(context, matrix, jobs, before.data(), rows, after.data()));
     swap(after.data(), heads_, tokens, matrix.columns, y);

@@ -48,14 +48,10 @@ struct Room {
   std::vector<int32_t> shift;
 
   Rounded for_rows(int64_t rows, const Matrix& matrix) {
-    const size_t num = static_cast<size_t>(rows * matrix.blocks());
-    const size_t bytes = num * static_cast<size_t>(kBlock * matrix.input_bytes());
-    if (q.size() < bytes) q.resize(bytes);
-    if (scale.size() < num) {
-      sum.resize(num);
-      shift.resize(num);
-      scale.resize(num);  // the last: if there is no memory for one, all are tried again
-    }
+    grow(&q, {rows, matrix.blocks(), kBlock * matrix.input_bytes()});
+    grow(&sum, {rows, matrix.blocks()});
+    grow(&shift, {rows, matrix.blocks()});
+    grow(&scale, {rows, matrix.blocks()});
     return {q.data(), scale.data(), sum.data(), shift.data()};
   }
 };
@@ -96,7 +92,7 @@ class Linear {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    for (size_t i = 0; i < kNumInputs; i++) TRY(ort->input(context, i, &given[i]));
+    TRY(read_inputs<Linear>(context, given));
     const int64_t outputs = matrix_.outputs();
     Dims dims;
     TRY(read_dims(given[0], &dims));
@@ -116,9 +112,7 @@ class Linear {
       if (of_residual.count() != rows * outputs) return failed("a residual of another size");
       TRY(read_data(given[3], &work.out.residual));
     }
-    Value* y;
-    TRY(ort->output(context, 0, dims.sizes, dims.num, &y));
-    TRY(read_data(y, &work.out.y));
+    TRY(make_output(context, 0, dims.sizes, dims.num, &work.out.y));
     return run(context, work, rows);
   }
 
@@ -162,21 +156,18 @@ class Embedding {
   }
 
   Status* compute(Context* context) {
-    const Value *given_ids, *given_records;
-    TRY(ort->input(context, 0, &given_ids));
-    TRY(ort->input(context, 1, &given_records));
+    const Value* given[kNumInputs];
+    TRY(read_inputs<Embedding>(context, given));
     const uint8_t* records;
-    TRY(records_.read(given_records, &records));
+    TRY(records_.read(given[1], &records));
     Dims dims;
-    TRY(read_dims(given_ids, &dims));
+    TRY(read_dims(given[0], &dims));
     const int64_t count = dims.count();
     dims.sizes[dims.num++] = matrix_.inputs;
-    Value* output;
-    TRY(ort->output(context, 0, dims.sizes, dims.num, &output));
     const int64_t* ids;
     float* y;
-    TRY(read_data(given_ids, &ids));
-    TRY(read_data(output, &y));
+    TRY(read_data(given[0], &ids));
+    TRY(make_output(context, 0, dims.sizes, dims.num, &y));
     for (int64_t i = 0; i < count; i++) {
       if (ids[i] < 0 || ids[i] >= matrix_.columns) return failed("an id beyond the vocabulary");
       copy(records, ids[i], y + i * matrix_.inputs);

@@ -1,6 +1,7 @@
 // The library that ONNX Runtime loads.
 //
 // Knows: which operators there are, which processor this is. Does not know: what they do.
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -42,7 +43,7 @@ Operator describe() {
   op.compute = [](void* kernel, Context* context) -> Status* {
     try {
       return static_cast<T*>(kernel)->compute(context);
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {  // std::length_error, too
       return no_memory();
     }
   };

@@ -43,10 +43,18 @@ Status* read_rows(const Value* value, int64_t width, const float** to, int64_t* 
 
 Status* give_rows(Context* context, size_t index, int64_t rows, int64_t width, float** to) {
   const int64_t sizes[2] = {rows, width};
-  Value* output;
-  TRY(ort->output(context, index, sizes, 2, &output));
-  return read_data(output, to);
+  return make_output(context, index, sizes, 2, to);
 }
+
+// Recurrent states in the blocks of one head: h among the keys, c among the values, both as wide.
+class StateOperator : public HeadsOperator {
+ public:
+  Status* read_attributes(const Info* info) {
+    TRY(HeadsOperator::read_attributes(info));
+    const bool fits = heads_.num == 1 && heads_.num_kv == 1 && heads_.value_size == heads_.size;
+    return fits ? nullptr : failed("states that aren't those of one head");
+  }
+};
 
 class Update {
  public:
@@ -61,7 +69,7 @@ class Update {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Update>(context, given));
     Work work{cell_, {}, -1, 0};
     TRY(read_rows(given[0], cell_.gates(), &work.gates.input, &work.rows));
     if (cell_.kind != Cell::kPlain && !(given[1] && given[2] && given[3])) {
@@ -115,7 +123,7 @@ class Recurrence : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Recurrence>(context, given));
     Work work{};
     work.cell = cell_, work.backwards = backwards_ != 0;
     int64_t tokens = -1;
@@ -164,7 +172,7 @@ class Recurrence : public HeadsOperator {
   Constant weights_, bias_;
 };
 
-class Ends : public HeadsOperator {
+class Ends : public StateOperator {
  public:
   static constexpr const char* kName = "Ends";
   static constexpr size_t kNumInputs = 4;
@@ -175,11 +183,12 @@ class Ends : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Ends>(context, given));
     Dims of_values, of_starts;
     TRY(read_dims(given[0], &of_values));
     const int64_t size = heads_.size, half = size / 2;
-    if (of_values.num != 4 || of_values.product(1, 4) != size * kPositions) {
+    if (of_values.num != 4 || of_values.sizes[1] != 1 || of_values.sizes[2] != kPositions ||
+        of_values.sizes[3] != size) {
       return failed("a cache of another size than its operator's");
     }
     const float* values;
@@ -189,6 +198,11 @@ class Ends : public HeadsOperator {
     TRY(read_starts(given[1], of_starts.count() - 1, &all));  // one token of each
     TRY(read_lengths(given[2], &all));
     TRY(read_table(given[3], of_values.sizes[0], &all));
+    // read_table checks the blocks of positions that there are: a source must have one, also if no
+    // token of this step belongs to it.
+    for (int64_t s = 0; s < all.num; s++) {
+      if (all.lengths[s] < 1) return failed("a source without positions");
+    }
     float* to;
     TRY(give_rows(context, 0, all.num, size, &to));
     for (int64_t s = 0; s < all.num; s++, to += size) {
@@ -203,7 +217,7 @@ class Ends : public HeadsOperator {
   }
 };
 
-class Recall : public HeadsOperator {
+class Recall : public StateOperator {
  public:
   static constexpr const char* kName = "Recall";
   static constexpr size_t kNumInputs = 6;
@@ -214,7 +228,7 @@ class Recall : public HeadsOperator {
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<Recall>(context, given));
     Heads heads = heads_;
     Dims dims;
     const int64_t size = heads.size;
@@ -248,7 +262,7 @@ class Recall : public HeadsOperator {
   }
 };
 
-class AdditiveAttention : public HeadsOperator {
+class AdditiveAttention : public StateOperator {
  public:
   static constexpr const char* kName = "AdditiveAttention";
   static constexpr size_t kNumInputs = 7;
@@ -258,13 +272,13 @@ class AdditiveAttention : public HeadsOperator {
   static int input_kind(size_t) { return runtime::kRequired; }
 
   Status* read_attributes(const Info* info) {
-    TRY(HeadsOperator::read_attributes(info));
+    TRY(StateOperator::read_attributes(info));
     return score_.find(info, 1, heads_.size);
   }
 
   Status* compute(Context* context) {
     const Value* given[kNumInputs];
-    TRY(read_inputs(context, given));
+    TRY(read_inputs<AdditiveAttention>(context, given));
     Work work{};
     work.heads = heads_;
     int64_t tokens = -1;
@@ -276,9 +290,8 @@ class AdditiveAttention : public HeadsOperator {
     TRY(read_lengths(given[5], &work.all));
     TRY(read_table(given[6], dims.sizes[0], &work.all));
     TRY(give_rows(context, 0, tokens, heads_.size, &work.out));
-    static thread_local std::vector<float> scores;  // kept from step to step
-    const size_t needed = static_cast<size_t>(work.all.num * work.all.width * kPositions);
-    if (scores.size() < needed) scores.resize(needed);
+    static thread_local std::vector<float> scores;
+    grow(&scores, {work.all.num, work.all.width, kPositions});
     work.scores = scores.data();
     return share(context, part, work.all.num, &work);
   }

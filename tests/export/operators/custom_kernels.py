@@ -25,6 +25,7 @@ kernels.restype = ctypes.c_char_p
 print(kernels().decode())
 options = onnxruntime.SessionOptions()
 options.register_custom_ops_library(library)
+options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # for `make test-sanitize`
 session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 numpy.save(out, session.run(None, dict(numpy.load(given)))[0])
 """

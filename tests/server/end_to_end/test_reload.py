@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from quill.__main__ import main
+from quill.export.bundle import graph_contract
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.auth.key_file import add_key
@@ -23,6 +27,7 @@ from quill.server.errors import ReloadError, StartError
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import in_thread
 from quill.server.request import Limits
+from tests.bad_files import agree
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import WITHOUT_TORCH, change_manifest
 from tests.server.process import ask as ask_process
@@ -286,3 +291,42 @@ def test_process_reloads_at_a_signal_while_clients_go_on_calling(
         server.signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         assert "Traceback" not in server.log
+
+
+def read_out_of_bounds(path: Path) -> None:
+    """Adds a node whose source has no positions, and whose block is far outside of the cache."""
+    model = onnx.load(path, load_external_data=False)
+    (logits,) = (node for node in model.graph.node if graph_contract.LOGITS in node.output)
+    logits.output[list(logits.output).index(graph_contract.LOGITS)] = "honest"
+    constants = {
+        "cache": np.ones((1, 1, 16, 16), np.float32),
+        "starts": np.array([0, 0, 2], np.int32),
+        "lengths": np.array([0, 1], np.int32),
+        "table": np.array([[2**27], [0]], np.int32),
+    }
+    made = [numpy_helper.from_array(array, f"hostile_{name}") for name, array in constants.items()]
+    model.graph.initializer.extend(made)
+    ends = helper.make_node("Ends", [each.name for each in made], ["ends"], domain="quill")
+    heads = {"heads": 1, "kv_heads": 1, "head_size": 16, "scale": 1.0}
+    ends.attribute.extend(helper.make_attribute(*each) for each in heads.items())
+    total = helper.make_node("ReduceSum", ["ends"], ["total"], keepdims=0)
+    added = helper.make_node("Add", ["honest", "total"], [graph_contract.LOGITS])
+    model.graph.node.extend([ends, total, added])
+    onnx.save(model, path)
+    agree(path)
+
+
+def test_bundle_whose_graph_reads_out_of_bounds_is_refused_and_the_old_one_goes_on(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    """Its hashes are right: whoever writes a bundle writes them."""
+    bundle = Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+    with server_process(bundle, tmp_path / "log", code=WITHOUT_TORCH) as server:
+        before = ask_process(server)
+        for path in bundle.glob("decoder.*.onnx"):
+            read_out_of_bounds(path)
+        server.signal(signal.SIGHUP)
+        refused = "refused, and the old one goes on"
+        wait_until(lambda: refused in server.log or server.process.poll() is not None, refused)
+        assert "a source without positions" in server.log
+        assert ask_process(server) == before
