@@ -93,7 +93,7 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster and not alerts'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster and not alerts and not hostile'
 
 # By the rule in tests/tiers.py.
 test-fast: $(VENV)/dev compiled
@@ -111,6 +111,10 @@ $(VENV)/cluster: $(VENV)/dev constraints-cluster.txt
 
 test-cluster: $(VENV)/cluster compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/server/cluster
+
+# More than two hundred hostile constraints against one server: about a minute.
+test-hostile: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m hostile tests/server/end_to_end/test_hostile_constraints.py
 
 # Needs Prometheus (Debian: prometheus); without it they are skipped, and say so.
 test-alerts: $(VENV)/dev compiled

@@ -32,7 +32,7 @@ from quill.server.frontend.prompts import PromptReader
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
-from quill.server.request import Constraint
+from quill.server.request import Request
 from quill.server.telemetry.call_record import Record, new_request_id
 from quill.server.text.tokenizer import Text
 
@@ -218,7 +218,7 @@ class Call:
         reader = RequestReader(self.served)
         parsed = await self._read(reader.read_generate, parse, num_bytes)
         try:
-            await self._compile(parsed.request.constraint)
+            await self._check(parsed.request)
             return parsed
         except InvalidFieldError as error:
             raise renamed(error, parsed.names) from None
@@ -240,16 +240,17 @@ class Call:
 
         return await inline_or_thread(num_bytes, parse_and_read)
 
-    async def _compile(self, constraint: Constraint | None) -> None:
-        """Requests of one call have one grammar: the first of them compiles it."""
-        grammars = self.served.grammars
+    async def _check(self, request: Request) -> None:
+        """Has the grammar worker compile the constraint, before the engine does. Requests of one
+        call have one constraint: it is checked for the first of them."""
+        grammars, constraint = self.served.grammars, request.constraint
         if constraint is None or grammars is None:
             return
         self._record.has_constraint = True
-        if grammars.cached(constraint) is None:
+        if not grammars.has_passed(constraint):
             began_s = time.monotonic()
             try:
-                await grammars.compile(constraint)
+                await grammars.check(constraint, request.owner)
             finally:
                 self._record.compile_ms = 1000 * (time.monotonic() - began_s)
 

@@ -11,7 +11,7 @@ from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.fields import MODEL_DEFAULTS
-from quill.server.grammar.compiler import Compiler
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Limits, Pooling, SamplingParams
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -34,7 +34,7 @@ class ServedModel:
     max_message_bytes: int
     text: Text | None  # None: the model takes and gives token ids only
     template: ChatTemplate | None
-    grammars: Compiler | None = None  # None: it can't follow a constraint
+    grammars: GrammarChecker | None = None  # None: it can't follow a constraint
 
     def __post_init__(self) -> None:
         try:

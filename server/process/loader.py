@@ -42,6 +42,7 @@ class ProcessLoader:
             ready.precision,
             ready.limits,
             ready.runtime_version,
+            ready.takes_constraints,
             self._settings,
         )
         sock = process.connect()

@@ -52,8 +52,8 @@ TABLE = (
     Row("counter", "quill_jump_forward_tokens", (),
         "tokens that a grammar determined, checked together with another token in "
         "one step"),
-    Row("counter", "quill_grammar_cache_hits", (), "constraints whose grammar was cached"),
-    Row("counter", "quill_grammar_cache_misses", (), "constraints whose grammar was compiled"),
+    Row("counter", "quill_grammar_cache_hits", (), "constraints that had compiled before"),
+    Row("counter", "quill_grammar_cache_misses", (), "constraints that the worker compiled"),
     Row("counter", "quill_embeddings", (), "texts embedded"),
     Row("counter", "quill_engine_restarts", (),
         "ends of the engine's process that nobody asked for: it was started again"),
@@ -90,7 +90,7 @@ TABLE = (
     Row("histogram", "quill_mask_time_seconds", (),
         "all grammar masks of a step, computed while the model runs"),
     Row("histogram", "quill_grammar_compile_time_seconds", (),
-        "compiling a grammar, rejected ones included"),
+        "a constraint in the grammar worker and its queue, rejected ones included"),
     Row("summary", "quill_engine_call_seconds", ("outcome",),
         "calls that the engine worked for, from arrival to end"),
 )
