@@ -8,6 +8,7 @@ are called from the engine's thread, once a step at most; they must return at on
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -72,6 +73,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._stopped = False
         self.busy_since_s: float | None = None  # None: it waits for messages
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
 
     def start(self) -> None:
         self._thread.start()

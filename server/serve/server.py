@@ -91,12 +91,18 @@ class Server:
         """What metrics find out when they are read."""
         metrics, settings = self.metrics, self._settings
         metrics.watch_health(self.health.has)
+        metrics.watch_engine(self._engine_pid)
         metrics.watch("quill_serving", lambda: self.health.is_serving)
         metrics.watch("quill_requests_waiting", lambda: self.dispatcher.admission.num_waiting)
         metrics.watch("quill_max_queue", lambda: settings.max_queue)
         if settings.tls is not None:
             expiry = certificate_expiry(settings.tls)
             metrics.watch("quill_certificate_expiry_timestamp_seconds", expiry.get)
+
+    def _engine_pid(self) -> int:
+        """0, which no process has, while there is none."""
+        instance = self.reloader.instance
+        return 0 if instance is None else instance.engine.pid
 
     def stop(self) -> None:
         """The first time in good order, the second time at once."""

@@ -103,7 +103,7 @@ class Metrics:
             watch(problem)
 
     def watch_engine(self, pid: Callable[[], int]) -> None:
-        """Adds `quill_engine_process_*`, where the engine has a process of its own."""
+        """Adds `quill_engine_process_*`."""
         ProcessCollector("quill_engine", pid, registry=self.registry)
 
     def note_restart(self) -> None:

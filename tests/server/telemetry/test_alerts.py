@@ -6,8 +6,10 @@ promtool and Prometheus come with Debian's package `prometheus`; without it the 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -204,6 +206,16 @@ def load(
         yield
 
 
+def restart_engine(server: ServerProcess, number: int) -> None:
+    """Kills it, and waits until it was started again for so many times in all."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    for pid in map(int, children):
+        if b"engine_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    name = "quill_engine_restarts_total"
+    wait_until(lambda: server.metric(name) == number and server.metric("quill_serving") == 1, name)
+
+
 @pytest.mark.alerts
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus")
 def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
@@ -225,7 +237,6 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
             )
             if fault == "hang":
                 faults.hang()
-                stack.callback(faults.let_go)
             elif fault is not None:
                 faults.start(fault)
             return server
@@ -238,6 +249,7 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
             "failing": start("failing", fault="raise"),
             "hanging": start("hanging", "--watchdog", "0.5", fault="hang"),
             "gone": start("gone"),
+            "restarting": start("restarting"),
         }
         start("expiring", "--tls-cert", str(tls.cert), "--tls-key", str(tls.key))
         stack.enter_context(prometheus.running())
@@ -245,8 +257,11 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
         stack.enter_context(load(servers["busy"], 120, 100, 60))
         stack.enter_context(load(servers["late"], 2, 100, 0.015))
         stack.enter_context(load(servers["failing"], 1, 4, 60))
-        stack.enter_context(load(servers["hanging"], 1, 4, 60))
+        stack.enter_context(load(servers["hanging"], 1, 4, 5))
         servers["gone"].process.kill()
+        wait_until(lambda: ("QuillNotScraped", "gone") in prometheus.firing(), "a scrape", FIRING_S)
+        restart_engine(servers["restarting"], 1)
+        restart_engine(servers["restarting"], 2)
         expected = {
             ("QuillQueueGrows", "busy"),
             ("QuillDeadlinesExceeded", "late"),
@@ -254,6 +269,7 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
             ("QuillStepsFail", "failing"),
             ("QuillNotServing", "failing"),
             ("QuillHangs", "hanging"),
+            ("QuillRestarts", "restarting"),
             ("QuillNotScraped", "gone"),
             ("QuillCertificateExpires", "expiring"),
         }
@@ -267,4 +283,3 @@ def test_servers_in_trouble_raise_alerts(tiny_bundle: TinyBundle, tmp_path: Path
             wait_until(all_fired, "every alert", FIRING_S)
         assert expected - seen == set(), "never fired"
         assert not [alert for alert, pod in seen if pod == "well"]
-        stack.callback(servers["hanging"].process.kill)

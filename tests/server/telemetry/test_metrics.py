@@ -217,6 +217,7 @@ def test_process_build_and_model_are_described(running: Running) -> None:
     after = scrape(running)
     assert after["process_start_time_seconds"] > 1e9
     assert after["process_resident_memory_bytes"] > 1e6
+    assert after["quill_engine_process_start_time_seconds"] == after["process_start_time_seconds"]
     (build,) = [name for name in after if name.startswith("quill_build_info")]
     assert f'version="{metadata.version("quill")}"' in build
     labels = 'device="cpu",family="causal",model="reciter",precision="fp32"'
