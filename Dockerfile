@@ -43,3 +43,20 @@ USER 0
 RUN /opt/quill/bin/pip install --no-cache-dir "onnxruntime-gpu[cuda,cudnn]==1.31.1"
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001
+
+# With Ray, for `quill cluster config --ray-service`: docker build --target cluster -t quill-cluster:0.1.0 .
+# KubeRay gives the command. constraints-cluster.txt pins versions without hashes.
+FROM build AS build-cluster
+COPY constraints.txt constraints-cluster.txt ./
+RUN PIP_CONSTRAINT="constraints.txt constraints-cluster.txt" \
+    /opt/quill/bin/pip install --no-cache-dir ".[cluster,tracing]"
+
+FROM cpu AS cluster
+USER 0
+COPY --from=build-cluster /opt/quill /opt/quill
+RUN install --directory --owner 10001 --group 10001 /home/quill
+ENV HOME=/home/quill
+USER 10001
+HEALTHCHECK NONE
+ENTRYPOINT []
+CMD ["bash"]

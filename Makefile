@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-page test-clients test-cluster test-newest check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-page  the page at / in Chromium, where there is one"
 	@echo "make test-clients  other people's clients against a real server (installs them; CLIENTS_BUNDLE=... for another bundle)"
 	@echo "make test-cluster  two replicas on Ray, on this machine (installs it; minutes; QUILL_CLUSTER_BUNDLE=... for another bundle)"
+	@echo "make test-alerts  servers in trouble, watched by a real Prometheus, where there is one (two minutes)"
 	@echo "make test-newest  tests that touch grpcio, h11, ONNX Runtime and Ray, with PyPI's newest (installs them beside)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
 	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
@@ -92,7 +93,7 @@ translate: $(BUNDLE)/manifest.json | $(VENV)/base compiled
 	done
 
 test: $(VENV)/dev compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not page and not cluster and not alerts and not hostile'
 
 # By the rule in tests/tiers.py.
 test-fast: $(VENV)/dev compiled
@@ -110,6 +111,14 @@ $(VENV)/cluster: $(VENV)/dev constraints-cluster.txt
 
 test-cluster: $(VENV)/cluster compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/server/cluster
+
+# More than two hundred hostile constraints against one server: about a minute.
+test-hostile: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m hostile tests/server/end_to_end/test_hostile_constraints.py
+
+# Needs Prometheus (Debian: prometheus); without it they are skipped, and say so.
+test-alerts: $(VENV)/dev compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/telemetry/test_alerts.py
 
 test-newest: $(VENV)/dev compiled
 	$(BIN)/python -m tests.newest

@@ -51,8 +51,6 @@ def _add_cluster(subparsers: Subparsers) -> None:
     )
     _add_plan(up, threads="default: the cores, shared by the replicas")
     add_option(up, "--host", "127.0.0.1: this machine only", str, None, "127.0.0.1")
-    insecure = "other machines may call: something in front of it terminates TLS"
-    add_option(up, "--insecure", insecure)
     add_option(up, "--dashboard", "Ray's, at 127.0.0.1:8265")
     config = add_command(
         *(actions, "config", "quill.server.cluster.commands:config", "cluster"),
@@ -86,6 +84,8 @@ def _add_plan(parser: argparse.ArgumentParser, *, threads: str) -> None:
     drain = "how long running calls of a replica that stops may go on"
     add_option(parser, "--drain-timeout", drain, seconds, "SECONDS", 600.0)
     add_option(parser, "--port", "for gRPC", port_number, None, 50051)
+    insecure = "other machines may call: something in front of it terminates TLS"
+    add_option(parser, "--insecure", insecure)
     metrics = "each replica takes the first free port from it on; 'off': none ('auto': 9464)"
     add_options(
         parser,

@@ -1,11 +1,33 @@
 """The server's errors, and the gRPC status of each.
 
-Knows: the one tree of errors, the one table to status codes. Imports nothing.
+Knows: the one tree of errors, the one table to status codes, the reasons of rejections.
 Does not know: gRPC itself; the servicer turns the names into codes.
 
 Every message says what was given, what is allowed, and what to do. It reaches the client as it
 is, so it never quotes a prompt.
 """
+
+from typing import Literal, get_args
+
+# Why a call was rejected before the engine worked for it, as the log and the metrics name it.
+RejectionReason = Literal[
+    "queue_full",
+    "key_queue_share",  # the key has its share of the queue waiting
+    "key_requests_per_minute",
+    "key_tokens_per_minute",
+    "key_max_concurrent",
+    "deadline_too_short",  # the queue is longer
+    "deadline_passed",
+    "loading",
+    "stopping",
+    "unauthenticated",
+    "key_revoked",
+    "forbidden",
+    "invalid_argument",  # the log's bad_field names the field
+    "unsupported",
+    "grammar_queue_full",
+]
+REJECTION_REASONS: tuple[RejectionReason, ...] = get_args(RejectionReason)
 
 
 class ServerError(Exception):
@@ -20,6 +42,11 @@ class StartError(ServerError):
 
 class RequestError(ServerError):
     """One request ended without an answer. All others go on."""
+
+    def __init__(self, message: str, rejection: RejectionReason | None = None) -> None:
+        """`rejection`: where the kind of error doesn't say why; None: see `rejection_of`."""
+        super().__init__(message)
+        self.rejection = rejection
 
 
 class InvalidFieldError(RequestError):
@@ -46,8 +73,10 @@ class UnimplementedError(RequestError):
 class OverloadedError(RequestError):
     """The queue is full, or so long that the deadline can't be met."""
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        super().__init__(reason)
+    def __init__(
+        self, reason: str, retry_after_s: float, rejection: RejectionReason | None = "queue_full"
+    ) -> None:
+        super().__init__(reason, rejection)
         self.retry_after_s = retry_after_s
 
 
@@ -108,8 +137,24 @@ STATUS: dict[type[RequestError], str] = {
     UnavailableError: "UNAVAILABLE",
     StepError: "INTERNAL",
 }
+_REJECTION: dict[type[RequestError], RejectionReason] = {
+    InvalidFieldError: "invalid_argument",
+    NotFoundError: "invalid_argument",
+    UnsupportedError: "unsupported",
+    UnimplementedError: "unsupported",
+    UnauthenticatedError: "unauthenticated",
+    RevokedError: "key_revoked",
+    ForbiddenError: "forbidden",
+}
 
 
 def status_name(error: RequestError) -> str:
     """The name of the `grpc.StatusCode` that this error ends a call with."""
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def rejection_of(error: RequestError) -> RejectionReason | None:
+    """None: the call wasn't rejected; it failed later."""
+    if error.rejection is not None:
+        return error.rejection
+    return next((_REJECTION[kind] for kind in type(error).__mro__ if kind in _REJECTION), None)

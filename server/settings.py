@@ -179,6 +179,8 @@ class Settings:
         help="health is NOT_SERVING while a step takes longer")
     tracing: bool = _option(False, "Operation", in_cluster=True,
         help="send OpenTelemetry spans to $OTEL_EXPORTER_OTLP_ENDPOINT")
+    max_key_labels: int = _option(32, "Operation", positive, "N", in_cluster=True,
+        help="API keys and client certificates with metrics of their own; others share a label")
     log_format: str = _option("text", "Operation", str, choices=("text", "json"), in_cluster=True,
         help="json: one object a line, for machines")
 

@@ -26,7 +26,8 @@ def dockerfile() -> str:
 
 
 def image_command(instruction: str) -> list[str]:
-    (found,) = re.findall(rf"^{instruction} (\[.*\])$", dockerfile(), re.MULTILINE)
+    """Of the image that serves; the cluster's has another one."""
+    found, *_ = re.findall(rf"^{instruction} (\[.*\])$", dockerfile(), re.MULTILINE)
     words: list[str] = json.loads(found)
     return words
 
@@ -40,9 +41,12 @@ def unit(name: str) -> str:
 def test_image_serves_protected_and_not_as_root() -> None:
     assert image_command("ENTRYPOINT") == ["quill", "serve"]
     settings_of([*image_command("ENTRYPOINT")[1:], *image_command("CMD")])
-    stages = dockerfile().split("\nFROM ")[2:]
-    users = [re.findall(r"^USER (\S+)$", stage, re.MULTILINE) for stage in stages]
-    assert [each[-1] for each in users] == ["10001", "10001"]
+    stages = {
+        stage.split("\n")[0].split()[-1]: re.findall(r"^USER (\S+)$", stage, re.MULTILINE)
+        for stage in dockerfile().split("\nFROM ")[1:]
+    }
+    last = {name: users[-1] for name, users in stages.items() if not name.startswith("build")}
+    assert last == dict.fromkeys(("cpu", "cuda", "cluster"), "10001")
     assert "--require-hashes -r requirements-serve.txt" in dockerfile()
 
 
@@ -57,3 +61,16 @@ def test_unit_serves_protected_and_has_time_to_drain() -> None:
     settings = settings_of(shlex.split(unit("ExecStart"))[1:])
     assert float(unit("TimeoutStopSec")) > settings.drain_timeout_s
     assert "-HUP" in unit("ExecReload")
+
+
+def test_default_image_of_a_cluster_has_a_target() -> None:
+    parsed = build_parser().parse_args(["cluster", "config", "bundle"])
+    assert f"--target cluster -t {parsed.image} " in dockerfile()
+    extras = ["cluster", "tracing"]
+    assert f'".[{",".join(extras)}]"' in dockerfile()
+
+
+def test_unit_is_ready_when_it_serves_and_is_restarted_when_it_hangs() -> None:
+    settings = settings_of(shlex.split(unit("ExecStart"))[1:])
+    assert (unit("Type"), unit("NotifyAccess")) == ("notify", "all")
+    assert float(unit("WatchdogSec")) > settings.watchdog_s, "a long step is no reason yet"

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from quill.__main__ import build_parser
+from quill.server.errors import REJECTION_REASONS
 from quill.server.settings import Settings, check_exposure, read_settings
-from quill.server.telemetry.metrics import Metrics
+from quill.server.telemetry.metric_table import TABLE
 
 PLACE = Path(__file__).resolve().parents[1] / "server" / "deploy" / "kubernetes"
 FOLDERS = sorted(path.parent.name for path in PLACE.glob("*/kustomization.yaml"))
@@ -49,7 +50,15 @@ def container() -> Json:
 
 
 def settings() -> Settings:
-    read = read_settings(build_parser().parse_args(["serve", *container()["args"]]))
+    """With its variables as Kubernetes fills them in: whole cores."""
+    resources = container()["resources"]
+    given = {
+        each["name"]: resources["requests"][each["valueFrom"]["resourceFieldRef"]["resource"][9:]]
+        for each in container()["env"]
+    }
+    words = [re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], word)
+             for word in container()["args"]]  # fmt: skip
+    read = read_settings(build_parser().parse_args(["serve", *words]))
     check_exposure(read)
     return read
 
@@ -162,6 +171,27 @@ def test_bundle_image_replaces_the_volume() -> None:
     assert first["command"][-1] == container()["args"][0]
 
 
+@pytest.mark.parametrize("left", [(), ("bundle",), ("bundle.new",), ("bundle", "bundle.new")])
+def test_bundle_is_copied_whole_whatever_an_interruption_left(
+    left: tuple[str, ...], tmp_path: Path
+) -> None:
+    patch = yaml.safe_load((PLACE / "bundle-image" / "deployment.yaml").read_text())
+    (first,) = patch["spec"]["template"]["spec"]["initContainers"]
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "manifest.json").write_text("new")
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    *words, _ = (word.replace("/bundle", str(tmp_path / "image")) for word in first["command"])
+    subprocess.run([*words, str(tmp_path / "bundle")], check=True)
+    assert [path.name for path in (tmp_path / "bundle").iterdir()] == ["manifest.json"]
+    assert not (tmp_path / "bundle.new").exists()
+
+
+def test_threads_are_the_cores_of_the_request() -> None:
+    assert settings().threads == int(container()["resources"]["requests"]["cpu"]) == 2
+
+
 def test_scaling_threshold_is_seven_tenths_of_the_sequences_of_a_server() -> None:
     spec = documents("autoscaling")["ScaledObject/quill"]["spec"]
     assert f"Deployment/{spec['scaleTargetRef']['name']}" in documents("base")
@@ -169,13 +199,12 @@ def test_scaling_threshold_is_seven_tenths_of_the_sequences_of_a_server() -> Non
     max_num_seqs = settings().max_num_seqs
     assert max_num_seqs is not None
     assert trigger["metadata"]["threshold"] == str(round(0.7 * max_num_seqs))
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
     assert spec["minReplicaCount"] == documents("base")["Deployment/quill"]["spec"]["replicas"]
 
 
 def test_every_metric_of_an_expression_exists_with_its_labels() -> None:
-    metrics = [each for each in vars(Metrics()).values() if hasattr(each, "_labelnames")]
-    labels = {each._name: set(each._labelnames) for each in metrics}
-    assert labels["quill_requests"] == {"method", "outcome"}
+    labels = {row.name: {*row.labels} for row in TABLE}
     expressions = list(queries())
     assert len(expressions) > 30
     for query in expressions:
@@ -186,6 +215,12 @@ def test_every_metric_of_an_expression_exists_with_its_labels() -> None:
             assert set(re.findall(r"(\w+)=", wanted)) <= labels[_family(name)] | SCRAPED, query
         for grouped in re.findall(r"by \((.*?)\)", query):
             assert set(grouped.split(", ")) <= labels[_family(names[0])] | SCRAPED, query
+
+
+def test_reasons_of_rejections_exist() -> None:
+    for query in queries():
+        for reasons in re.findall(r'reason=~"(.*?)"', query):
+            assert set(reasons.split("|")) <= set(REJECTION_REASONS)
 
 
 def _family(name: str) -> str:
@@ -215,63 +250,3 @@ def test_kubectl_builds_every_folder(folder: str) -> None:
         f"{each['kind']}/{each['metadata']['name']}" for each in yaml.safe_load_all(done.stdout)
     }
     assert built >= set(documents(folder))
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
-def test_alerts_fire_and_resolve(tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules()))
-    series = {
-        'quill_serving{job="quill", pod="a"}': "1x30 0x60",
-        'quill_serving{job="quill", pod="b"}': "1x55 0x35",
-        'quill_requests_total{pod="a", outcome="OK"}': "0+90x90",
-        'quill_requests_total{pod="a", outcome="RESOURCE_EXHAUSTED"}': "0+0x30 0+10x60",
-        'quill_requests_waiting{pod="a"}': "40x90",
-        'quill_max_num_seqs{pod="a"}': "32x90",
-        'quill_time_to_first_token_seconds_bucket{pod="a", le="5"}': "0+8x90",
-        'quill_time_to_first_token_seconds_bucket{pod="a", le="10"}': "0+10x90",
-        'quill_time_to_first_token_seconds_bucket{pod="a", le="+Inf"}': "0+10x90",
-    }
-    expected = {
-        20: {"QuillQueueGrows", "QuillTimeToFirstTokenHigh"},
-        60: {"QuillQueueGrows", "QuillTimeToFirstTokenHigh", "QuillNotServing",
-             "QuillRejectsCalls", "QuillUnavailable"},
-    }  # fmt: skip
-    alerts = [rule["alert"] for group in rules()["groups"] for rule in group["rules"]]
-    cases = [
-        {"eval_time": f"{minute}m", "alertname": name,
-         "exp_alerts": _expected(name) if name in coming else []}
-        for minute, coming in expected.items() for name in alerts
-    ]  # fmt: skip
-    test = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": name, "values": values} for name, values in series.items()
-                ],
-                "alert_rule_test": cases,
-            }
-        ],
-    }
-    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
-    command = ["promtool", "test", "rules", str(tmp_path / "test.yml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _expected(name: str) -> list[Json]:
-    """With its annotations' templates filled in."""
-    (rule,) = (rule for group in rules()["groups"] for rule in group["rules"]
-               if rule["alert"] == name)  # fmt: skip
-    filled = {
-        "{{ $labels.pod }}": "a",
-        "{{ $value | humanizePercentage }}": "10%",
-        "{{ $value | humanizeDuration }}": "8.75s",
-    }
-    texts = rule["annotations"]
-    for template, value in filled.items():
-        texts = {key: text.replace(template, value) for key, text in texts.items()}
-    own = {"job": "quill", "pod": "a"} if name == "QuillNotServing" else {}
-    return [{"exp_labels": {**rule["labels"], **own}, "exp_annotations": texts}]

@@ -76,23 +76,33 @@ class Sampler(Generic[_Sample]):
 
 
 class ProcessSample(NamedTuple):
+    """A server has its engine in a child process: memory and time are those of both together."""
+
     at_s: float  # since 1970
-    memory_mb: float  # resident
-    num_fds: int
+    memory_mb: float  # resident, of the process and its children
+    num_fds: int  # of the process itself
     num_threads: int
-    cpu_s: float = 0.0  # of all threads, since the process started
+    cpu_s: float = 0.0  # of all threads of the process and its children, since they started
 
 
 def sample_process(pid: int) -> ProcessSample:
-    entries = _status(pid)
+    num_threads = int(_status(pid)["Threads"])
     num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    memory_mb = _kilobytes(entries["VmRSS"]) / 1024
-    return ProcessSample(time.time(), memory_mb, num_fds, int(entries["Threads"]), _cpu_s(pid))
+    pids = _tree(pid)
+    memory_mb = sum(_kilobytes(each, "VmRSS") for each in pids) / 1024
+    return ProcessSample(time.time(), memory_mb, num_fds, num_threads, sum(map(_cpu_s, pids)))
 
 
 def peak_bytes_of(pid: int) -> int:
-    """The peak of a process's resident memory."""
-    return _kilobytes(_status(pid)["VmHWM"]) * 1024
+    """The peaks of the resident memory of a process and its children, added."""
+    return sum(_kilobytes(each, "VmHWM") for each in _tree(pid)) * 1024
+
+
+def _tree(pid: int) -> list[int]:
+    """The process, its children, and theirs."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for file in files for child in file.read_text().split()]
+    return [pid, *(each for child in children for each in _tree(child))]
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -106,8 +116,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _kilobytes(entry: str) -> int:
-    return int(entry.split()[0])
+def _kilobytes(pid: int, entry: str) -> int:
+    return int(_status(pid).get(entry, "0 kB").split()[0])  # a process that has ended has none
 
 
 def slope_mb_per_minute(samples: Sequence[ProcessSample]) -> float:

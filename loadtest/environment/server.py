@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quill.loadtest.environment.process import Sampler, free_port, last_line, stop_process
 from quill.loadtest.errors import NoServerError
 from quill.server.client.access import Access
-from quill.server.client.errors import Diagnosis, diagnose
+from quill.server.client.errors import CallError, diagnose
 from quill.server.prometheus_text import Samples, read_samples
 
 METRICS_OFFSET, HTTP_OFFSET = 1, 2  # from the gRPC port, unless the server's options differ
@@ -141,7 +141,7 @@ def wait_until_healthy(address: str, timeout_s: float = 60.0, access: Access | N
 
 def _problem(
     stub: health_pb2_grpc.HealthStub, access: Access, timeout_s: float
-) -> Diagnosis | None:
+) -> CallError | None:
     """Why the server can't be reached now."""
     try:
         stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -241,7 +241,7 @@ PLOTS = (
     Plot(
         "process.png",
         "Processor and memory",
-        "Of the server's process, sampled once a second.",
+        "Of the server's processes together, sampled once a second.",
         process_load,
         "The server's processor and memory are left out: they are measured of a server that the "
         "load test itself starts (no --address), and in a load of some seconds.",

@@ -108,7 +108,7 @@ def sentences(run: Run, summary: Summary) -> list[str]:
         )
     if usage := server_usage(run):
         listed.append(
-            f"The server's process kept {usage.busy_cores:.2f} cores busy on average"
+            f"The server's processes kept {usage.busy_cores:.2f} cores busy on average"
             f"{' (with the pauses between rates)' if run.trials else ''}, and had "
             f"{usage.peak_mb:,.0f} MB of memory at most."
         )

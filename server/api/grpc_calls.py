@@ -8,7 +8,7 @@ Left to itself grpc.aio logs a traceback for bytes that are no message, and answ
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -77,8 +77,12 @@ def request_context(method: str, context: Context, frontend: Frontend = "grpc") 
         frontend=frontend,
         caller=cast("CallerContext", context).caller,
         deadline_s=None if left_s is None else time.monotonic() + left_s,
-        trace_headers={name: str(value) for name, value in metadata if name in HEADERS},
+        trace_headers=_traced(metadata),
     )
+
+
+def _traced(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    return {name: str(value) for name, value in metadata if name in HEADERS}
 
 
 @raising_context
@@ -184,18 +188,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
             try:
                 caller = self._keyring.identify(keys)
             except RequestError as error:
-                return self._rejected(method, error)
+                return self._rejected(method, metadata, error)
         handler = await continuation(handler_call_details)
         _, service, name = method.split("/", 2)
         if handler is None or service not in self._services:
             return handler
         return self._wrapped(handler, name, frontend_of(method), caller)
 
-    def _rejected(self, method: str, error: RequestError) -> Any:
+    def _rejected(self, method: str, metadata: Any, error: RequestError) -> Any:
         """As a stream, whatever the method is: so no message is waited for."""
         # A name that the caller made up must not become a label of the metrics.
-        known = _METHODS.get(method, "other")
-        call = RequestContext(method=known, frontend=frontend_of(method))
+        known, frontend = _METHODS.get(method, "other"), frontend_of(method)
+        call = RequestContext(method=known, frontend=frontend, trace_headers=_traced(metadata))
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             self._calls.reject(call, error)

@@ -120,6 +120,9 @@ class Health:
     def is_serving(self) -> bool:
         return not self._problems
 
+    def has(self, problem: str) -> bool:
+        return problem in self._problems
+
     async def begin(self) -> None:
         await self._publish()
 

@@ -132,7 +132,7 @@ class Quotas:
         if wait_s and not is_admitted:
             reason = f"the API key {caller.name} may use {limit} tokens a minute"
             left = f"{max(0, int(bucket.level))} are left now and this prompt has {num_prompt}"
-            raise QuotaError(f"{reason}; {left}", wait_s)
+            raise QuotaError(f"{reason}; {left}", wait_s, "key_tokens_per_minute")
         usage = QuotaUsage(bucket, num_prompt)
         try:
             yield usage
@@ -146,7 +146,7 @@ class Quotas:
         most = caller.max_concurrent
         if most is not None and account.num_running >= most:
             reason = f"the API key {caller.name} has {most} calls running, which is its limit"
-            raise QuotaError(f"{reason}. Wait for one to end", 1.0)
+            raise QuotaError(f"{reason}. Wait for one to end", 1.0, "key_max_concurrent")
 
     def _charge_call(self, caller: Caller, account: _Account) -> None:
         limit = caller.requests_per_minute
@@ -154,7 +154,8 @@ class Quotas:
             return
         wait_s = account.calls.wait_s(1, limit, self._clock())
         if wait_s:
-            raise QuotaError(f"the API key {caller.name} may call {limit} times a minute", wait_s)
+            reason = f"the API key {caller.name} may call {limit} times a minute"
+            raise QuotaError(reason, wait_s, "key_requests_per_minute")
         account.calls.level -= 1
 
 

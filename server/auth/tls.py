@@ -6,7 +6,10 @@ gRPC asks for the certificate before each handshake. So a new one serves the nex
 connections that stand, with their streams, aren't touched.
 """
 
+import _ssl  # the standard library has no other way to read a certificate's dates
+import logging
 import ssl
+import stat
 from dataclasses import dataclass
 
 import grpc
@@ -14,6 +17,8 @@ import grpc
 from quill.server.auth.watched_file import Watched
 from quill.server.errors import StartError
 from quill.server.settings import TlsFiles
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,25 @@ def http_context(files: TlsFiles) -> Watched[ssl.SSLContext]:
     return Watched(files.paths, lambda: _context(files))
 
 
+def certificate_expiry(files: TlsFiles) -> Watched[float]:
+    """When the certificate that is served expires, in Unix time."""
+
+    def read() -> float:
+        _context(files)  # one that can't be used isn't served
+        found = _ssl._test_decode_cert(files.cert)  # type: ignore[attr-defined]
+        return ssl.cert_time_to_seconds(found["notAfter"])
+
+    return Watched(files.paths, read)
+
+
 def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.client_ca)
 
 
 def _read(files: TlsFiles) -> _Pem:
     _context(files)
+    if files.key.stat().st_mode & stat.S_IROTH:
+        logger.warning("every user of this machine can read %s: chmod o-r %s", *[files.key] * 2)
     client_ca = None if files.client_ca is None else files.client_ca.read_bytes()
     return _Pem(files.cert.read_bytes(), files.key.read_bytes(), client_ca)
 

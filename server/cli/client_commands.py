@@ -99,10 +99,8 @@ def _add_encoder_commands(subparsers: Subparsers) -> None:
     embed.add_argument("texts", nargs="*", metavar="TEXT", help="- reads stdin, one text a line")
     out = "write embeddings as .npy; with --compare a .png"
     add_option(embed, "--out", out, Path, "FILE")
-    plot = "instead, plot the similarity of this word's embeddings in several sentences"
+    plot = "plot the similarity of this word's embeddings in the TEXTs (default: with apple)"
     add_option(embed, "--compare", plot, str, "WORD")
-    sentences = "with --compare: one sentence a line (default: the TEXTs, or examples with apple)"
-    add_option(embed, "--sentences", sentences, Path, "FILE")
     fill_mask = add_command(
         *(subparsers, "fill-mask", "quill.server.cli.embed:fill_mask", "serve"),
         help="predict masked tokens on a running server",
@@ -133,14 +131,9 @@ def _add_batch(subparsers: Subparsers) -> None:
     )
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help="a JSON object a line")
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="an answer a line")
-    servers = (
-        f"may be given several times, or {SEVERAL}, for servers of the same model "
-        f"(default {ADDRESS})"
-    )
-    add_option(parser, "--address", servers, addresses, "HOST:PORT", action="append")
+    add_address(parser, many=True)
     http = "the servers' HTTP ports, for lines of OpenAI's files (default: gRPC port + 2)"
     add_option(parser, "--http", http, address, "HOST:PORT", action="append")
-    add_access(parser)
     at_once = "how many lines are requested at once, on all servers together"
     add_option(parser, "--concurrency", at_once, positive, "N", 32)
     add_option(parser, "--seed", "changes the seeds of lines that have none", natural, "N", 0)
@@ -148,7 +141,6 @@ def _add_batch(subparsers: Subparsers) -> None:
     add_option(parser, "--unavailable-timeout", wait, seconds, "SECONDS", 300.0)
     deadline = "the deadline of a line (default: none)"
     add_option(parser, "--timeout", deadline, seconds, "SECONDS")
-    parser.set_defaults(default_address=ADDRESS)
 
 
 def _add_top(subparsers: Subparsers) -> None:

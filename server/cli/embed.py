@@ -133,19 +133,14 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _sentences(args: argparse.Namespace) -> list[str]:
-    given = list(args.texts)
-    if args.sentences is not None:
-        try:
-            given += args.sentences.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ServerError(f"can't read {args.sentences}: {error}") from error
-    sentences = [line.strip() for line in given or SENTENCES if line.strip()]
+    given = _texts(args.texts) if args.texts else SENTENCES
+    sentences = [line.strip() for line in given if line.strip()]
     missing = [line for line in sentences if args.compare.lower() not in line.lower()]
     if missing or len(sentences) < 2:
         problem = f"{missing[0]!r} hasn't" if missing else f"{len(sentences)} isn't enough"
         raise ServerError(
             f"--compare {args.compare} needs two sentences or more that have the word: {problem}. "
-            "Give them as TEXTs, or with --sentences FILE"
+            "Give them as TEXTs"
         )
     return sentences
 

@@ -18,8 +18,15 @@ from quill.server.errors import ServerError
 
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
-# Responses with many logprobs are larger than gRPC's default limit of 4 MB.
-CHANNEL_OPTIONS: ChannelOptions = (("grpc.max_receive_message_length", -1),)
+CHANNEL_OPTIONS: ChannelOptions = (
+    # Responses with many logprobs are larger than gRPC's default limit of 4 MB.
+    ("grpc.max_receive_message_length", -1),
+    # A server that comes back is found soon: gRPC's own backoff grows to two minutes, and it waits
+    # 20 s for a machine that doesn't respond.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.min_reconnect_backoff_ms", 5000),
+)
 
 
 class AccessError(ServerError):

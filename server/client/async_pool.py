@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from quill.server.client.access import Access, ChannelOptions
+from quill.server.client.access import Access
 from quill.server.client.balancer import ServerState
 from quill.server.client.errors import CallError, closed, read_failure, status_code
 from quill.server.client.pool_state import (
@@ -49,11 +49,10 @@ class _Connection:
 class AsyncEndpointPool:
     """Belongs to one event loop."""
 
-    def __init__(self, address: str, access: Access, options: ChannelOptions = ()) -> None:
-        """`options`: of channels, beside the usual ones."""
+    def __init__(self, address: str, access: Access) -> None:
         self._state = PoolState(read_target(address))
         self._access = access
-        self._options = (*channel_options(self._state.target, access), *options)
+        self._options = channel_options(self._state.target, access)
         self._lock = threading.RLock()
         self._connections: dict[str, _Connection] = {}
         self._tasks = AsyncTasks()
@@ -115,7 +114,7 @@ class AsyncEndpointPool:
                 self._connections[address].stop_watch()  # and it is watched anew
             self._disconnect()
 
-    def _set_load(self, address: str, num_calls: int | None) -> None:
+    def _set_load(self, address: str, num_calls: int) -> None:
         with self._lock:
             self._state.balancer.set_load(address, num_calls, time.monotonic())
 

@@ -14,8 +14,7 @@ next servers on the ring, always in the same order.
 A client that knows its own calls alone bounds its own calls alone: sixteen such clients put 4.0
 times the mean on one of twenty simulated servers, and 2.3 times with the loads that servers report.
 A server without a recent report counts as having no calls of others: if that is wrong, its next
-response corrects it. If a server never reports its load (an older version), own calls alone count
-for all; else that server would attract all calls.
+response corrects it.
 """
 
 import hashlib
@@ -45,7 +44,6 @@ class ServerState:
     num_failed: int = 0  # because of the server: it died, stopped or was full
     num_others: int = 0  # calls of other clients, in its last load report
     reported_s: float = -math.inf  # the time of that report
-    never_reports: bool = False  # it has responded without its load
 
 
 def bound(mean: float) -> int:
@@ -92,17 +90,12 @@ class Balancer:
         self._states[server] = replace(state, is_serving=is_serving, reported_s=-math.inf)
         return True
 
-    def set_load(self, server: str, num_calls: int | None, now_s: float) -> None:
-        """`num_calls`: of all clients, this one included. None: it responded without its load."""
+    def set_load(self, server: str, num_calls: int, now_s: float) -> None:
+        """`num_calls`: of all clients, this one included."""
         state = self._states.get(server)
-        if state is None:
-            return
-        if num_calls is None:
-            state = replace(state, never_reports=state.reported_s == -math.inf)
-        else:
+        if state is not None:
             num_others = max(0, num_calls - state.num_outstanding)
-            state = replace(state, num_others=num_others, reported_s=now_s, never_reports=False)
-        self._states[server] = state
+            self._states[server] = replace(state, num_others=num_others, reported_s=now_s)
 
     def begin(self, key: bytes | None, avoid: Set[str] = frozenset(), now_s: float = 0.0) -> str:
         """The server for a call with this key; the one with the fewest calls if there is no key."""
@@ -154,10 +147,9 @@ class Balancer:
 
 
 def _loads(servers: list[ServerState], now_s: float) -> dict[str, int]:
-    all_report = not any(each.never_reports for each in servers)
     return {
         each.address: each.num_outstanding
-        + (each.num_others if all_report and now_s - each.reported_s <= REPORT_S else 0)
+        + (each.num_others if now_s - each.reported_s <= REPORT_S else 0)
         for each in servers
     }
 

@@ -9,7 +9,6 @@ closes the connection of a client without one, both without a reason.
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -96,7 +95,7 @@ def read_error(error: BaseException, access: Access, *, was_reached: bool = Fals
     if code is grpc.StatusCode.UNAVAILABLE and (
         found := diagnose(reason, access, was_reached=was_reached)
     ):
-        return CallError(code, found.reason, is_lasting=found.is_lasting, is_unreached=True)
+        return found
     details = _read_details(call.trailing_metadata())
     is_closed = code is grpc.StatusCode.UNAVAILABLE and _is_closed_by_server(reason)
     if (code in _BROKEN or is_closed) and details.request_id is None:
@@ -153,34 +152,31 @@ _LASTING = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """`is_lasting`: a retry is of no use."""
-
-    reason: str
-    is_lasting: bool = False
-
-
-def diagnose(details: str, access: Access, *, was_reached: bool = False) -> Diagnosis | None:
+def diagnose(details: str, access: Access, *, was_reached: bool = False) -> CallError | None:
     """Why a connection failed, from gRPC's text. None: the text isn't about a connection.
 
     `was_reached`: the same options have worked, so no advice is given on them.
     """
     if details.startswith("errors resolving"):
-        return Diagnosis(f"the host name can't be resolved: {details}")
+        return _unreached(f"the host name can't be resolved: {details}")
     if not details.startswith("failed to connect"):
         return None
     last = details.partition("last error: ")[2].partition(": ")[2] or details
     if _UNTRUSTED in last:
-        return Diagnosis(_untrusted(last, access), is_lasting=True)
+        return _unreached(_untrusted(last, access), is_lasting=True)
     for part, reason in _LASTING.items():
         if part in last:
-            return Diagnosis(reason, is_lasting=True)
+            return _unreached(reason, is_lasting=True)
     if _is_closed_by_server(last):
         advice = "" if was_reached else f". {_closed_advice(access)}"
-        return Diagnosis(f"the server closed the connection: {last}{advice}")
+        return _unreached(f"the server closed the connection: {last}{advice}")
     advice = "" if was_reached else ". Is one running? `quill serve` starts it"
-    return Diagnosis(f"no server answers: {last}{advice}")
+    return _unreached(f"no server answers: {last}{advice}")
+
+
+def _unreached(reason: str, *, is_lasting: bool = False) -> CallError:
+    code = grpc.StatusCode.UNAVAILABLE
+    return CallError(code, reason, is_lasting=is_lasting, is_unreached=True)
 
 
 def _is_closed_by_server(text: str) -> bool:

@@ -30,24 +30,16 @@ WATCH_S = 10.0
 RETRY_WATCH_S = 0.2  # before the health of a server that doesn't serve is watched again
 FIRST_STATUS_S = 1.0  # the first call waits so long at most for the first status of all servers
 RESOLVE_S = 10.0  # before a DNS name is resolved again
-# A server that comes back is found soon: gRPC's own backoff grows to two minutes, and it waits 20 s
-# for a machine that doesn't respond.
-_RECONNECT_OPTIONS: ChannelOptions = (
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.min_reconnect_backoff_ms", 5000),
-)
 
 
 def channel_options(target: Target, access: Access) -> ChannelOptions:
     """Raises if the access can't be used for any of the servers."""
     for server in target.servers if target.name is None else (target.name,):
         access.credentials(server)
-    options = (*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS)
     if target.name is None or not access.uses_tls:
-        return options
+        return CHANNEL_OPTIONS
     # Certificates are for the DNS name, not for the addresses that it resolves to.
-    return (*options, ("grpc.ssl_target_name_override", target.name.rpartition(":")[0]))
+    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", target.name.rpartition(":")[0]))
 
 
 def make_stub(channel: Any) -> Any:
@@ -99,7 +91,7 @@ class PickedEndpoint:
     stub: Any
     headers: Metadata  # to be sent with the call
     _end: Callable[[str, CallError | None], None]
-    _set_load: Callable[[str, int | None], None]
+    _set_load: Callable[[str, int], None]
     _read_error: Callable[[BaseException], CallError]
     _has_ended: bool = False
 
@@ -118,10 +110,9 @@ class PickedEndpoint:
             self.end(error)
 
     def read_load(self, metadata: Any) -> None:
-        """From the initial metadata during the call, or the trailing metadata after success. Only
-        the latter shows that a server never reports its load: a rejection has no load either."""
+        """From the initial metadata during the call, or the trailing metadata after success."""
         num_calls = read_load(metadata)
-        if num_calls is not None or self._has_ended:
+        if num_calls is not None:
             self._set_load(self.address, num_calls)
 
 

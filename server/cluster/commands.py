@@ -75,6 +75,7 @@ def up(args: argparse.Namespace) -> None:
 def config(args: argparse.Namespace) -> None:
     """Writes serve.yaml, or a RayService. It needs no Ray."""
     plan = read_plan(args, threads=THREADS, one_machine=False)
+    check_exposure(plan, args.insecure)
     ray_service = args.ray_service
     print(write_ray_service(plan, args.image) if ray_service else write_serve_config(plan), end="")
 

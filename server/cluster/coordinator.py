@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quill.server.auth.caller import Caller, Quotas, QuotaUsage
-from quill.server.errors import QuotaError
+from quill.server.errors import QuotaError, RejectionReason
 
 MAX_SILENCE_S = 10.0  # between two heartbeats, which come twice a second
 NUM_SLOTS = 512  # servers that HAProxy's configuration reserves
@@ -25,8 +25,9 @@ POLL_S = 0.1
 class Rejection(NamedTuple):
     """A QuotaError as plain data."""
 
-    reason: str
+    message: str
     retry_after_s: float
+    reason: RejectionReason | None
 
 
 class Heartbeat(NamedTuple):
@@ -164,7 +165,7 @@ class Coordinator:
         try:
             usage = held.__enter__()
         except QuotaError as error:
-            return Rejection(str(error), error.retry_after_s)
+            return Rejection(str(error), error.retry_after_s, error.rejection)
         known = self._replicas.setdefault(replica, _Replica(self._clock()))
         known.tickets[number] = _Ticket(held, usage)
         return None

@@ -156,7 +156,7 @@ class Membership(RateLimits):
             waiting.add_done_callback(lambda late: self._begin(self._undo(late, ticket)))
             raise
         if rejection is not None:
-            raise QuotaError(rejection.reason, rejection.retry_after_s)
+            raise QuotaError(*rejection)
 
     async def _undo(self, late: "asyncio.Future[Any]", ticket: int) -> None:
         """The caller left before the answer came: an admitted call ends now."""

@@ -173,11 +173,13 @@ def read_plan(
 def check_exposure(plan: Plan, insecure: bool) -> None:
     """HAProxy has no TLS here: a cluster that others can reach needs something that encrypts."""
     host = plan.args.host
-    if not is_loopback(host) and not insecure:
-        raise StartError(
-            f"--host {host} can be reached from other machines, and a cluster doesn't encrypt. Put "
-            "something that terminates TLS in front of it, and give --insecure"
-        )
+    if is_loopback(host) or insecure:
+        return
+    keys = "" if plan.args.settings.api_keys else ", and without --api-keys anybody may call"
+    raise StartError(
+        f"--host {host} can be reached from other machines, and a cluster doesn't encrypt{keys}. "
+        "Put something that terminates TLS in front of it, and give --insecure"
+    )
 
 
 def serve_config(plan: Plan) -> Json:
@@ -245,9 +247,10 @@ def ray_service(plan: Plan, image: str) -> tuple[Json, Json]:
     """The RayService, and the Service of its replicas' HAProxies."""
     port = plan.args.port
     head_ports = [("gcs-server", 6379), ("dashboard", 8265)]
-    head = _pod(image, "ray-head", head_ports, "1", "2Gi")
+    head = _pod(image, "ray-head", head_ports, "1", "2Gi", _RAYLET)
     head["automountServiceAccountToken"] = True  # the autoscaler asks Kubernetes for pods
-    worker = _pod(image, "ray-worker", [("grpc", port)], str(plan.cpus), WORKER_MEMORY)
+    ready = ["quill", "health", "--address", f"localhost:{port}"]
+    worker = _pod(image, "ray-worker", [("grpc", port)], str(plan.cpus), WORKER_MEMORY, ready)
     worker["terminationGracePeriodSeconds"] = round(plan.shutdown_s) + 30
     workers = {
         "groupName": "replicas",
@@ -276,7 +279,17 @@ def ray_service(plan: Plan, image: str) -> tuple[Json, Json]:
     )  # fmt: skip
 
 
-def _pod(image: str, name: str, ports: list[tuple[str, int]], cpu: str, memory: str) -> Json:
+# Ray's agent, as KubeRay's own probes ask it; the image has no wget.
+_RAYLET = [
+    *("python", "-c"),
+    "import urllib.request as r; r.urlopen('http://localhost:52365/api/local_raylet_healthz')",
+]
+
+
+def _pod(
+    image: str, name: str, ports: list[tuple[str, int]], cpu: str, memory: str, ready: list[str]
+) -> Json:
+    """`ready`: the command of its readiness probe."""
     # KubeRay sets the token and its mode.
     given = {name: value for name, value in ENVIRONMENT.items() if "AUTH" not in name}
     container = {
@@ -285,8 +298,26 @@ def _pod(image: str, name: str, ports: list[tuple[str, int]], cpu: str, memory: 
         "env": [{"name": name, "value": value} for name, value in given.items()],
         "ports": [{"name": name, "containerPort": port} for name, port in ports],
         "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
+        "readinessProbe": _probe(ready, period_s=10, num_failures=2),
+        "livenessProbe": _probe(_RAYLET, period_s=30, num_failures=6),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
     }
-    return {"containers": [container]}
+    user = {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001}
+    profile = {"seccompProfile": {"type": "RuntimeDefault"}}
+    return {"securityContext": {**user, **profile}, "containers": [container]}
+
+
+def _probe(command: list[str], *, period_s: int, num_failures: int) -> Json:
+    return {
+        "exec": {"command": command},
+        "initialDelaySeconds": 10,
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": num_failures,
+    }
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
-from quill.server.errors import DeadlineError, OverloadedError, SlowReaderError, UnavailableError
+from quill.server.errors import (
+    DeadlineError,
+    OverloadedError,
+    RejectionReason,
+    SlowReaderError,
+    UnavailableError,
+)
 from quill.server.outputs import (
     EngineOutputs,
     Event,
@@ -58,10 +64,12 @@ class Admission:
             self._check_deadline(request.deadline_s - self._clock(), owner)
         num_left = self._max_waiting - self.num_waiting
         if num_left <= 0:
-            self._reject(f"{self.num_waiting} requests are waiting, which is the limit", owner)
+            reason = f"{self.num_waiting} requests are waiting, which is the limit"
+            self._reject(reason, owner, "queue_full")
         num_own = self._num_waiting_of(owner)
         if owner and num_own >= num_left:
-            self._reject(f"{owner} has {num_own} requests waiting; the rest is for others", owner)
+            reason = f"{owner} has {num_own} requests waiting; the rest is for others"
+            self._reject(reason, owner, "key_queue_share")
         if not self._waiting:
             self._arrived_first[request.request_id] = self._clock()
         self._waiting[request.request_id] = owner
@@ -80,17 +88,19 @@ class Admission:
 
     def _check_deadline(self, left_s: float, owner: str) -> None:
         if left_s <= 0:
-            raise DeadlineError("the deadline has passed already")
+            raise DeadlineError("the deadline has passed already", "deadline_passed")
         wait_s = self.expected_wait_s(owner)
         if left_s < wait_s:
             raise OverloadedError(
                 f"the deadline is in {left_s:.1f} s and the queue is about {wait_s:.1f} s long. "
                 "Try again later, or allow more time",
                 self._retry_after_s(owner),
+                "deadline_too_short",
             )
 
-    def _reject(self, reason: str, owner: str) -> NoReturn:
-        raise OverloadedError(f"{reason}. Try again later", self._retry_after_s(owner))
+    def _reject(self, reason: str, owner: str, rejection: RejectionReason) -> NoReturn:
+        wait_s = self._retry_after_s(owner)
+        raise OverloadedError(f"{reason}. Try again later", wait_s, rejection)
 
     def _retry_after_s(self, owner: str) -> float:
         """Until about half of the queue is gone; never so soon that rejections become a load."""
@@ -200,7 +210,8 @@ class Dispatcher:
     def serve(self, request: Request, engine: Engine) -> Iterator[Inbox]:
         """Submits a request, or rejects it. Leaving early cancels it."""
         if not self._is_open:
-            raise UnavailableError("the server is loading or stopping. Try another one, or later")
+            reason = "the server is loading or stopping. Try another one, or later"
+            raise UnavailableError(reason, "stopping")
         self.admission.admit(request)
         engine.submit(request)
         inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_unread)

@@ -8,6 +8,7 @@ are called from the engine's thread, once a step at most; they must return at on
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -73,13 +74,18 @@ class EngineThread:
         self._stopped = False
         self.busy_since_s: float | None = None  # None: it waits for messages
 
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, request: Request, arrived_s: float | None = None) -> None:
         """From here on the request is answered by events, whatever happens."""
         if self._stopped:
-            raise UnavailableError("the server is stopping. Try another one, or later")
+            reason = "the server is stopping. Try another one, or later"
+            raise UnavailableError(reason, "stopping")
         grammar = None
         if request.constraint is not None:
             assert self._grammars is not None, "the frontend rejects these"

@@ -24,6 +24,7 @@ from quill.server.errors import (
     StepError,
     UnavailableError,
     UnsupportedError,
+    rejection_of,
     status_name,
 )
 from quill.server.frontend.answer import Answer, Chunk, Result, merge
@@ -31,7 +32,7 @@ from quill.server.frontend.prompts import PromptReader
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
-from quill.server.request import Constraint
+from quill.server.request import Request
 from quill.server.telemetry.call_record import Record, new_request_id
 from quill.server.text.tokenizer import Text
 
@@ -138,9 +139,9 @@ class Calls:
         async with self.record(context) as record:
             instance = self._instance()
             if instance is None:
-                raise UnavailableError(
-                    "the server is loading its model. Try again in a few seconds"
-                )
+                reason = "the server is loading its model. Try again in a few seconds"
+                raise UnavailableError(reason, "loading")
+            record.model = instance.served.manifest.name
             with instance.call():
                 yield Call(self, context, record, instance)
 
@@ -175,7 +176,8 @@ class Calls:
 
     def reject(self, context: RequestContext, error: RequestError) -> None:
         """Accounts for a call that ended before it began. It is charged to no quota."""
-        record = context.record()
+        record, instance = context.record(), self._instance()
+        record.model = "" if instance is None else instance.served.manifest.name
         _note_error(record, error)
         record.close()
         self.report(record)
@@ -216,7 +218,7 @@ class Call:
         reader = RequestReader(self.served)
         parsed = await self._read(reader.read_generate, parse, num_bytes)
         try:
-            await self._compile(parsed.request.constraint)
+            await self._check(parsed.request)
             return parsed
         except InvalidFieldError as error:
             raise renamed(error, parsed.names) from None
@@ -238,16 +240,17 @@ class Call:
 
         return await inline_or_thread(num_bytes, parse_and_read)
 
-    async def _compile(self, constraint: Constraint | None) -> None:
-        """Requests of one call have one grammar: the first of them compiles it."""
-        grammars = self.served.grammars
+    async def _check(self, request: Request) -> None:
+        """Has the grammar worker compile the constraint, before the engine does. Requests of one
+        call have one constraint: it is checked for the first of them."""
+        grammars, constraint = self.served.grammars, request.constraint
         if constraint is None or grammars is None:
             return
         self._record.has_constraint = True
-        if grammars.cached(constraint) is None:
+        if not grammars.has_passed(constraint):
             began_s = time.monotonic()
             try:
-                await grammars.compile(constraint)
+                await grammars.check(constraint, request.owner)
             finally:
                 self._record.compile_ms = 1000 * (time.monotonic() - began_s)
 
@@ -351,6 +354,7 @@ async def inline_or_thread(
 
 def _note_error(record: Record, error: RequestError) -> None:
     record.outcome = status_name(error)
+    record.rejection = rejection_of(error)
     if isinstance(error, InvalidFieldError):
         record.bad_field = error.field
 

@@ -11,7 +11,7 @@ from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.precisions import Device
 from quill.server.errors import InvalidFieldError, StartError
 from quill.server.fields import MODEL_DEFAULTS
-from quill.server.grammar.compiler import Compiler
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Limits, Pooling, SamplingParams
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -34,13 +34,24 @@ class ServedModel:
     max_message_bytes: int
     text: Text | None  # None: the model takes and gives token ids only
     template: ChatTemplate | None
-    grammars: Compiler | None = None  # None: it can't follow a constraint
+    grammars: GrammarChecker | None = None  # None: it can't follow a constraint
 
     def __post_init__(self) -> None:
         try:
             SamplingParams(**self.sampling_defaults)
         except InvalidFieldError as error:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the metric `quill_model_info`."""
+        return {
+            "model": self.manifest.name,
+            "family": self.manifest.family,
+            "precision": self.graphs.precision,
+            "device": self.device,
+            "runtime": f"onnxruntime {self.runtime_version}",
+        }
 
     @property
     def context(self) -> int:

@@ -4,11 +4,11 @@ Knows: llguidance, its limits, threads. Does not know: protobuf, requests, what 
 
 The cache is asked with a hash of what the client sent, before anything is parsed. Clients may be
 attackers: constraints are limited in bytes, depth and width before the library sees them, and in
-work by the library itself. Threads of their own compile them, within a time limit. Errors name the
-place of the mistake and go to the client only: they may quote the constraint.
+work by the library itself. That doesn't bound memory and time, so the grammar worker compiles each
+constraint first (server/grammar/checker.py), and the engine's threads only those that passed.
+Errors name the place of the mistake and go to the client only: they may quote the constraint.
 """
 
-import asyncio
 import functools
 import json
 import threading
@@ -27,12 +27,12 @@ from quill.server.request import Constraint, Grammar
 
 MAX_CACHED = 64  # grammars: each may grow to 12 MB
 MAX_CACHED_BYTES = 2**22  # of the constraints that they were compiled from
-MAX_COMPILE_S = 1.0
 NUM_THREADS = 2
 # Three threads on two cores double a step's time. A niceness of 5 leaves the model's threads most
 # of it, and a large constraint is compiled within its second all the same; with 15 it wasn't.
 NICENESS = 5
 MAX_REASON = 300  # characters of the library's own message
+MAX_DETERMINED = 4096  # tokens at the beginning: 50,000 hold the interpreter's lock for 40 ms
 # Of work that the library does at once. Fuel is about 14,000 a millisecond, items 1,500.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
@@ -71,16 +71,6 @@ class Compiler:
         done: Future[Grammar] = Future()
         done.set_result(found)
         return done
-
-    async def compile(self, constraint: Constraint) -> Grammar:
-        """From the cache, or by another thread."""
-        try:
-            return await asyncio.wait_for(
-                asyncio.wrap_future(self.start(constraint)), MAX_COMPILE_S
-            )
-        except TimeoutError:
-            rule = f"takes longer than {MAX_COMPILE_S:g} s to prepare. Ask for something simpler"
-            raise InvalidFieldError(constraint.field, rule) from None
 
     def compile_now(self, constraint: Constraint) -> TokenGrammar:
         """In the caller's thread. May take long."""
@@ -144,6 +134,9 @@ def _warm_up(matcher: llguidance.LLMatcher) -> None:
         trial.consume_token(jump_forward[0])
         if trial.is_error():
             raise ValueError("what must be said has no end, or none that can be foreseen")
+    if len(jump_forward) > MAX_DETERMINED:
+        num = len(jump_forward)
+        raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
 
 
 @functools.lru_cache(maxsize=1)

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import llguidance
 
 from quill.server.errors import InvalidFieldError
-from quill.server.grammar.json_schema import Schema, all_schemas, check_lark, nested, parse_schema
+from quill.server.grammar.json_schema import (
+    Schema,
+    all_schemas,
+    check_lark,
+    check_quantified,
+    nested,
+    parse_schema,
+)
 from quill.server.request import Constraint
 from quill.server.tools import ToolCallFormat
 
@@ -56,6 +63,7 @@ def source_of(constraint: Constraint) -> str:
     """Raises ValueError: with what is wrong."""
     kind, text = constraint.kind, constraint.text
     if kind == "regex":
+        check_quantified(text)
         return str(llguidance.LLMatcher.grammar_from_regex(text))
     if kind == "lark":
         check_lark(text)

@@ -22,6 +22,8 @@ from quill.server.request import Masks
 WORD = 32  # bits
 MAX_RENEWAL_S = 0.02
 MAX_JUMP_FORWARD = 64  # tokens that are given at once
+# That the library may compute at once, which holds the interpreter's lock: 1,000 take 2 ms.
+MAX_COMPUTED = 1024
 
 
 @contextmanager
@@ -56,6 +58,7 @@ class TokenGrammar:
         self._is_slow = time.thread_time() - began_s > MAX_RENEWAL_S
         self.num_words = -(-vocab_size // WORD)
         self.is_worn_out = False
+        self.jumps = True  # False: it once determined too many tokens at once
 
     def matcher(self) -> "TokenMatcher":
         return TokenMatcher(self)
@@ -83,8 +86,9 @@ class TokenMatcher:
         self.has_failed = False
 
     def jump_forward(self) -> list[int]:
-        if self._jump_forward is None and not self.has_failed:
+        if self._jump_forward is None and not self.has_failed and self._grammar.jumps:
             self._jump_forward = deque(self._call("compute_ff_tokens") or ())
+            self._grammar.jumps = len(self._jump_forward) <= MAX_COMPUTED
             self._renew()
         return list(islice(self._jump_forward or (), MAX_JUMP_FORWARD))
 

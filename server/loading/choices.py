@@ -4,6 +4,7 @@ Knows: what ONNX Runtime offers, what the bundle has, the memory there is. Does 
 run. An option that can't be had is an error, never a silent replacement; choices are logged.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -163,14 +164,14 @@ def _num_blocks(
     if cache_mb is not None:
         wanted = cache_mb * 2**20
     num_blocks = wanted // block_bytes
-    needed = f"a sequence of {context} tokens needs {megabytes(least * block_bytes)} of KV cache"
+    needed = f"a sequence of {context} tokens needs {_exact(least * block_bytes)} of KV cache"
     if num_blocks < least and cache_mb is not None:
         raise StartError(
             f"--kv-cache-mb is {cache_mb}; {needed}. Give more, or a smaller --context"
         )
     if num_blocks < least or wanted > free:
         raise StartError(
-            f"{megabytes(available)} of memory are free, the model takes {megabytes(model)}, and "
+            f"{_exact(available)} of memory are free, the model takes {_exact(model)}, and "
             f"{needed}. Give a smaller --kv-cache-mb or --context, or free some memory"
         )
     return num_blocks
@@ -209,3 +210,8 @@ def megabytes(num_bytes: int) -> str:
     if num_bytes < 2**30 / 10:
         return f"{num_bytes / 2**20:.0f} MB"
     return f"{num_bytes / 2**30:.1f} GB"
+
+
+def _exact(num_bytes: int) -> str:
+    """Where --kv-cache-mb is compared with it: a rounded number of GB could be either's."""
+    return f"{math.ceil(num_bytes / 2**20):,} MB"

@@ -4,18 +4,15 @@ Knows: the bundle's files beside the graphs. Does not know: the engine, ONNX Run
 """
 
 import hashlib
-import logging
 from pathlib import Path
 
 from quill.export.bundle.manifest import MANIFEST_FILE, Manifest
 from quill.server.frontend.served_model import ServedModel
-from quill.server.grammar.compiler import Compiler
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Limits
 from quill.server.settings import Settings
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
-
-logger = logging.getLogger(__name__)
 
 
 def manifest_sha256(directory: Path) -> str:
@@ -32,6 +29,7 @@ def describe(
     precision: str,
     limits: Limits,
     runtime_version: str,
+    takes_constraints: bool,
     settings: Settings,
 ) -> ServedModel:
     graphs = manifest.graphs_in(precision)
@@ -47,7 +45,7 @@ def describe(
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(manifest, text),
-        grammars=open_grammars(directory, manifest),
+        grammars=_open_checker(directory, manifest) if takes_constraints else None,
     )
 
 
@@ -61,17 +59,11 @@ def _open_text(directory: Path, manifest: Manifest) -> Text | None:
     return Text.load(directory / manifest.tokenizer, bos, eos)
 
 
-def open_grammars(directory: Path, manifest: Manifest) -> Compiler | None:
-    """None: the model can't follow constraints."""
-    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
+def _open_checker(directory: Path, manifest: Manifest) -> GrammarChecker | None:
+    if manifest.tokenizer is None:
         return None
-    tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
-    try:
-        sizes, stop_ids = manifest.sizes, manifest.stop_ids
-        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
-    except ValueError as error:
-        logger.info("constraints can't be followed with this tokenizer: %s", error)
-        return None
+    path = directory / manifest.tokenizer
+    return GrammarChecker(path, manifest.sizes.vocab_size, manifest.stop_ids)
 
 
 def _open_template(manifest: Manifest, text: Text | None) -> ChatTemplate | None:

@@ -32,6 +32,9 @@ class RunningEngine(Protocol):
     """An engine in a thread, or in a process of its own."""
 
     @property
+    def pid(self) -> int: ...
+
+    @property
     def busy_since_s(self) -> float | None:
         """When the step under way began; None: nothing is to do."""
 

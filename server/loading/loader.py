@@ -20,6 +20,7 @@ from quill.server.engine.engine import Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
+from quill.server.grammar.compiler import Compiler
 from quill.server.loading.choices import (
     Choice,
     choose_graphs,
@@ -28,7 +29,7 @@ from quill.server.loading.choices import (
     megabytes,
     weight_bytes,
 )
-from quill.server.loading.description import describe, manifest_sha256, open_grammars
+from quill.server.loading.description import describe, manifest_sha256
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.instance import (
     EngineEvents,
@@ -101,6 +102,7 @@ class Loader:
             loaded.precision,
             loaded.limits,
             loaded.runtime_version,
+            loaded.grammars is not None,
             self._settings,
         )
         return ModelInstance(served, in_thread(loaded.engine, loaded.grammars))
@@ -125,6 +127,19 @@ def in_thread(engine: Engine, grammars: GrammarCompiler | None = None) -> StartE
         return thread
 
     return start
+
+
+def open_grammars(directory: Path, manifest: Manifest) -> Compiler | None:
+    """None: the model can't follow constraints."""
+    if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
+        return None
+    tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
+    try:
+        sizes, stop_ids = manifest.sizes, manifest.stop_ids
+        return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
+    except ValueError as error:
+        logger.info("constraints can't be followed with this tokenizer: %s", error)
+        return None
 
 
 def require_operators() -> None:

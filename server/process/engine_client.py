@@ -39,6 +39,8 @@ MAX_NAMED = 8  # requests
 class Process(Protocol):
     """The process at the other end."""
 
+    @property
+    def pid(self) -> int: ...
     def stop(self) -> None: ...
 
 
@@ -57,6 +59,10 @@ class EngineClient:
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._receive)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def busy_since_s(self) -> float | None:

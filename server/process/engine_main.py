@@ -245,6 +245,7 @@ def _load(control: socket.socket, directory: Path, settings: Settings) -> Engine
         precision=loaded.precision,
         limits=loaded.limits,
         runtime_version=loaded.runtime_version,
+        takes_constraints=loaded.grammars is not None,
     )
     control.sendall(frame(ready))
     return server

@@ -72,7 +72,7 @@ class SupervisedLoader:
     def load(self) -> ModelInstance:
         engine = self._supervisor.load(self._number)
         self._number = engine.number
-        lease = Lease(engine.number, self._supervisor)
+        lease = Lease(engine, self._supervisor)
         try:
             return self._instance(engine, lease)
         except BaseException:
@@ -92,6 +92,7 @@ class SupervisedLoader:
             ready.precision,
             ready.limits,
             ready.runtime_version,
+            ready.takes_constraints,
             self._settings,
         )
         sock = socket.socket(socket.AF_UNIX)
@@ -102,9 +103,13 @@ class SupervisedLoader:
 class Lease:
     """The use of one engine."""
 
-    def __init__(self, number: int, supervisor: Supervisor) -> None:
-        self._number = number
+    def __init__(self, engine: Engine, supervisor: Supervisor) -> None:
+        self._engine = engine
         self._supervisor = supervisor
 
+    @property
+    def pid(self) -> int:
+        return self._engine.ready.pid
+
     def stop(self) -> None:
-        self._supervisor.tell(Release(self._number))
+        self._supervisor.tell(Release(self._engine.number))

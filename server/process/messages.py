@@ -57,6 +57,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     precision: str
     limits: Limits
     runtime_version: str
+    takes_constraints: bool
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from pathlib import Path
 from quill.export.errors import ExportError
 from quill.server.api.grpc_server import allow_connections
 from quill.server.errors import ServerError, StartError
+from quill.server.machine.systemd import keep_notified, notify
 from quill.server.process.loader import SupervisedLoader, Supervisor
 from quill.server.process.messages import HEADER, Serving
 from quill.server.serve.server import Server
@@ -65,9 +66,18 @@ async def serve(directory: Path, settings: Settings, control: socket.socket) -> 
 
     supervisor = Supervisor(control, lambda: _soon(loop, stop_at_once))
     server = Server(SupervisedLoader(directory, settings, supervisor), settings)
-    loop.add_signal_handler(signal.SIGTERM, server.stop)
+    health = server.health
+
+    def stop() -> None:
+        notify("STOPPING=1")
+        server.stop()
+
+    def is_well() -> bool:
+        return not (health.has("hanging") or health.has("failing"))
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGHUP, server.reload_soon)
-    telling = asyncio.ensure_future(_tell_ready(server, supervisor))
+    telling = asyncio.gather(_tell_ready(server, supervisor), keep_notified(server.ready, is_well))
     try:
         await server.run()
         telling.cancel()

@@ -20,6 +20,7 @@ from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.caller import RateLimits
 from quill.server.auth.key_file import Keyring
+from quill.server.auth.tls import certificate_expiry
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
 from quill.server.frontend.call import Calls
@@ -53,11 +54,11 @@ class Server:
     ) -> None:
         self._loader = loader
         self._settings = settings
-        self.metrics = Metrics()
         self.health = Health(SERVICE)
-        self.metrics.watch_health(lambda: self.health.is_serving)
+        self.metrics = Metrics(max_keys=settings.max_key_labels)
         self._tracing = open_tracing() if settings.tracing else None
         self.dispatcher = Dispatcher(Admission(settings.max_queue), self.metrics.observe)
+        self._watch()
         self.reloader = Reloader(
             self.dispatcher.publish,
             self.health.note_soon,
@@ -86,6 +87,23 @@ class Server:
         self._metrics_http: HttpServer | None = None
         self._reloads: set[asyncio.Task[ServedModel]] = set()
 
+    def _watch(self) -> None:
+        """What metrics find out when they are read."""
+        metrics, settings = self.metrics, self._settings
+        metrics.watch_health(self.health.has)
+        metrics.watch_engine(self._engine_pid)
+        metrics.watch("quill_serving", lambda: self.health.is_serving)
+        metrics.watch("quill_requests_waiting", lambda: self.dispatcher.admission.num_waiting)
+        metrics.watch("quill_max_queue", lambda: settings.max_queue)
+        if settings.tls is not None:
+            expiry = certificate_expiry(settings.tls)
+            metrics.watch("quill_certificate_expiry_timestamp_seconds", expiry.get)
+
+    def _engine_pid(self) -> int:
+        """0, which no process has, while there is none."""
+        instance = self.reloader.instance
+        return 0 if instance is None else instance.engine.pid
+
     def stop(self) -> None:
         """The first time in good order, the second time at once."""
         if self._stopping.is_set():
@@ -104,7 +122,7 @@ class Server:
         except ReloadError as error:
             logger.error("%s", error)
             raise
-        self.metrics.set_limits(instance.served.limits)
+        self.metrics.set_model(instance.served.limits, instance.served.labels)
         return instance.served
 
     def reload_soon(self) -> None:
@@ -175,7 +193,7 @@ class Server:
             loading.cancel()
             return False
         served = loading.result().served
-        self.metrics.set_limits(served.limits)
+        self.metrics.set_model(served.limits, served.labels)
         self.dispatcher.open()
         await self._open_metrics()
         await self.health.note("loading", False)

@@ -10,11 +10,27 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import TextIO
 
+from quill.server.errors import RejectionReason
 from quill.server.outputs import FinishEvent
 
 logger = logging.getLogger(__name__)
+
+# The methods that the engine works for, and what OpenTelemetry calls them (gen_ai.operation.name).
+OPERATIONS = {
+    "Generate": "text_completion",
+    "GenerateStream": "text_completion",
+    "Score": "text_completion",
+    "Embed": "embeddings",
+    "FillMask": "text_completion",
+    "ModelInfer": "text_completion",
+    "ModelStreamInfer": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 
 
 def new_request_id() -> str:
@@ -28,6 +44,7 @@ class Record:
     request_id: str = field(default_factory=new_request_id)
     arrived_s: float = field(default_factory=time.monotonic)
     outcome: str = "OK"  # the name of a gRPC status
+    rejection: RejectionReason | None = None  # None: it wasn't rejected
     bad_field: str = ""  # the name of the one that was refused, never what it held
     finish_reasons: list[str] = field(default_factory=list)
     num_prompt: int = 0
@@ -44,6 +61,7 @@ class Record:
     submitted_s: float | None = None  # when it was handed to the engine
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     frontend: str = "grpc"  # through which it came
+    model: str = ""  # the name of the model that served then; empty: none was loaded
 
     def note(self, finish: FinishEvent) -> None:
         """One of its sequences has ended."""
@@ -63,7 +81,7 @@ class Record:
 
     def _fields(self) -> dict[str, object]:
         fields = asdict(self)
-        for name in ("arrived_s", "submitted_s", "trace_headers"):
+        for name in ("arrived_s", "submitted_s", "trace_headers", "model"):
             del fields[name]
         fields["finish_reasons"] = ",".join(self.finish_reasons)
         for name in ("compile_ms", "queue_ms", "first_token_ms", "total_ms"):
@@ -75,7 +93,7 @@ class TextFormatter(logging.Formatter):
     """For people: time, level, message, then name=value."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
@@ -87,8 +105,9 @@ class JsonFormatter(logging.Formatter):
     """For machines: one object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        written = datetime.fromtimestamp(record.created).astimezone()
         entry: dict[str, object] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "time": written.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }

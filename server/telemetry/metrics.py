@@ -1,15 +1,26 @@
 """Metrics for Prometheus, and the same as JSON for the page's dashboard.
 
 Knows: the engine's outputs, records of calls. Does not know: who reads the metrics, gRPC.
-The names are documented in server/docs/monitoring.md: change them there too.
+The names are rows of metric_table.py. `process_*` are those of the process that serves calls.
 """
 
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    Summary,
+)
 
+from quill.server.errors import REJECTION_REASONS
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -22,107 +33,89 @@ from quill.server.outputs import (
     TokenEvent,
 )
 from quill.server.request import Limits
-from quill.server.telemetry.call_record import Record
+from quill.server.telemetry.call_record import OPERATIONS, Record
+from quill.server.telemetry.metric_table import PROBLEMS, TABLE, Row
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+# From the start at 0: `rate` doesn't see a counter's first value.
+_OUTCOMES = (
+    *("OK", "CANCELLED", "DEADLINE_EXCEEDED"),
+    *("INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
+)
+MAX_KEYS = 32
+OTHER_KEYS = "other"
 
 
 class Metrics:
     """Belongs to the event loop's thread; read from the HTTP server's."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, max_keys: int = MAX_KEYS
+    ) -> None:
+        """`max_keys`: so many callers have their name as a label."""
         self.registry = CollectorRegistry()
         self._clock = clock
+        self._max_keys = max_keys
+        self._keys: set[str] = set()
         self._num_blocks = 0
         self._last_token_s: dict[tuple[str, int], float] = {}
-        self._make_counters()
-        self._make_gauges()
-        self._make_histograms()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._times: dict[str, Histogram | Summary] = {}
+        for row in TABLE:
+            if not row.is_optional:
+                self._make(row)
+        ProcessCollector(registry=self.registry)
+        self._begin_at_0()
 
-    def _make_counters(self) -> None:
-        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(name, text, labels, registry=self.registry)
+    def _make(self, row: Row) -> None:
+        given: Any = {"labelnames": row.labels, "registry": self.registry}
+        if row.kind == "counter":
+            self._counters[row.name] = Counter(row.name, row.help, **given)
+        elif row.kind == "gauge":
+            self._gauges[row.name] = Gauge(row.name, row.help, **given)
+        elif row.kind == "histogram":
+            self._times[row.name] = Histogram(row.name, row.help, **given, buckets=_SECONDS)
+        else:
+            self._times[row.name] = Summary(row.name, row.help, **given)
 
-        self._requests = counter("quill_requests", "Calls by how they ended", ["method", "outcome"])
-        self._tokens = counter(
-            "quill_tokens",
-            "Tokens of finished sequences' prompts, of those from the prefix cache, and generated",
-            ["kind"],
-        )
-        self._generated = counter(
-            "quill_generation_tokens", "Tokens, counted as they are generated"
-        )
-        self._cache_hits = counter("quill_prefix_cache_hits", "Prompts with a cached prefix")
-        self._cache_misses = counter("quill_prefix_cache_misses", "Prompts without a cached prefix")
-        self._draft_tokens = counter(
-            "quill_spec_draft_tokens", "Draft tokens of speculative decoding"
-        )
-        self._accepted_tokens = counter(
-            "quill_spec_accepted_tokens", "Draft tokens that were accepted"
-        )
-        self._jump_forward = counter(
-            "quill_jump_forward_tokens", "Tokens that a grammar determined"
-        )
-        self._grammar_hits = counter(
-            "quill_grammar_cache_hits", "Constraints whose grammar was cached"
-        )
-        self._grammar_misses = counter(
-            "quill_grammar_cache_misses", "Constraints whose grammar was compiled"
-        )
-        self._preemptions = counter("quill_preemptions", "Requests preempted to free KV blocks")
-        self._embeddings = counter("quill_embeddings", "Texts embedded")
-        self._restarts = counter("quill_engine_restarts", "Ends of the engine's process")
-        self._cancellations = counter("quill_cancellations", "Calls whose client left")
+    def _begin_at_0(self) -> None:
+        for method in OPERATIONS:
+            for outcome in _OUTCOMES:
+                self._counters["quill_requests"].labels(method, outcome)
+        for reason in REJECTION_REASONS:
+            self._counters["quill_rejections"].labels(reason)
+        build = self._gauges["quill_build_info"]
+        build.labels(metadata.version("quill"), platform.python_version()).set(1)
 
-    def _make_gauges(self) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=self.registry)
+    def watch(self, name: str, value: Callable[[], float]) -> None:
+        """`value` is called whenever the metrics are read, by any thread."""
+        if name not in self._gauges:
+            self._make(next(row for row in TABLE if row.name == name))
+        self._gauges[name].set_function(value)
 
-        self._serving = gauge("quill_serving", "1 while health says that it serves, else 0")
-        self._waiting = gauge("quill_requests_waiting", "Requests in the queue")
-        self._requests_running = gauge("quill_requests_running", "Requests with a running sequence")
-        self._sequences_running = gauge("quill_sequences_running", "Sequences that are running")
-        self._max_num_seqs = gauge("quill_max_num_seqs", "Sequences that can run at once")
-        self._blocks = gauge("quill_kv_blocks", "Blocks of the KV cache")
-        self._blocks_used = gauge("quill_kv_blocks_used", "KV blocks of running sequences")
-        self._kv_cache_usage = gauge(
-            "quill_kv_cache_usage", "Share of the KV blocks in use, 0 to 1"
-        )
+    def watch_health(self, has_problem: Callable[[str], bool]) -> None:
+        def watch(problem: str) -> None:
+            gauge = self._gauges["quill_health_problem"].labels(problem)
+            gauge.set_function(lambda: has_problem(problem))
 
-    def _make_histograms(self) -> None:
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(name, text, labels, registry=self.registry, buckets=_SECONDS)
+        for problem in PROBLEMS:
+            watch(problem)
 
-        self._first_token = histogram(
-            "quill_time_to_first_token_seconds", "From arrival to the first token"
-        )
-        self._between = histogram(
-            "quill_inter_token_latency_seconds", "Between two tokens of a sequence"
-        )
-        self._queue = histogram("quill_queue_time_seconds", "From arrival to the first step")
-        self._total = histogram("quill_request_time_seconds", "From arrival to the end", "method")
-        self._engine_calls = Summary(
-            "quill_engine_call_seconds",
-            "Calls that the engine worked for, from arrival to end, by how they ended",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self._step = histogram("quill_step_time_seconds", "One step of the engine", "kind")
-        self._masks = histogram(
-            "quill_mask_time_seconds", "All grammar masks of a step, computed beside the model"
-        )
-        self._compile = histogram("quill_grammar_compile_time_seconds", "Compiling a grammar")
-
-    def watch_health(self, is_serving: Callable[[], bool]) -> None:
-        """`is_serving` is called whenever the metrics are read."""
-        self._serving.set_function(is_serving)
+    def watch_engine(self, pid: Callable[[], int]) -> None:
+        """Adds `quill_engine_process_*`."""
+        ProcessCollector("quill_engine", pid, registry=self.registry)
 
     def note_restart(self) -> None:
-        self._restarts.inc()
+        self.count("quill_engine_restarts")
 
-    def set_limits(self, limits: Limits) -> None:
-        self._max_num_seqs.set(limits.max_num_seqs)
-        self._blocks.set(limits.num_blocks)
+    def set_model(self, limits: Limits, labels: Mapping[str, str]) -> None:
+        """The model that serves from now on."""
+        info = self._gauges["quill_model_info"]
+        info.clear()
+        info.labels(**labels).set(1)
+        self._gauges["quill_max_num_seqs"].set(limits.max_num_seqs)
+        self._gauges["quill_kv_blocks"].set(limits.num_blocks)
         self._num_blocks = limits.num_blocks
 
     def observe(self, batch: EngineOutputs) -> None:
@@ -130,45 +123,45 @@ class Metrics:
         if batch.step is not None:
             self._note_step(batch.step)
         if batch.queue is not None:
-            self._requests_running.set(batch.queue.num_requests)
-            self._sequences_running.set(batch.queue.num_sequences)
-            self._blocks_used.set(batch.queue.num_blocks)
-            self._kv_cache_usage.set(batch.queue.num_blocks / max(1, self._num_blocks))
-            self._waiting.set(batch.queue.num_waiting)
+            gauges, queue = self._gauges, batch.queue
+            gauges["quill_requests_running"].set(queue.num_requests)
+            gauges["quill_sequences_running"].set(queue.num_sequences)
+            gauges["quill_kv_blocks_used"].set(queue.num_blocks)
+            gauges["quill_kv_cache_usage"].set(queue.num_blocks / max(1, self._num_blocks))
         now_s = self._clock()
         for event in batch.events:
             self._note(event, now_s)
 
     def _note(self, event: Event, now_s: float) -> None:
         if isinstance(event, TokenEvent):
-            self._generated.inc()
+            self.count("quill_generation_tokens")
             self._note_token(event, now_s)
         elif isinstance(event, HypothesisEvent):
-            self._generated.inc(len(event.token_ids))
+            self.count("quill_generation_tokens", by=len(event.token_ids))
         elif isinstance(event, StartEvent):
             if event.was_looked_up:
-                (self._cache_hits if event.cached else self._cache_misses).inc()
+                self.count(f"quill_prefix_cache_{'hits' if event.cached else 'misses'}")
         elif isinstance(event, EmbeddingEvent):
-            self._embeddings.inc()
+            self.count("quill_embeddings")
         elif isinstance(event, FinishEvent):
             self._last_token_s.pop((event.request_id, event.sequence), None)
         elif isinstance(event, FailEvent):
             self._forget(event.request_id)
 
     def _note_step(self, step: StepStats) -> None:
-        self._step.labels(step.kind).observe(step.duration_s)
-        self._draft_tokens.inc(step.num_draft_tokens - step.num_jump_forward)
-        self._accepted_tokens.inc(step.num_accepted - step.num_jump_forward)
-        self._jump_forward.inc(step.num_jump_forward)
-        self._preemptions.inc(step.num_preempted)
+        self._time("quill_step_time_seconds", step.duration_s, step.kind)
+        self.count("quill_spec_draft_tokens", by=step.num_draft_tokens - step.num_jump_forward)
+        self.count("quill_spec_accepted_tokens", by=step.num_accepted - step.num_jump_forward)
+        self.count("quill_jump_forward_tokens", by=step.num_jump_forward)
+        self.count("quill_preemptions", by=step.num_preempted)
         if step.masks_s is not None:
-            self._masks.observe(step.masks_s)
+            self._time("quill_mask_time_seconds", step.masks_s)
 
     def _note_token(self, event: TokenEvent, now_s: float) -> None:
         key = (event.request_id, event.sequence)
         before_s = self._last_token_s.get(key)
         if before_s is not None:
-            self._between.observe(now_s - before_s)
+            self._time("quill_inter_token_latency_seconds", now_s - before_s)
         self._last_token_s[key] = now_s
 
     def _forget(self, request_id: str) -> None:
@@ -177,24 +170,48 @@ class Metrics:
 
     def finish(self, record: Record) -> None:
         """A call has ended."""
-        self._requests.labels(record.method, record.outcome).inc()
-        self._total.labels(record.method).observe(record.total_ms / 1000)
+        total_s = record.total_ms / 1000
+        self.count("quill_requests", record.method, record.outcome)
+        self._time("quill_request_time_seconds", total_s, record.method)
+        if record.rejection is not None:
+            self.count("quill_rejections", record.rejection)
         if record.submitted_s is not None:
-            self._engine_calls.labels(record.outcome).observe(record.total_ms / 1000)
+            self._time("quill_engine_call_seconds", total_s, record.outcome)
         if record.outcome == "CANCELLED":
-            self._cancellations.inc()
-        self._tokens.labels("prompt").inc(record.num_prompt)
-        self._tokens.labels("cached").inc(record.num_cached)
-        self._tokens.labels("generated").inc(record.num_generated)
+            self.count("quill_cancellations")
+        self.count("quill_tokens", "prompt", by=record.num_prompt)
+        self.count("quill_tokens", "cached", by=record.num_cached)
+        self.count("quill_tokens", "generated", by=record.num_generated)
+        if record.caller:
+            self._note_key(record)
         if record.compile_ms is not None:
-            self._grammar_misses.inc()
-            self._compile.observe(record.compile_ms / 1000)
+            self.count("quill_grammar_cache_misses")
+            self._time("quill_grammar_compile_time_seconds", record.compile_ms / 1000)
         elif record.has_constraint:
-            self._grammar_hits.inc()
+            self.count("quill_grammar_cache_hits")
         if record.queue_ms is not None:
-            self._queue.observe(record.queue_ms / 1000)
+            self._time("quill_queue_time_seconds", record.queue_ms / 1000)
         if record.first_token_ms is not None:
-            self._first_token.observe(record.first_token_ms / 1000)
+            self._time("quill_time_to_first_token_seconds", record.first_token_ms / 1000)
+
+    def _note_key(self, record: Record) -> None:
+        key = record.caller
+        if key not in self._keys:
+            if len(self._keys) < self._max_keys:
+                self._keys.add(key)
+            else:
+                key = OTHER_KEYS
+        self.count("quill_key_requests", key, record.outcome)
+        self.count("quill_key_tokens", key, "prompt", by=record.num_prompt)
+        self.count("quill_key_tokens", key, "generated", by=record.num_generated)
+
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(by)
+
+    def _time(self, name: str, value_s: float, *labels: str) -> None:
+        times = self._times[name]
+        (times.labels(*labels) if labels else times).observe(value_s)
 
 
 def stats(registry: CollectorRegistry) -> dict[str, Any]:

@@ -9,10 +9,10 @@ go is said by OpenTelemetry's own environment variables, such as OTEL_EXPORTER_O
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quill.server.errors import StartError
-from quill.server.telemetry.call_record import Record
+from quill.server.telemetry.call_record import OPERATIONS, Record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -37,8 +37,9 @@ def open_tracing() -> "Tracing":
         raise StartError(
             f"--tracing needs the package {error.name}: in Quill's clone, pip install '.[tracing]'"
         ) from error
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before our name.
-    resource = Resource({SERVICE_NAME: "quill"}).merge(Resource.create())
+    resource = Resource.create()  # with OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "quill"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracing(provider)
@@ -96,17 +97,30 @@ def _phases(record: Record) -> Iterator[_Phase]:
         yield _Phase("decode", first_ms, max(first_ms, record.total_ms))
 
 
-def _attributes(record: Record) -> Mapping[str, str | int]:
-    over_http = {"http.route": record.method}
-    over_grpc = {"rpc.system": "grpc", "rpc.method": record.method}
-    attributes: dict[str, str | int] = {
-        **(over_http if record.frontend == "http" else over_grpc),
+def _attributes(record: Record) -> Mapping[str, Any]:
+    """By the semantic conventions for HTTP, RPC and generative AI; what they don't have is ours."""
+    attributes: dict[str, Any] = {
         "quill.outcome": record.outcome,
         "quill.request_id": record.request_id,
-        "quill.tokens.prompt": record.num_prompt,
-        "quill.tokens.cached": record.num_cached,
-        "quill.tokens.generated": record.num_generated,
+        "quill.caller": record.caller,
+        "error.type": None if record.outcome == "OK" else record.rejection or record.outcome,
     }
-    if record.caller:
-        attributes["quill.caller"] = record.caller
-    return attributes
+    if record.frontend == "http":
+        attributes["http.route"] = record.method
+    else:
+        attributes |= {"rpc.system": "grpc", "rpc.method": record.method}
+    if record.method in OPERATIONS:
+        attributes |= {
+            "gen_ai.operation.name": OPERATIONS[record.method],
+            "gen_ai.provider.name": "quill",
+            "gen_ai.request.model": record.model,
+            "gen_ai.response.model": record.model,
+            "gen_ai.response.id": record.request_id,
+            "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
+            "gen_ai.usage.input_tokens": record.num_prompt,
+            "gen_ai.usage.output_tokens": record.num_generated,
+            "gen_ai.usage.cache_read.input_tokens": record.num_cached,
+        }
+        if record.first_token_ms is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = record.first_token_ms / 1000
+    return {name: value for name, value in attributes.items() if value not in (None, "", ())}

@@ -1,7 +1,7 @@
 """Renders a conversation to one prompt, with the bundle's own chat template.
 
-Knows: Jinja, in a sandbox: a template comes with somebody's weights and can't be trusted.
-Does not know: tokens, requests, gRPC.
+Knows: Jinja, in a sandbox with limits (server/text/template_limits.py): a template comes with
+somebody's weights and can't be trusted. Does not know: tokens, requests, gRPC.
 """
 
 import functools
@@ -11,15 +11,20 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quill.server.errors import InvalidFieldError, StartError
+from quill.server.text.template_limits import (
+    MAX_CHARACTERS,
+    LimitedEnvironment,
+    RenderLimitError,
+    limited,
+    rendering,
+)
 from quill.server.tools import TOOL_CALL_FORMATS, ToolCallFormat
 
 _Messages = Sequence[Mapping[str, Any]]
 _Tools = Sequence[Mapping[str, Any]] | None
 
-MAX_RENDERED = 4 * 2**20  # characters
 # Templates render these to show how they write calls. Some require tools, and ids of nine
 # characters.
 _PROBE = "quill_probe"
@@ -66,14 +71,15 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """`special`: the texts of tokens by the names that templates use, such as bos_token."""
         # As templates expect it: these are what Hugging Face's library sets.
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = limited("tojson", _tojson)
         try:
-            self._template = environment.from_string(source, globals=dict(special))
-            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            self._template = environment.from_string(parsed, globals=dict(special))
+            names = jinja2.meta.find_undeclared_variables(parsed)
         except (jinja2.TemplateError, RecursionError) as error:
             raise StartError(
                 f"the bundle's chat template can't be read: {error}. Export the bundle with another"
@@ -116,15 +122,16 @@ class ChatTemplate:
         parts, length = [], 0
         given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
         try:
-            for part in self._template.generate(given):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_RENDERED:
-                    raise _TemplateRaisedError(f"it makes more than {MAX_RENDERED} characters")
+            with rendering():
+                for part in self._template.generate(given):
+                    parts.append(part)
+                    length += len(part)
+                    if length > MAX_CHARACTERS:
+                        raise RenderLimitError(f"it makes more than {MAX_CHARACTERS} characters")
         # A template is a program: beside Jinja's own errors it may run into any of these.
         except (
-            *(jinja2.TemplateError, _TemplateRaisedError, ArithmeticError, AttributeError),
-            *(LookupError, RecursionError, TypeError, ValueError, MemoryError),
+            *(jinja2.TemplateError, _TemplateRaisedError, RenderLimitError, ArithmeticError),
+            *(AttributeError, LookupError, RecursionError, TypeError, ValueError, MemoryError),
         ) as error:
             raise InvalidFieldError(
                 "messages", f"can't be rendered with the model's chat template: {error}"

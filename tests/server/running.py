@@ -1,10 +1,12 @@
 """A server in this process, on a free port of its own, and a manifest to go with it."""
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import functools
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from quill.model.data.tokenizer import byte_tokenizer
 from quill.server.client.sync_client import Client
 from quill.server.engine.engine import Engine
 from quill.server.frontend.served_model import ServedModel
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.grammar.compiler import Compiler
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import in_thread
@@ -102,6 +105,16 @@ def make_grammars() -> Compiler:
     return Compiler(byte_tokenizer()._json, VOCAB_SIZE, [END])
 
 
+@functools.cache
+def make_checker() -> GrammarChecker:
+    """Of all servers of this process: its worker starts with the first constraint."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "tokenizer.json"
+    path.write_text(byte_tokenizer()._json)
+    return GrammarChecker(path, VOCAB_SIZE, [END])
+
+
 def make_served(max_num_seqs: int = 4, max_waiting: int = 4, **changes: Any) -> ServedModel:
     manifest = make_manifest()
     return dataclasses.replace(
@@ -119,7 +132,7 @@ def make_served(max_num_seqs: int = 4, max_waiting: int = 4, **changes: Any) -> 
             max_message_bytes=2**20,
             text=make_text(),
             template=ChatTemplate(TEMPLATE, {}),
-            grammars=make_grammars(),
+            grammars=make_checker(),
         ),
         **changes,
     )
@@ -142,7 +155,7 @@ class Running:
     def load(self) -> ModelInstance:
         assert self.loading.wait(TIMEOUT_S)
         engine = Engine(self.session, self._served.limits)
-        return ModelInstance(self._served, in_thread(engine, self._served.grammars))
+        return ModelInstance(self._served, in_thread(engine, make_grammars()))
 
     def reload(self) -> ModelInstance:
         return self.load_again()

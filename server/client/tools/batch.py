@@ -76,7 +76,7 @@ def batch(args: argparse.Namespace) -> None:
 
 def answer_lines(
     lines: Sequence[str],
-    addresses: str | Sequence[str],
+    address: str,
     *,
     http_addresses: Sequence[str] = (),
     access: Access | None = None,
@@ -95,9 +95,8 @@ def answer_lines(
             Line(each.encode("utf-8", "surrogatepass"), derived_seed(seed, each), {})
             for each in lines
         )
-        several = [addresses] if isinstance(addresses, str) else addresses
         async with BatchServers(
-            several, http_addresses, access or Access(), concurrency
+            address, http_addresses, access or Access(), concurrency
         ) as servers:
             await in_order(
                 requests,
@@ -124,7 +123,7 @@ def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
 async def _run(args: argparse.Namespace, output: Output, num_lines: int) -> int:
     """How many lines failed, in this run or before."""
     async with BatchServers(
-        args.address or [args.default_address],
+        args.address,
         args.http or (),
         read_access(args),
         args.concurrency,

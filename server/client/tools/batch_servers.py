@@ -25,7 +25,7 @@ from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancer import Balancer
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries, is_retryable
-from quill.server.client.target import LISTED, NAMED, Target, TargetError, read_target
+from quill.server.client.target import read_target
 from quill.server.client.tools.batch_lines import Json, Request, Response
 from quill.server.client.tools.http_client import HttpClient, HttpResponse, split_address
 from quill.server.errors import ServerError
@@ -36,7 +36,6 @@ _Result = TypeVar("_Result")
 _MODEL_TIMEOUT_S = 10.0
 _BACKOFF = Retries()
 _MAX_INTERNAL_ERRORS = 2  # a step that failed may have been another request's fault
-_LEAST_LOADED = "?balance=least"
 # Errors that every other line would have, too.
 _FOR_ALL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _HTTP_CODES: dict[int, grpc.StatusCode] = {
@@ -59,7 +58,7 @@ class BatchServers:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        address: str,
         http_addresses: Sequence[str],
         access: Access,
         concurrency: int,
@@ -70,7 +69,9 @@ class BatchServers:
         """`http_addresses`: none: beside the gRPC ports. `timeout_s`: of one call."""
         self._access, self._timeout_s = access, timeout_s
         self._unavailable_timeout_s = unavailable_timeout_s
-        address, target = _join(addresses)
+        target = read_target(address)
+        if target.is_watched and "?" not in address:
+            address += "?balance=least"
         # Each server once; when none of them takes a call, `_retry` waits.
         num_others = 3 if target.name else len(target.servers) - 1
         self._client = AsyncClient(address, Retries(max_retries=num_others), access=access)
@@ -206,20 +207,6 @@ def _complete(response: pb.GenerateResponse) -> pb.GenerateResponse:
         reason = "the answer wasn't complete before the deadline"
         raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
     return response
-
-
-def _join(addresses: Sequence[str]) -> tuple[str, Target]:
-    """All addresses as one, balanced by load."""
-    targets = [read_target(each) for each in addresses]
-    if any(target.name for target in targets):
-        if len(targets) > 1:
-            raise TargetError(f"give one {NAMED} address, or addresses of servers")
-        address = addresses[0]
-        return address if "?" in address else address + _LEAST_LOADED, targets[0]
-    servers = tuple(dict.fromkeys(each for target in targets for each in target.servers))
-    if len(servers) == 1:
-        return servers[0], Target(servers, is_watched=False)
-    return f"{LISTED}{','.join(servers)}{_LEAST_LOADED}", Target(servers)
 
 
 def _http_address(address: str) -> str:

@@ -1,6 +1,8 @@
 """A soak in small, and what makes one fail."""
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from quill.loadtest.environment.process import (
     ProcessSample,
     busy_cores,
+    peak_bytes_of,
     sample_process,
     slope_mb_per_minute,
 )
@@ -86,6 +89,21 @@ def test_busy_process_is_seen_to_be_busy() -> None:
     assert after.cpu_s - before.cpu_s >= 0.15  # the clock ticks 100 times a second
     (cores,) = busy_cores([before, after])
     assert cores == pytest.approx((after.cpu_s - before.cpu_s) / (after.at_s - before.at_s))
+
+
+def test_memory_is_that_of_the_children_too() -> None:
+    script = "some = bytearray(64 << 20); print(flush=True); input()"
+    before, peak = sample_process(os.getpid()), peak_bytes_of(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        after = sample_process(os.getpid())
+        assert after.memory_mb - before.memory_mb > 60
+        assert peak_bytes_of(os.getpid()) - peak > 60 << 20
+        assert after.cpu_s > before.cpu_s
+        child.communicate(b"\n")
 
 
 def test_slope_is_that_of_the_line() -> None:

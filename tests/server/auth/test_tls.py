@@ -10,9 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography import x509
 
 from quill.__main__ import main
-from quill.server.auth.tls import server_credentials
+from quill.server.auth.tls import certificate_expiry, server_credentials
 from quill.server.client.access import Access
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.errors import CallError
@@ -173,3 +174,23 @@ def _was_hung_up(caller: socket.socket) -> bool:
         return caller.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def test_expiry_is_that_of_the_certificate_that_serves(ours: Authority, tmp_path: Path) -> None:
+    files = write(tmp_path, ours.sign("localhost"))
+    expiry = certificate_expiry(files)
+    cert = x509.load_pem_x509_certificate(files.cert.read_bytes())
+    assert expiry.get() == cert.not_valid_after_utc.timestamp()
+    files.cert.write_bytes(b"nonsense")
+    assert expiry.get() == cert.not_valid_after_utc.timestamp()
+
+
+@pytest.mark.parametrize(("mode", "num_warnings"), [(0o640, 0), (0o644, 1)])
+def test_key_that_everybody_can_read_is_a_warning(
+    mode: int, num_warnings: int, ours: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write(tmp_path, ours.sign("localhost"))
+    files.key.chmod(mode)
+    server_credentials(files)
+    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert [each.getMessage().count(str(files.key)) for each in warnings] == [2] * num_warnings

@@ -2,33 +2,22 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quill.__main__ import main
 from quill.server.cli.embed import cosines
+from tests.server.cli.conftest import Run
 from tests.server.running import Running, make_embedder, running_server
 from tests.server.scripted_session import hidden_of, token_of
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with running_server(served=make_embedder()) as server:
         yield server
-
-
-@pytest.fixture
-def run(running: Running, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(command: str, *arguments: str) -> tuple[int, str, str]:
-        code = main([command, "--address", running.address, "--timeout", "30", *arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_each_text_is_a_line_of_numbers(run: Run) -> None:
@@ -75,15 +64,16 @@ def test_what_is_wrong_is_said_in_a_line(run: Run, tmp_path: Path) -> None:
     assert run("embed", "a", "--out", nowhere)[:2] == (1, "")
 
 
-def test_words_vectors_are_compared_in_a_picture(run: Run, tmp_path: Path) -> None:
+def test_words_vectors_are_compared_in_a_picture(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "apple.png"
     code, printed, _ = run("embed", "--compare", "Apple", "--out", str(out))
     assert code == 0
     assert out.stat().st_size > 10_000
     assert printed.startswith(" 1.00  1.00"), "this model's tokens know nothing of each other"
-    lines = tmp_path / "lines.txt"
-    lines.write_text("a pear\n\nthe pear tree\n")
-    code, printed, _ = run("embed", "--compare", "pear", f"--sentences={lines}", f"--out={out}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a pear\n\nthe pear tree\n"))
+    code, printed, _ = run("embed", "-", "--compare", "pear", f"--out={out}")
     assert (code, printed.count("\n")) == (0, 3)
 
 
@@ -92,7 +82,6 @@ def test_words_that_cant_be_compared_are_refused(run: Run, tmp_path: Path) -> No
     assert "--compare needs a word" in run("embed", "--compare", " ", "a b", "c d")[2]
     assert "needs two sentences" in run("embed", "--compare", "pear", "one pear")[2]
     assert "should end in .png" in run("embed", "--compare=apple", f"--out={tmp_path}/a.jpg")[2]
-    assert "can't read" in run("embed", "--compare=apple", f"--sentences={tmp_path}/no")[2]
 
 
 def test_cosines_are_of_directions() -> None:

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ from quill.server.cli import chat, generate
 from quill.server.cli.client_commands import CHAT_SAMPLING
 from quill.server.client.errors import CallError
 from quill.server.client.requests import Options
+from tests.server.cli.conftest import Run
 from tests.server.running import Running, make_manifest, make_served, running_server
 
 
@@ -25,24 +26,46 @@ def running() -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture
-def run(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, what was printed, and what was said about errors."""
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ("abc --max-new-tokens 4", "defg\n"),
+        ("Z --max-new-tokens 3", "\n"),
+        ("Z --max-new-tokens 3 --min-new-tokens 2", "\0ab\n"),
+        ("abc --max-new-tokens 2 --num-sequences 2 --temperature 1 --seed 1", "[0] de\n[1] de\n"),
+        (f"abc --max-new-tokens 1 --logit-bias {ord('q') + 1}:100", "q\n"),
+        ("c --regex [a-c]{2}1", "ab1\n"),
+        ("c --choice dog --choice cat", "dog\n"),
+    ],
+)
+def test_text_is_continued_with_these_options(run: Run, arguments: str, printed: str) -> None:
+    assert run("generate", *arguments.split()) == (0, printed, "")
 
-    def call(command: str, *arguments: str) -> tuple[int, str, str]:
-        code = main([command, "--address", running.address, "--timeout", "30", *arguments])
-        return code, *capsys.readouterr()
 
-    return call
-
-
-Run = Callable[..., tuple[int, str, str]]
+def test_beam_search_is_stopped_as_was_chosen(run: Run) -> None:
+    options = "--beams 2 --early-stopping at-once --max-new-tokens 2"
+    assert run("generate", "abc", *options.split())[0] == 0
 
 
-def test_text_is_continued(run: Run) -> None:
-    assert run("generate", "abc", "--max-new-tokens", "4") == (0, "defg\n", "")
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--top-p 2", "top_p is 2.0; it must be"),
+        (
+            "--max-new-tokens 3 --min-new-tokens 4",
+            "min_new_tokens is 4; it must be from 0 to max_new_tokens, which is 3",
+        ),
+        ("--json-schema none.json", "none.json can't be read"),
+        ("--regex (", "constraint.regex can't be kept to"),
+        ("--logprobs 2", "--logprobs and --prompt-logprobs are printed with --json alone"),
+        ("--prompt-logprobs 2", "--logprobs and --prompt-logprobs are printed with --json alone"),
+    ],
+)
+def test_rejection_is_one_line(run: Run, arguments: str, problem: str) -> None:
+    code, printed, errors = run("generate", "abc", *arguments.split())
+    assert (code, printed) == (1, "")
+    assert errors.startswith(f"quill: {problem}")
+    assert errors.count("\n") == 1
 
 
 def test_prompt_may_come_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,41 +88,13 @@ def test_tokens_have_their_true_bytes(run: Run) -> None:
     assert [base64.b64decode(each["top"][0]["bytes"]) for each in told] == [b"\xc3", b"\xa9"]
 
 
-def test_answer_does_not_end_before_its_least_length(run: Run) -> None:
-    assert run("generate", "Z", "--max-new-tokens", "3")[1] == "\n"
-    assert run("generate", "Z", "--max-new-tokens", "3", "--min-new-tokens", "2")[1] == "\0ab\n"
-    code, _, errors = run("generate", "Z", "--max-new-tokens", "3", "--min-new-tokens", "4")
-    assert code == 1
-    assert "min_new_tokens is 4; it must be from 0 to max_new_tokens, which is 3" in errors
-
-
-def test_answers_keep_to_a_form(run: Run, tmp_path: Path) -> None:
+def test_schemas_and_grammars_are_read_from_files(run: Run, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"type": "array", "items": {"enum": ["x"]}, "minItems": 1, "maxItems": 1}')
     grammar.write_text('start: "p" "q"')
-    forms: dict[tuple[str, ...], str] = {
-        ("--json-schema", str(schema)): '["x"]',
-        ("--grammar", str(grammar)): "pq",
-        ("--regex", "[a-c]{2}1"): "ab1",
-        ("--choice", "dog", "--choice", "cat"): "dog",
-    }
-    for form, text in forms.items():
-        assert run("generate", "c", *form)[1] == f"{text}\n"
+    assert run("generate", "c", "--json-schema", str(schema))[1] == '["x"]\n'
+    assert run("generate", "c", "--grammar", str(grammar))[1] == "pq\n"
     assert run("generate", "c", "--json-object", "--max-new-tokens", "2")[1].startswith("{")
-
-
-def test_forms_that_are_none_are_errors(run: Run, tmp_path: Path) -> None:
-    code, _, errors = run("generate", "c", "--json-schema", str(tmp_path / "none"))
-    assert code == 1
-    assert "none can't be read" in errors
-    code, _, errors = run("generate", "c", "--regex", "(")
-    assert code == 1
-    assert "constraint.regex can't be kept to" in errors
-
-
-def test_several_sequences_are_numbered(run: Run) -> None:
-    _, printed, _ = run("generate", "abc", "--max-new-tokens", "2", "--num-sequences", "2")
-    assert printed == "[0] de\n[1] de\n"
 
 
 @pytest.mark.parametrize("given", [(), ("--temperature", "0"), ("--json",), ("--beams", "1")])
@@ -122,13 +117,6 @@ def test_answers_that_were_drawn_or_searched_come_without_that_note(
     assert run("generate", *several, *given)[2] == ""
 
 
-def test_refusal_is_one_line(run: Run) -> None:
-    code, _, errors = run("generate", "abc", "--top-p", "2")
-    assert code == 1
-    assert errors.startswith("quill: top_p is 2.0; it must be")
-    assert errors.count("\n") == 1
-
-
 def test_seed_is_told_on_a_terminal_if_it_was_not_given(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,14 +127,6 @@ def test_seed_is_told_on_a_terminal_if_it_was_not_given(
         assert told.fullmatch(run("generate", *short, *option.split())[2])
     for option in ("--seed 4", "--beams 2", "--json"):
         assert run("generate", *short, *option.split())[2] == ""
-
-
-@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
-def test_logprobs_that_would_not_be_shown_are_refused(run: Run, option: str) -> None:
-    code, printed, errors = run("generate", "abc", option, "2")
-    assert (code, printed) == (1, "")
-    assert "are printed with --json alone" in errors
-    assert run("generate", "abc", option, "2", "--json", "--max-new-tokens", "2")[0] == 0
 
 
 def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
@@ -167,11 +147,6 @@ def test_answer_that_the_timeout_cut_off_says_so(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("de\n", "(cut off by --timeout)\n")
 
 
-def test_early_stopping_is_chosen_by_name(run: Run) -> None:
-    options = ("--beams", "2", "--early-stopping", "at-once", "--max-new-tokens", "2")
-    assert run("generate", "abc", *options)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
@@ -186,12 +161,6 @@ def test_value_of_another_type_is_rejected(
     with pytest.raises(SystemExit):
         main(["generate", "abc", option, value])
     assert problem in capsys.readouterr().err
-
-
-def test_logit_bias_is_read(run: Run) -> None:
-    token = ord("q") + 1
-    options = ("--max-new-tokens", "1", "--logit-bias", f"{token}:100")
-    assert run("generate", "abc", *options)[1] == "q\n"
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:

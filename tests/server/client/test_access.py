@@ -75,13 +75,6 @@ def test_address_that_grpc_would_guess_at_is_refused(
         assert hint in capsys.readouterr().err
 
 
-def test_commands_that_ask_one_server_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("health", "reload"):
-        with pytest.raises(SystemExit):
-            main([command, "--address", "quill://127.0.0.1:50051,127.0.0.1:50061"])
-        assert "this command calls one server" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", ["127.0.0.1:50051", "[::1]:1", "example.org:65535"])
 def test_address_is_a_host_and_a_port(given: str) -> None:
     args = build_parser().parse_args(["generate", "hi", "--address", given])

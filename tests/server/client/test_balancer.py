@@ -11,7 +11,6 @@ from quill.server.client.balancer import REPORT_S, Balancer, Ring, bound
 from quill.server.client.target import BALANCES, Balance
 
 SERVERS = ("a:1", "b:1", "c:1")
-KEYS = [str(number).encode() for number in range(50)]
 
 
 def balancer(balance: Balance = "affinity", servers: tuple[str, ...] = SERVERS) -> Balancer:
@@ -22,17 +21,6 @@ def balancer(balance: Balance = "affinity", servers: tuple[str, ...] = SERVERS) 
 
 def outstanding(given: Balancer) -> dict[str, int]:
     return {each.address: each.num_outstanding for each in given.states()}
-
-
-def test_calls_with_one_key_go_to_one_server() -> None:
-    given = balancer()
-    for key in (b"one", b"two", b"three", b"four"):
-        asked = set()
-        for _ in range(10):
-            server = given.begin(key)
-            given.end(server)
-            asked.add(server)
-        assert len(asked) == 1
 
 
 def test_bound_is_a_quarter_or_two_standard_deviations_above_the_mean() -> None:
@@ -143,12 +131,19 @@ def home_of(given: Balancer, key: bytes, now_s: float = 0.0) -> str:
     return home
 
 
-def test_load_of_other_clients_counts_until_the_next_report() -> None:
+def with_loaded_home(now_s: float) -> tuple[Balancer, str]:
+    """And the key's home, which others' calls make too loaded."""
     given = balancer()
     home = home_of(given, b"one")
     for server in SERVERS:
-        given.set_load(server, 20 if server == home else 2, 0.0)
-    assert home_of(given, b"one") != home
+        given.set_load(server, 20 if server == home else 2, now_s)
+    assert home_of(given, b"one", now_s) != home
+    return given, home
+
+
+def test_load_of_other_clients_counts_until_the_next_report() -> None:
+    given, home = with_loaded_home(0.0)
+    given.set_load("gone:1", 40, 0.0)  # left meanwhile
     given.set_load(home, 4, 1.0)
     assert home_of(given, b"one", 1.0) == home
 
@@ -182,36 +177,16 @@ def test_own_calls_are_not_counted_twice() -> None:
 
 
 def test_load_report_expires() -> None:
-    given = balancer()
-    home = home_of(given, b"one")
-    for server in SERVERS:
-        given.set_load(server, 20 if server == home else 2, 100.0)
+    given, home = with_loaded_home(100.0)
     assert home_of(given, b"one", 100.0 + REPORT_S) != home
     assert home_of(given, b"one", 101.0 + REPORT_S) == home
 
 
 def test_server_that_comes_back_has_no_load_report() -> None:
-    given = balancer()
-    home = home_of(given, b"one")
-    for server in SERVERS:
-        given.set_load(server, 20 if server == home else 2, 0.0)
+    given, home = with_loaded_home(0.0)
     given.set_serving(home, False)
     given.set_serving(home, True)
     assert home_of(given, b"one") == home
-
-
-def test_reports_are_ignored_while_a_server_never_reports() -> None:
-    """As during a rolling update from a version without reports: it would attract all calls."""
-    given = balancer()
-    homes = [home_of(given, key) for key in KEYS]
-    given.set_load("a:1", 40, 0.0)
-    assert "a:1" not in {home_of(given, key) for key in KEYS}
-    given.set_load("b:1", None, 0.0)
-    assert [home_of(given, key) for key in KEYS] == homes
-    given.set_load("b:1", 0, 0.0)  # updated
-    given.set_load("b:1", None, 0.0)  # a rejected call
-    given.set_load("gone:1", 40, 0.0)  # left meanwhile
-    assert "a:1" not in {home_of(given, key) for key in KEYS}
 
 
 @pytest.mark.parametrize("num_clients", [4, 16])

@@ -64,14 +64,6 @@ def test_delay_of_the_server_goes_first() -> None:
     assert Retries().delay_s(error(OVERLOADED, 3.0), 0, None) == 3.0
 
 
-def test_backoff_grows_and_has_jitter() -> None:
-    retries = Retries(first_s=1.0, max_s=3.0)
-    for num_tried, most in enumerate((1.0, 2.0, 3.0, 3.0)):
-        delay_s = retries.delay_s(error(UNAVAILABLE), num_tried, None)
-        assert delay_s is not None
-        assert most / 2 <= delay_s <= most
-
-
 @pytest.mark.parametrize(
     ("failure", "num_failed", "left_s"),
     [
@@ -120,13 +112,15 @@ def test_overload_is_retried_as_the_server_says_until_the_deadline(
     assert waits(monkeypatch, Attempts(Retries(), None), error(OVERLOADED, 70.0)) == [70.0]
 
 
-def test_delays_grow_anew_after_progress() -> None:
-    attempts = Attempts(Retries(max_retries=2, first_s=1.0, max_s=8.0), None)
+def test_delays_grow_with_jitter_and_anew_after_progress() -> None:
+    attempts = Attempts(Retries(max_retries=4, first_s=1.0, max_s=3.0), None)
     for _ in range(3):
-        for longest_s in (1.0, 2.0, None):
+        for longest_s in (1.0, 2.0, 3.0, 3.0):
             delay_s = attempts.delay_s(error(UNAVAILABLE), has_other=False, was_reached=True)
-            assert (delay_s is None) == (longest_s is None)
-            assert longest_s is None or longest_s / 2 <= (delay_s or 0.0) <= longest_s
+            assert delay_s is not None
+            assert longest_s / 2 <= delay_s <= longest_s
+        last = attempts.delay_s(error(UNAVAILABLE), has_other=False, was_reached=True)
+        assert last is None
         attempts.note_progress()
 
 
@@ -233,6 +227,7 @@ def test_call_that_grpc_drops_unaccepted_is_retried(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_UNREAD", 1)
+    monkeypatch.setattr(grpc_server, "NUM_ACCEPTORS", 1)
     held, dropped = threading.Event(), threading.Event()
 
     def sleep(_: float) -> None:
@@ -298,7 +293,8 @@ def test_request_that_kills_every_server_is_given_up(make_client: MakeClient) ->
     with breaking_server(CHUNKS, Reset(INTERNAL_ERROR)) as server:
         with pytest.raises(CallError) as caught:
             read(make_client, server.address, Retries(max_retries=3, first_s=0.001))
-        assert server.num_calls == 4
+        # A reset may overtake tokens, and each of the three that comes at last gives three retries.
+        assert 4 <= server.num_calls <= 3 * 4
     assert caught.value.code is grpc.StatusCode.INTERNAL
 
 

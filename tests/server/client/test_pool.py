@@ -150,18 +150,6 @@ def test_load_of_other_clients_counts(make_client: MakeClient) -> None:
             assert home_of(new, "abc") == address
 
 
-def test_rejection_is_not_taken_for_a_missing_load_report(make_client: MakeClient) -> None:
-    """Else a client whose first call met a full queue would believe nobody."""
-
-    with several(2) as servers, make_client(address_of(servers), NEVER) as client:
-        with pytest.raises(CallError):
-            client.generate("", timeout_s=TIMEOUT_S)
-        with pytest.raises(CallError):
-            list(client.stream("", timeout_s=TIMEOUT_S))
-        assert sum(begun(client).values()) == 2
-        assert not any(each.never_reports for each in client.servers())
-
-
 def test_draining_server_gets_no_new_calls(make_client: MakeClient) -> None:
     with several(2) as servers, make_client(address_of(servers), NEVER) as client:
         home = home_of(client, "abc")

@@ -40,14 +40,23 @@ def test_what_names_no_servers_is_refused_in_words(given: str, reason: str) -> N
         addresses(given)
 
 
-def test_commands_that_ask_take_several_and_those_that_operate_one() -> None:
+def test_commands_that_ask_take_several_and_those_that_operate_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     several = "quill://a:1,b:1"
-    for words in (["generate", "hi"], ["chat"], ["embed", "hi"], ["fill-mask", "hi"]):
+    for words in (
+        ["generate", "hi"],
+        ["chat"],
+        ["embed", "hi"],
+        ["fill-mask", "hi"],
+        ["batch", "i", "o"],
+    ):
         args = build_parser().parse_args([*words, "--address", several])
         assert args.address == several
     for words in (["health"], ["reload"]):
         with pytest.raises(SystemExit):
             build_parser().parse_args([*words, "--address", several])
+        assert "this command calls one server" in capsys.readouterr().err
 
 
 def test_name_is_looked_up_to_all_its_addresses() -> None:

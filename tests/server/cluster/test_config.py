@@ -135,7 +135,7 @@ def test_other_machines_may_call_only_with_insecure() -> None:
 
 def test_ray_service_has_the_same_config_and_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--replicas", "2..8", "--threads", "3"]
-    command = ["cluster", "config", "s3://models/tiny", *words]
+    command = ["cluster", "config", "s3://models/tiny", *words, "--insecure"]
     assert main([*command, "--ray-service", "--image", "here/quill:1"]) == 0
     ray_service, service = yaml.safe_load_all(capsys.readouterr().out)
     assert yaml.safe_load(ray_service["spec"]["serveConfigV2"]) == config(*words)
@@ -149,6 +149,37 @@ def test_ray_service_has_the_same_config_and_no_token(capsys: pytest.CaptureFixt
     given = {each["name"]: each["value"] for each in container["env"]}
     assert given == {name: value for name, value in ENVIRONMENT.items() if "AUTH" not in name}
     assert "Mount a secret" in write_ray_service(planned("--api-keys", "k"), "image")
+
+
+def test_pods_of_a_ray_service_are_probed_and_have_no_privileges() -> None:
+    ray_service, _ = yaml.safe_load_all(write_ray_service(planned("--port", "5000"), "image"))
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["livenessProbe"]["exec"]["command"][0] == "python"
+    words = pods[1]["containers"][0]["readinessProbe"]["exec"]["command"]
+    assert build_parser().parse_args(words[1:]).address == "localhost:5000"
+
+
+@pytest.mark.parametrize(("words", "unsaid"), [([], []), (["--api-keys", "k"], ["--api-keys"])])
+def test_config_that_lets_others_call_needs_insecure(
+    words: list[str], unsaid: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["cluster", "config", "s3://models/tiny", *words]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "doesn't encrypt" in printed.err
+    assert ("without --api-keys anybody may call" in printed.err) == (not unsaid)
+    assert main([*command, "--host", "127.0.0.1"]) == 0
+    assert main([*command, "--insecure"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quill.server.client.errors import CallError
-from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.faults import Faults
 from tests.server.process import (
@@ -24,7 +22,6 @@ from tests.server.process import (
 )
 from tests.server.tiny_bundle import TinyBundle
 
-PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
 LENGTH = 100
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -111,30 +108,3 @@ def test_server_that_was_stopped_for_five_seconds_goes_on_where_it_was(
             tokens += chunk.token_ids
     assert tokens == expected
     wait_until(server.is_idle, "nothing runs or waits, of the hurried client either")
-
-
-def test_killed_server_breaks_streams_and_a_resuming_client_never_notices(
-    tiny_bundle: TinyBundle, faults: Faults, tmp_path: Path
-) -> None:
-    faults.start("slow")
-    bundle, log = tiny_bundle.directory, tmp_path / "log"
-    environment = faults.environment
-    with (
-        server_process(bundle, log, environment=environment) as first,
-        Client(first.address, NEVER) as plain,
-        Client(first.address, PATIENT) as patient,
-    ):
-        begun = [
-            plain.stream(PROMPT, seed=5, max_new_tokens=LENGTH, timeout_s=PATIENCE_S),
-            patient.stream(PROMPT, seed=5, max_new_tokens=LENGTH, resume=True),
-        ]
-        tokens = [list(next(chunks).token_ids) for chunks in begun]
-        first.signal(signal.SIGKILL)
-        first.process.wait()
-        assert code_of(lambda: list(begun[0])) is grpc.StatusCode.UNAVAILABLE
-        faults.end("slow")
-        with server_process(bundle, log, port=first.port) as second:
-            for chunk in begun[1]:
-                tokens[1] += chunk.token_ids
-            assert tokens[1] == ask(second, seed=5, max_new_tokens=LENGTH)
-            wait_until(second.is_idle, "nothing runs or waits")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -21,7 +22,7 @@ from quill.server.loading.loader import Loader, warm_up
 from quill.server.request import Limits
 from tests.bad_files import SMALL
 from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
-from tests.server.scripted_session import Reciter
+from tests.server.scripted_session import TIMEOUT_S, Reciter
 from tests.server.tiny_bundle import TinyBundle
 
 WITHOUT_TORCH = (
@@ -41,6 +42,22 @@ def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
         assert server.process.wait(60) == 0
     assert "stopped" in server.log
     assert "Traceback" not in server.log
+
+
+def test_systemd_is_told_of_ready_alive_and_stopping(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(TIMEOUT_S)
+        systemd.bind(str(tmp_path / "notify"))
+        given = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "30000"}
+        with server_process(tiny_bundle.directory, tmp_path / "log", environment=given) as server:
+            assert [systemd.recv(99) for _ in range(3)] == [b"READY=1", *[b"WATCHDOG=1"] * 2]
+            server.signal(signal.SIGTERM)
+            while (state := systemd.recv(99)) == b"WATCHDOG=1":
+                pass
+            assert state == b"STOPPING=1"
+            assert server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("metrics", ["off", "0"])

@@ -180,7 +180,7 @@ def test_marker_may_be_a_special_token() -> None:
     tokenizer_json = byte_tokenizer(special)._json
     text = Text(tokenizer_json)
     grammars = Compiler(tokenizer_json, 259, [0])
-    parsed = read(replace(PARROT, text=text, grammars=grammars))
+    parsed = read(replace(PARROT, text=text))
     call = '{"name": "now", "arguments": {}}'
     tokens = text.encode_rendered(f"Hm.<tool_call>\n{call}\n</tool_call>")
     assert {1, 2} < set(tokens)

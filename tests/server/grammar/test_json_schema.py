@@ -13,9 +13,11 @@ from quill.server.grammar.json_schema import (
     MAX_DEPTH,
     MAX_LEVELS,
     MAX_LOCATE_S,
+    MAX_QUANTIFIED,
     locate,
     subschemas,
 )
+from quill.server.request import ConstraintKind
 from tests.server.small_grammars import EOS, PIECES, byte_grammar, small_grammar
 
 Wrap = Callable[[str], dict[str, Any]]
@@ -190,3 +192,32 @@ def test_looking_for_the_place_has_a_time_limit() -> None:
     for _ in range(60):
         schema = {"items": schema}
     assert 1 <= locate("same", schema, slow).count("/items") <= 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "{}"),
+        ("lark", "start: /{}/"),
+        ("lark", 'start: item\nitem: "a?" /x{}/'),
+        ("lark", "root ::= [a-z] {}"),
+        ("lark", 'start: %json {{"type": "string", "pattern": "{}"}}'),
+        ("json_schema", '{{"type": "string", "pattern": "{}"}}'),
+        ("json_schema", '{{"type": "object", "patternProperties": {{"{}": {{}}}}}}'),
+        ("json_schema", '{{"items": {{"patternProperties": {{"x": {{"pattern": "{}"}}}}}}}}'),
+    ],
+)
+@pytest.mark.parametrize("part", ["a?", "ab+", "a{3}", "\\\\.?"])
+def test_quantified_parts_are_limited_before_anything_compiles(
+    kind: ConstraintKind, text: str, part: str
+) -> None:
+    part = part.replace("\\\\", "\\") if kind != "json_schema" and "%json" not in text else part
+    started_s = time.process_time()
+    with pytest.raises(InvalidFieldError, match=f"{MAX_QUANTIFIED + 1} optional"):
+        small_grammar(kind, text.format(part * (MAX_QUANTIFIED + 1)))
+    assert time.process_time() - started_s < 0.2
+
+
+def test_what_only_looks_quantified_is_not() -> None:
+    small_grammar("regex", r"(?:\?\*[?*+{1}])" + r"\+\{" * 2000)
+    small_grammar("lark", 'start: "' + "a?" * 2000 + '"')

@@ -10,13 +10,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from quill.server.errors import InvalidFieldError
 from quill.server.grammar import compiler
 from quill.server.grammar import matcher as matcher_module
 from quill.server.grammar.compiler import Compiler
-from quill.server.grammar.matcher import MAX_JUMP_FORWARD, TokenMatcher
+from quill.server.grammar.matcher import MAX_COMPUTED, MAX_JUMP_FORWARD, TokenMatcher
 from quill.server.request import Constraint
 from tests.server.fake_session import VOCAB_SIZE
-from tests.server.small_grammars import EOS, GRAMMARS, small_grammar, small_tokenizer, text_of
+from tests.server.small_grammars import (
+    EOS,
+    GRAMMARS,
+    PIECES,
+    small_grammar,
+    small_tokenizer,
+    text_of,
+)
 
 Mask = npt.NDArray[np.uint32]
 
@@ -175,3 +183,22 @@ def test_long_jump_forward_is_computed_once() -> None:
     for _ in range(200):
         other.accept(first[0])
     assert matcher.jump_forward() == other.jump_forward()
+
+
+def test_grammar_that_determines_too_many_tokens_at_once_is_not_asked_again() -> None:
+    grammar = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS]).compile_now(
+        Constraint("regex", f"[bc](ad){{{MAX_COMPUTED}}}")
+    )
+    first, second = grammar.matcher(), grammar.matcher()
+    for matcher in (first, second):
+        matcher.accept(PIECES.index("b"))
+    assert len(first.jump_forward()) == MAX_JUMP_FORWARD
+    assert not grammar.jumps
+    assert second.jump_forward() == []
+    (mask,) = second.masks((), (), 0)
+    assert mask.any()
+
+
+def test_text_without_a_choice_is_limited() -> None:
+    with pytest.raises(InvalidFieldError, match="tokens without a choice"):
+        small_grammar("regex", "(ad){50000}")

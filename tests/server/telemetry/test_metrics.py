@@ -1,12 +1,16 @@
 """What a server tells of itself: metrics and logs, and never a prompt."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
 import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,10 +19,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.protos import kserve_pb2 as kserve
+from quill.server.auth.key_file import add_key
+from quill.server.client.access import Access
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from quill.server.telemetry.call_record import JsonFormatter, TextFormatter, is_news
-from quill.server.telemetry.metrics import stats
+from quill.server.errors import REJECTION_REASONS
+from quill.server.http.chat import Chat
+from quill.server.http.completions import Completions
+from quill.server.http.texts import EmbeddingsRoute
+from quill.server.telemetry.call_record import OPERATIONS, JsonFormatter, TextFormatter, is_news
+from quill.server.telemetry.metric_table import page_table
+from quill.server.telemetry.metrics import Metrics, stats
 from tests.server.running import Running, make_manifest, make_served, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
@@ -199,3 +211,107 @@ def test_only_cancelled_calls_are_left_out(error: BaseException, told: bool) -> 
 
 def test_a_line_without_an_error_is_told() -> None:
     assert is_news(logging.makeLogRecord({"msg": "ready"}))
+
+
+def test_process_build_and_model_are_described(running: Running) -> None:
+    after = scrape(running)
+    assert after["process_start_time_seconds"] > 1e9
+    assert after["process_resident_memory_bytes"] > 1e6
+    assert after["quill_engine_process_start_time_seconds"] == after["process_start_time_seconds"]
+    (build,) = [name for name in after if name.startswith("quill_build_info")]
+    assert f'version="{metadata.version("quill")}"' in build
+    labels = 'device="cpu",family="causal",model="reciter",precision="fp32"'
+    assert after[f'quill_model_info{{{labels},runtime="onnxruntime 1.31.1"}}'] == 1
+    assert after['quill_health_problem{problem="hanging"}'] == 0
+
+
+def test_what_alerts_count_begins_at_zero() -> None:
+    """`rate` sees nothing of a counter that appears with its first value."""
+    read = stats(Metrics().registry)["metrics"]
+    calls = {tuple(each["labels"].values()): each["value"] for each in read["quill_requests"]}
+    assert calls["GenerateStream", "INTERNAL"] == calls["Generate", "DEADLINE_EXCEEDED"] == 0
+    reasons = {each["labels"]["reason"]: each["value"] for each in read["quill_rejections"]}
+    assert reasons == dict.fromkeys(REJECTION_REASONS, 0)
+
+
+def test_operations_are_methods_that_exist() -> None:
+    services = (
+        *pb.DESCRIPTOR.services_by_name.values(),
+        *kserve.DESCRIPTOR.services_by_name.values(),
+    )
+    methods = {method.name for service in services for method in service.methods}
+    assert set(OPERATIONS) <= methods | {Chat.path, Completions.path, EmbeddingsRoute.path}
+
+
+def test_page_has_the_table() -> None:
+    page = Path(__file__).parents[3] / "server/docs/monitoring.md"
+    assert page_table() in page.read_text()
+
+
+def test_waiting_requests_are_seen_while_a_step_runs() -> None:
+    with running_server(max_num_seqs=1, metrics_port=0) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            stub = pb_grpc.TextGenerationStub(channel)
+            calls = [stub.Generate.future(pb.GenerateRequest(prompt="abc")) for _ in range(3)]
+            running.wait_for_requests(3)
+            assert scrape(running)["quill_requests_waiting"] >= 2
+            for call in calls:
+                call.cancel()
+        running.session.let_go()
+        running.wait_for_waiting(0)
+        assert scrape(running)["quill_requests_waiting"] == 0
+
+
+def test_rejected_call_has_its_reason_in_the_metrics_and_in_its_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    good = add_key(path, "good")
+    expected: dict[str, tuple[str, dict[str, Any]]] = {
+        "key_requests_per_minute": (add_key(path, "calls", requests_per_minute=1), {}),
+        "key_tokens_per_minute": (add_key(path, "tokens", tokens_per_minute=6), {}),
+        "invalid_argument": (good, {"temperature": -1.0}),
+        "unauthenticated": ("quill-unknown", {}),
+    }
+    with running_server(
+        metrics_port=0, api_keys=path, allow_unauthenticated=("metrics",)
+    ) as running:
+        with caplog.at_level(logging.INFO), grpc.insecure_channel(running.address) as channel:
+            stub = pb_grpc.TextGenerationStub(channel)
+            for key, fields in expected.values():
+                for _ in range(2):
+                    with contextlib.suppress(grpc.RpcError):
+                        request = pb.GenerateRequest(prompt="abc", max_new_tokens=9, **fields)
+                        stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),))
+        read = scrape(running)
+    found = {reason: read[f'quill_rejections_total{{reason="{reason}"}}'] for reason in expected}
+    assert found == {**dict.fromkeys(expected, 2), "key_requests_per_minute": 1,
+                     "key_tokens_per_minute": 1}  # fmt: skip
+    lines = [TextFormatter().format(each) for each in caplog.records if each.message == "request"]
+    assert {
+        re.findall(r"rejection=(\w+)", line)[0] for line in lines if "outcome=OK" not in line
+    } == set(expected)
+
+
+def test_keys_have_counters_of_their_own_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    secrets = [add_key(path, name) for name in ("alice", "bob", "carol")]
+    with running_server(metrics_port=0, api_keys=path, max_key_labels=1,
+                        allow_unauthenticated=("metrics",)) as running:  # fmt: skip
+        for secret in secrets:
+            with Client(running.address, access=Access(api_key=secret)) as client:
+                client.generate("abc", max_new_tokens=2, timeout_s=TIMEOUT_S)
+            running.next_record("OK")
+        read = scrape(running)
+    assert read['quill_key_requests_total{key="alice",outcome="OK"}'] == 1
+    assert read['quill_key_requests_total{key="other",outcome="OK"}'] == 2
+    assert read['quill_key_tokens_total{key="alice",kind="generated"}'] == 2
+    assert read['quill_key_tokens_total{key="other",kind="prompt"}'] == 6
+    assert not any('key="bob"' in name for name in read)
+
+
+def test_times_of_log_lines_have_milliseconds() -> None:
+    record = logging.makeLogRecord({"msg": "ready", "created": 1.0625, "msecs": 62.0})
+    assert json.loads(JsonFormatter().format(record))["time"][19:23] == ".062"
+    assert re.match(r"\d\d:\d\d:\d\d\.062 ", TextFormatter().format(record))

@@ -5,6 +5,7 @@ import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 from quill.client import AsyncClient, Client
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.auth.key_file import add_key
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
@@ -109,7 +111,11 @@ def test_call_becomes_spans_of_its_callers_trace(collector: Collector) -> None:
     times.append(call.end_time_unix_nano)
     assert times == sorted(times)
     attributes = {each.key: each.value for each in call.attributes}
-    assert attributes["quill.tokens.generated"].int_value == 3
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 3
+    assert attributes["gen_ai.operation.name"].string_value == "text_completion"
+    assert attributes["gen_ai.request.model"].string_value == "reciter"
+    (reason,) = attributes["gen_ai.response.finish_reasons"].array_value.values
+    assert reason.string_value == "length"
     assert attributes["quill.outcome"].string_value == "OK"
     assert PROMPT not in str(call)
 
@@ -121,6 +127,33 @@ def test_failed_call_is_an_error_in_its_trace(collector: Collector) -> None:
     (call,) = spans.values()
     assert call.status.message == "INVALID_ARGUMENT"
     assert call.trace_id.hex() == TRACE_ID
+
+
+@pytest.mark.parametrize("name", ["quill", "mine"])
+def test_spans_have_a_service_name(
+    name: str, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "quill":
+        monkeypatch.setenv("OTEL_SERVICE_NAME", name)
+    with running_server(tracing=True) as running:
+        ask(running)
+    resource, _ = collector.spans.get(timeout=TIMEOUT_S)
+    found = {each.key: each.value.string_value for each in resource.attributes}
+    assert found["service.name"] == name
+
+
+def test_call_without_a_key_is_in_its_callers_trace(collector: Collector, tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.json", "alice")
+    with (
+        running_server(tracing=True, api_keys=tmp_path / "keys.json") as running,
+        pytest.raises(grpc.RpcError),
+    ):
+        ask(running)
+    (call,) = collector.take().values()
+    attributes = {each.key: each.value.string_value for each in call.attributes}
+    assert (call.trace_id.hex(), call.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert attributes["error.type"] == "unauthenticated"
+    assert attributes["gen_ai.request.model"] == "reciter"
 
 
 @pytest.mark.parametrize("header", ["nonsense", f"00-{'0' * 32}-{PARENT_ID}-01", "x" * 5000])

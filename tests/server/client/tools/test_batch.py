@@ -69,6 +69,11 @@ def prompts(num: int = NUM_LINES, **options: object) -> list[dict[str, object]]:
     ]
 
 
+def started(files: tuple[Path, Path], address: str, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files), "--address", address]
+    return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+
+
 def test_prompts_conversations_and_vectors_are_answered_in_order(
     run: Run, files: tuple[Path, Path]
 ) -> None:
@@ -142,7 +147,9 @@ def test_it_goes_on_wherever_it_was_cut(run: Run, files: tuple[Path, Path]) -> N
         assert files[1].read_bytes() == whole
 
 
-def test_answers_to_something_else_are_left_alone(run: Run, files: tuple[Path, Path]) -> None:
+def test_answers_to_something_else_are_left_alone(
+    run: Run, running: Running, files: tuple[Path, Path]
+) -> None:
     write(files[0], *prompts(3))
     assert run()[0] == 0
     before = files[1].read_bytes()
@@ -155,7 +162,7 @@ def test_answers_to_something_else_are_left_alone(run: Run, files: tuple[Path, P
     with running_server(served=other) as server:
         write(files[0], *prompts(3))
         assert run(address=server.address)[0] == 1
-        code, said = run("--address", server.address)
+        code, said = run(address=f"quill://{running.address},{server.address}")
         assert code == 1
         assert "the servers serve different models" in said
     assert files[1].read_bytes() == before
@@ -166,10 +173,8 @@ def test_killed_in_the_middle_it_loses_no_line(
     number: signal.Signals, running: Running, run: Run, files: tuple[Path, Path]
 ) -> None:
     write(files[0], *prompts(**DRAWN))
-    command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
-    command += ["--address", running.address, "--concurrency", "4"]
     running.session.hold()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = started(files, running.address, "--concurrency", "4")
     try:
         running.session.let_go(300)
         wait_until(lambda: files[1].exists() and files[1].stat().st_size > 0, "lines are answered")
@@ -207,11 +212,9 @@ def test_servers_that_never_come_are_an_error_in_words(run: Run, files: tuple[Pa
     assert code == 1
     assert "127.0.0.1:1" in said
     with running_server() as server:
-        address = server.address
         server.session.hold()
-        command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
-        command += ["--address", address, "--unavailable-timeout", "0.5", "--concurrency", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        soon = ("--unavailable-timeout", "0.5", "--concurrency", "2")
+        process = started(files, server.address, *soon)
         server.wait_for_requests(2)
     _, said = process.communicate()
     assert process.returncode == 1
@@ -251,7 +254,7 @@ def test_rows_of_a_pipeline_are_answered(running: Running) -> None:
     assert set(first) == {"answer"}
     assert bad["error"]["code"] == "INVALID_ARGUMENT"
     assert again == first
-    assert answer_lines(rows[::-1], [running.address])[::-1] == answers[:5]
+    assert answer_lines(rows[::-1], running.address)[::-1] == answers[:5]
     assert answer_lines(rows[:1], running.address, seed=1) != answers[:1]
 
 
@@ -328,9 +331,7 @@ def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None
     write(files[0], *(posted(number, prompt="abc", max_tokens=9) for number in range(20)))
     with running_server(http_port=0) as server:
         server.session.hold()
-        command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
-        command += ["--address", server.address, "--http", f"127.0.0.1:{server.http_port}"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = started(files, server.address, "--http", f"127.0.0.1:{server.http_port}")
         server.wait_for_requests(4)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)

@@ -35,20 +35,22 @@ def work(metrics: Metrics, num_calls: int, first_token_ms: float, num_made: int)
         record = Record("Generate", first_token_ms=first_token_ms)
         record.close()
         metrics.finish(record)
-    metrics._generated.inc(num_made)
-    metrics._cache_hits.inc(num_calls)
+    metrics.count("quill_generation_tokens", by=num_made)
+    metrics.count("quill_prefix_cache_hits", by=num_calls)
 
 
 def make_metrics() -> Metrics:
     metrics = Metrics()
-    metrics.watch_health(lambda: True)
-    metrics.set_limits(Limits(max_num_seqs=4, context=100, num_blocks=50))
+    metrics.watch("quill_serving", lambda: True)
+    metrics.watch("quill_requests_waiting", lambda: 7)
+    labels = dict.fromkeys(("model", "family", "precision", "device", "runtime"), "")
+    metrics.set_model(Limits(max_num_seqs=4, context=100, num_blocks=50), labels)
     step = StepStats(
         kind="decode", duration_s=0.01, num_tokens=1, num_draft_tokens=4, num_accepted=3
     )
     metrics.observe(
         EngineOutputs(
-            events=(), step=step, queue=QueueStats(num_sequences=3, num_blocks=20, num_waiting=7)
+            events=(), step=step, queue=QueueStats(num_sequences=3, num_blocks=20, num_waiting=0)
         )
     )
     return metrics
@@ -89,7 +91,7 @@ def test_totals_are_of_all_servers_together() -> None:
 def test_a_table_has_a_line_for_each_and_for_all() -> None:
     metrics = make_metrics()
     work(metrics, num_calls=2, first_token_ms=20, num_made=5)
-    metrics._cache_misses.inc(2)
+    metrics.count("quill_prefix_cache_misses", by=2)
     one = Row("a:1", window(metrics))
     alone = table([one])
     assert len(alone) == 2

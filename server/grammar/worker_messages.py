@@ -1,0 +1,64 @@
+"""What passes between the grammar worker and the checker, and the limits that both name.
+
+Knows: frames of msgpack on a socket. Does not know: llguidance, processes.
+"""
+
+import socket
+import struct
+from typing import Literal
+
+import msgspec
+
+from quill.server.request import Constraint
+
+MAX_COMPILE_S = 1.0  # of processor time
+MAX_WALL_S = 2 * MAX_COMPILE_S  # on a busy machine a second of work takes longer than a second
+# Of address space, beyond what the worker has after its start. The schemas of the benchmarks take
+# 2 MB at most; `\p{L}?`, 1,000 times, takes 83.
+MAX_COMPILE_BYTES = 64 * 2**20
+HEADER = struct.Struct("<I")
+
+# accepted; rejected: the constraint is wrong; slow, large: it is beyond the limits; killed: by
+# somebody else, perhaps by the kernel for want of memory; bug: of ours.
+Outcome = Literal["accepted", "rejected", "slow", "large", "killed", "bug"]
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a constraint."""
+
+    outcome: Outcome
+    field: str = ""  # which field a rejected constraint's error names
+    reason: str = ""
+
+
+CONSTRAINTS = msgspec.msgpack.Decoder(Constraint)
+VERDICTS = msgspec.msgpack.Decoder(Verdict)
+
+
+def send(connection: socket.socket, message: Constraint | Verdict) -> None:
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(HEADER.pack(len(body)) + body)
+
+
+def receive_constraint(connection: socket.socket) -> Constraint:
+    """EOFError, in both: the other side has gone."""
+    return CONSTRAINTS.decode(_receive(connection))
+
+
+def receive_verdict(connection: socket.socket) -> Verdict:
+    return VERDICTS.decode(_receive(connection))
+
+
+def _receive(connection: socket.socket) -> bytes:
+    (length,) = HEADER.unpack(_receive_exactly(connection, HEADER.size))
+    return _receive_exactly(connection, length)
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        part = connection.recv(length - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
