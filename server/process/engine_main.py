@@ -198,7 +198,8 @@ def main() -> None:
     stopping: list[EngineServer] = []
 
     def watch() -> None:
-        control.recv(1)
+        with contextlib.suppress(OSError):
+            control.recv(1)
         gone.set()
         if not stopping:  # it loads
             os._exit(0)

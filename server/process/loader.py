@@ -3,6 +3,7 @@
 Knows: the supervisor's messages, what frontends need of a bundle. Does not know: ports, calls.
 """
 
+import contextlib
 import os
 import queue
 import socket
@@ -41,7 +42,8 @@ class Supervisor:
         threading.Thread(target=self._receive, name="supervisor", daemon=True).start()
 
     def tell(self, message: ToSupervisor) -> None:
-        self._control.sendall(frame(message))
+        with contextlib.suppress(OSError):  # it has gone: `on_gone` is called
+            self._control.sendall(frame(message))
 
     def load(self, after: int) -> Engine:
         """Waits until an engine is there that was started after this one."""
@@ -53,9 +55,10 @@ class Supervisor:
 
     def _receive(self) -> None:
         frames = Frames()
-        while data := self._control.recv(RECEIVE_BYTES):
-            for body in frames.feed(data):
-                self._answers.put(FROM_SUPERVISOR.decode(body))
+        with contextlib.suppress(OSError):  # it may die with a message of ours unread
+            while data := self._control.recv(RECEIVE_BYTES):
+                for body in frames.feed(data):
+                    self._answers.put(FROM_SUPERVISOR.decode(body))
         self._answers.put(Failed("the supervisor's process ended", True))
         self._on_gone()
 
