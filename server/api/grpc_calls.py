@@ -19,7 +19,9 @@ from grpc_status import rpc_status
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import kserve_pb2 as kserve
+from quill.server.api import accept_probe
 from quill.server.auth.caller import ANYBODY, Caller, certified_caller
+from quill.server.auth.failed_attempts import FailedAttempts
 from quill.server.auth.key_file import Keyring
 from quill.server.balancing_headers import wants_load, write_load
 from quill.server.errors import (
@@ -169,8 +171,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         calls: Calls,
         keyring: Keyring | None,
         open_reflection: bool,
+        probe_secret: str = "",
     ) -> None:
         self._services = services
+        self._probe = (accept_probe.HEADER, probe_secret)
+        self._failed = FailedAttempts()
         self._calls = calls
         self._keyring = keyring
         self._open = (HEALTH, *([REFLECTION] if open_reflection else []))
@@ -181,9 +186,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         method = str(handler_call_details.method)
+        metadata: Any = handler_call_details.invocation_metadata
+        if method == accept_probe.METHOD and self._probe in metadata:
+            return grpc.stream_stream_rpc_method_handler(accept_probe.accept)
         caller = None
         if self._keyring is not None and not method.startswith(self._open):
-            metadata = handler_call_details.invocation_metadata
             keys = [str(value) for name, value in metadata if name == "authorization"]
             try:
                 caller = self._keyring.identify(keys)
@@ -203,6 +210,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             self._calls.reject(call, error)
+            delay_s = self._failed.delay_s(_host(context.peer()))
+            if delay_s:
+                await self._failed.hold(delay_s)
             await context.abort_with_status(grpc_status(error, call.request_id))
 
         return grpc.stream_stream_rpc_method_handler(answer)
@@ -250,6 +260,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return await handler.stream_stream(decoded(messages), CallerContext(context, caller))
 
         return answer
+
+
+def _host(peer: str) -> str:
+    """Of gRPC's name for a peer, such as ipv4:127.0.0.1:4711."""
+    return peer.rpartition(":")[0]
 
 
 def _decoded(handler: Any, message: bytes) -> Any:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _NOW = {
     "failing": "step after step fails; health says NOT_SERVING until one succeeds",
     "restarting": "health says NOT_SERVING: the engine's process is started again",
+    "unread": "calls wait unaccepted for seconds; health says NOT_SERVING until they don't",
     "stopping": "health says NOT_SERVING: the server is stopping",
 }
 _OVER = {"failing": "steps succeed again"}
@@ -58,11 +59,12 @@ def make_server(
     inference: kserve_grpc.GRPCInferenceServiceServicer,
     administration: Administration,
     health_servicer: health.aio.HealthServicer,
+    probe_secret: str = "",
 ) -> grpc.aio.Server:
     """Without API keys there is no administrator: that service reports so, and isn't listed."""
     services = (SERVICE, ADMINISTRATION, KSERVE)
     open_reflection = "reflection" in settings.allow_unauthenticated
-    interceptor = Interceptor(services, calls, keyring, open_reflection)
+    interceptor = Interceptor(services, calls, keyring, open_reflection, probe_secret)
     names = [SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if keyring is not None:
         names.append(ADMINISTRATION)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
 from quill.server.addresses import reachable, write_address
+from quill.server.api.accept_probe import AcceptProbe
 from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.caller import RateLimits
@@ -73,6 +74,8 @@ class Server:
             limits,
             settings.share_prefix_cache,
         )
+        self._probe = AcceptProbe(self.health.note_soon)
+        self.metrics.watch("quill_oldest_unread_call_seconds", lambda: self._probe.age_s)
         self.has_failed = False
         self.port = 0
         self.metrics_port: int | None = None
@@ -138,7 +141,7 @@ class Server:
 
     async def run(self) -> None:
         server = await self._listen()
-        watching = asyncio.ensure_future(self.reloader.watch())
+        watching = asyncio.gather(self.reloader.watch(), self._probe.run())
         try:
             if await self._open():
                 await self._stopping.wait()
@@ -152,6 +155,7 @@ class Server:
         server = self._make_server()
         await self.health.begin()
         self.port = bind(server, settings)
+        server.add_insecure_port(self._probe.address)
         await self._open_http()
         await server.start()
         self.listening.set()
@@ -168,6 +172,7 @@ class Server:
             InferenceService(calls, self.metrics.registry, lambda: health.is_serving, timeout_s),
             Administration(calls, None if self._keyring is None else self._asked_to_reload),
             health.servicer,
+            self._probe.secret,
         )
 
     async def _asked_to_reload(self) -> ServedModel:

@@ -13,6 +13,7 @@ PROBLEMS = (
     "restarting",
     "hanging",
     "failing",
+    "unread",
     "stopping",
 )  # while health is NOT_SERVING
 
@@ -79,7 +80,8 @@ TABLE = (
     Row("gauge", "quill_certificate_expiry_timestamp_seconds", (),
         "when the certificate of --tls-cert expires, in Unix time", is_optional=True),
     Row("gauge", "quill_oldest_unread_call_seconds", (),
-        "how long the oldest call has waited to be read", is_optional=True),
+        "how long a stream waits until it is accepted, by a call of the server's own every second",
+        is_optional=True),
 
     Row("histogram", "quill_time_to_first_token_seconds", (), "from arrival to the first token"),
     Row("histogram", "quill_inter_token_latency_seconds", (), "between two tokens of a sequence"),
