@@ -25,6 +25,7 @@ from quill.server.auth.failed_attempts import FailedAttempts
 from quill.server.auth.key_file import Keyring
 from quill.server.balancing_headers import wants_load, write_load
 from quill.server.errors import (
+    DeadlineError,
     InvalidFieldError,
     OverloadedError,
     RequestError,
@@ -201,6 +202,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         if handler is None or service not in self._services:
             return handler
         return self._wrapped(handler, name, frontend_of(method), caller)
+
+    def note_expired(self, method: str) -> None:
+        """A call whose deadline passed before anything was done for it."""
+        call = RequestContext(method=_METHODS.get(method, "other"), frontend=frontend_of(method))
+        self._calls.reject(call, DeadlineError("the deadline passed before the call was read"))
 
     def _rejected(self, method: str, metadata: Any, error: RequestError) -> Any:
         """As a stream, whatever the method is: so no message is waited for."""

@@ -1,12 +1,14 @@
-"""Calls are accepted faster than one in a turn of the event loop."""
+"""Calls are accepted faster than one in a turn of the event loop, and the expired are counted."""
 
 import asyncio
 import threading
 
 import grpc
+import pytest
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
+from quill.server.api import grpc_server
 from tests.server.running import Running, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
@@ -42,6 +44,21 @@ def test_several_streams_are_accepted_in_one_turn() -> None:
                 most = turns.result(TIMEOUT_S)
                 for call in calls:
                     call.cancel()
-        if most > 4:
+        if most > 2:
             return
     raise AssertionError(f"at most {most} were accepted in a turn")
+
+
+def test_a_call_that_has_expired_unread_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expired = [True]
+    monkeypatch.setattr(grpc_server._Core, "_is_expired", lambda *_: bool(expired))
+    request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+        with pytest.raises(grpc.RpcError):
+            list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+        assert running.next_record("DEADLINE_EXCEEDED").method == "GenerateStream"
+        expired.clear()
+        assert list(stub.GenerateStream(request, timeout=TIMEOUT_S))
