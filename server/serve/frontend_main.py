@@ -34,6 +34,7 @@ MAX_ENDING_S = 1.0
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor sends SIGTERM instead
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     sys.setswitchinterval(TURN_S)
     control = socket.socket(fileno=int(sys.argv[1]))
     directory, settings, sys.argv[0] = _read_start(control)
