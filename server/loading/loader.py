@@ -133,8 +133,8 @@ def open_grammars(directory: Path, manifest: Manifest) -> Compiler | None:
     """None: the model can't follow constraints."""
     if manifest.tokenizer is None or manifest.family == "encoder" or not manifest.stop_ids:
         return None
-    tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
     try:
+        tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
         sizes, stop_ids = manifest.sizes, manifest.stop_ids
         return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
     except ValueError as error:

@@ -15,10 +15,9 @@ NUM_LINES = 150
 
 
 def batch_command(files: tuple[Path, Path], *servers: ServerProcess) -> list[str]:
+    address = f"quill://{','.join(server.address for server in servers)}"
     command = [sys.executable, "-c", COMMAND_LINE, "batch", *map(str, files)]
-    for server in servers:
-        command += ["--address", server.address]
-    return command
+    return [*command, "--address", address]
 
 
 @pytest.fixture
