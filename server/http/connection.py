@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 import h11
 
@@ -63,9 +64,8 @@ class Connection(asyncio.Protocol):
         return self._exchange is None or self._exchange.is_over or not self._exchange.is_whole
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.peer_names = _peer_names(transport)
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's, in Ray, is no subclass
+        self.peer_names = _peer_names(self.transport)
         self._connections.add(self)
         self._expect_head()
         if len(self._connections) > MAX_CONNECTIONS:
