@@ -154,9 +154,9 @@ class EngineServer:
         else:
             self._thread.end(message.request_id, message.sequence, message.reason)
 
-    def stop(self) -> bool:
+    def stop(self) -> None:
         self._thread.stop()
-        return self._thread.join(STOP_S)
+        self._thread.join(STOP_S)
 
     def _publish(self, outputs: EngineOutputs) -> None:
         """Called from the engine's thread."""
@@ -232,11 +232,11 @@ def _load(control: socket.socket, directory: Path, settings: Settings) -> Engine
     try:
         loaded = load_engine(directory, settings)
     except (ServerError, ExportError) as error:
-        control.sendall(frame(Failed(str(error), True)))
+        control.sendall(frame(Failed(str(error))))
         os._exit(1)
     except BaseException as error:
         logger.exception("a bug in loading")
-        control.sendall(frame(Failed(f"{type(error).__name__}: {error}", False)))
+        control.sendall(frame(Failed(f"{type(error).__name__}: {error}")))
         os._exit(1)
     server = EngineServer(loaded)
     server.start()

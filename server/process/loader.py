@@ -59,7 +59,7 @@ class Supervisor:
             while data := self._control.recv(RECEIVE_BYTES):
                 for body in frames.feed(data):
                     self._answers.put(FROM_SUPERVISOR.decode(body))
-        self._answers.put(Failed("the supervisor's process ended", True))
+        self._answers.put(Failed("the supervisor's process ended"))
         self._on_gone()
 
 

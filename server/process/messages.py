@@ -61,11 +61,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine's process can't serve its bundle. `is_expected`: the bundle or the options are
-    at fault, and the reason says so; otherwise it is a bug."""
+    """The engine's process can't serve its bundle."""
 
     reason: str
-    is_expected: bool
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -54,7 +54,6 @@ class Supervisor:
         self._was_ready = False
         self._engines: dict[int, EngineProcess] = {}
         self._newest = 0
-        self._in_use: set[int] = set()
         self._watches: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
 
@@ -100,9 +99,8 @@ class Supervisor:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
         self._frontend = None
-        for number in self._in_use - {self._newest}:
+        for number in self._engines.keys() - {self._newest}:  # that were retiring
             await self._end(number)
-        self._in_use &= {self._newest}
         return code
 
     async def _serve(self, control: socket.socket, start: bytes) -> None:
@@ -124,7 +122,7 @@ class Supervisor:
         try:
             return await self._engine_after(message.after)
         except StartError as error:
-            return Failed(str(error), True)
+            return Failed(str(error))
 
     async def _engine_after(self, number: int) -> Engine:
         async with self._loading:
@@ -133,21 +131,20 @@ class Supervisor:
                 process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
                 self._newest += 1
                 self._engines[self._newest] = process
-                self._watches.add(asyncio.ensure_future(self._watch(self._newest, process)))
-            self._in_use.add(self._newest)
+                watch = asyncio.ensure_future(self._watch(self._newest, process))
+                self._watches.add(watch)
+                watch.add_done_callback(self._watches.discard)
             return Engine(self._newest, process.path, process.ready)
 
     async def _watch(self, number: int, process: EngineProcess) -> None:
         how = await asyncio.to_thread(process.wait)
         if self._engines.get(number) is process:  # nobody told it to
             del self._engines[number]
-            self._in_use.discard(number)
             process.stop()
             logger.error("the engine's process ended %s", how)
 
     async def _release(self, number: int) -> None:
         """The newest one stays for the next frontend, unless that is what the server stops for."""
-        self._in_use.discard(number)
         if number != self._newest or self._is_stopping:
             await self._end(number)
 
