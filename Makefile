@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-starvation test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -24,7 +24,7 @@ help:
 	@echo "make test-alerts  servers in trouble, watched by a real Prometheus, where there is one (two minutes)"
 	@echo "make test-newest  tests that touch grpcio, h11, ONNX Runtime and Ray, with PyPI's newest (installs them beside)"
 	@echo "make fuzz    100,000 bad inputs (minutes; FUZZ_INPUTS=... for another number)"
-	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=...)"
+	@echo "make soak    20 minutes at twice what the server can carry (SOAK_MINUTES=..., SOAK='--keys 2 --faults')"
 	@echo "make check   ruff, mypy strict, generated code up to date"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
@@ -116,6 +116,12 @@ test-cluster: $(VENV)/cluster compiled
 test-hostile: $(VENV)/dev compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m hostile tests/server/end_to_end/test_hostile_constraints.py
 
+# 600 streams with deadlines against a server that gets 20% of one core (needs root, for a cgroup), 400 users with a wrong key, a full queue.
+test-starvation: $(VENV)/dev compiled
+	@set -e; for scenario in quota wrong-keys saturation; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.starvation $$scenario; \
+	done
+
 # Needs Prometheus (Debian: prometheus); without it they are skipped, and say so.
 test-alerts: $(VENV)/dev compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/telemetry/test_alerts.py
@@ -154,7 +160,7 @@ fuzz: $(VENV)/dev compiled
 
 SOAK_MINUTES ?= 20
 soak: $(VENV)/dev compiled
-	$(BIN)/python -m quill.loadtest.run.soak --minutes $(SOAK_MINUTES)
+	$(BIN)/python -m quill.loadtest.run.soak --minutes $(SOAK_MINUTES) $(SOAK)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

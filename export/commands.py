@@ -7,15 +7,16 @@ import argparse
 from pathlib import Path
 
 from quill.command_table import Command, Option, Subparsers, add_commands
+from quill.model.sources.kinds import HELP
 
 _EXPORT = (
+    Option("source", HELP, "SOURCE", str),
     Option(
-        "checkpoint",
-        "a directory made by train or import, or a name that import knows (smollm2-135m)",
-        "CHECKPOINT",
+        "--out",
+        "the bundle's directory (default: in Quill's cache, where `quill serve SOURCE` finds it)",
+        "OUT",
         Path,
     ),
-    Option("--out", "the bundle's directory", "OUT", Path, None, {"required": True}),
     Option(
         "--precision",
         "precisions to write, from fp32, quill4, quill8 (for the CPU) and fp16 (for CUDA), "
@@ -24,7 +25,7 @@ _EXPORT = (
         str,
     ),
     Option(
-        "--add", "add precisions to the existing bundle at --out; it must be of the same checkpoint"
+        "--add", "add precisions to the existing bundle at --out; it must be of the same source"
     ),
     Option(
         "--verify",
@@ -42,11 +43,31 @@ _EXPORT = (
 COMMANDS = (
     Command(
         "export",
-        "quill.export.cli.export:run",
-        "turn a checkpoint into a bundle of ONNX graphs",
+        "quill.export.cli.cached:run",
+        "turn a model into a bundle of ONNX graphs",
         _EXPORT,
-        "Turns a checkpoint into a bundle of ONNX graphs with a KV cache, and verifies within a "
+        "Turns a model into a bundle of ONNX graphs with a KV cache, and verifies within a "
         "tolerance that they compute what PyTorch computes.",
+        "export",
+    ),
+    Command(
+        "convert",
+        "quill.export.convert.convert:run",
+        "write a model for transformers, llama.cpp or ONNX Runtime",
+        (
+            Option("source", f"{HELP}; but no bundle", "SOURCE", str),
+            Option(
+                "--to",
+                "transformers (a Hugging Face directory), gguf (a file for llama.cpp) or onnx (a "
+                "directory of graphs with standard operators, for ONNX Runtime)",
+                "TARGET",
+                str,
+                more={"required": True},
+            ),
+            Option("--out", "the new directory or file", "PATH", Path, more={"required": True}),
+        ),
+        "Writes a model in another project's format, tensor by tensor. What was quantized at its "
+        "source stays so in a GGUF file, and becomes floats in the others.",
         "export",
     ),
     Command(
@@ -59,6 +80,15 @@ COMMANDS = (
         ),
         "Shows a bundle's family, sizes, graphs, operators and provenance, and checks the hash of "
         "every file.",
+        "export",
+    ),
+    Command(
+        "models",
+        "quill.export.cli.models:run",
+        "list the models known by name, and the cache",
+        (Option("--remove", "remove a model from the cache", "NAME", str),),
+        "Lists the models that Quill knows by name with size and licence, what of them is in the "
+        "cache, and what else is.",
         "export",
     ),
 )

@@ -112,11 +112,25 @@ def _cuda_reason(config: ModelConfig, precision: Precision) -> str | None:
             f"a translator has no {precision} graphs: the runtime's PagedAttention on CUDA writes "
             "into the blocks that it reads, so it can't compute cross-attention"
         )
-    custom = {"experts": config.experts, "latent attention": config.latent}
+    custom = {
+        "experts": config.experts,
+        "latent attention": config.latent,
+        "short convolutions": config.short_conv,
+    }
     if found := [name for name, part in custom.items() if part is not None]:
         return (
             f"a model with {' and '.join(found)} has no {precision} graphs: only Quill's custom "
             "operators compute that, and they are for the CPU"
+        )
+    if config.partial_rotary_size:
+        return (
+            f"a model with partial rotary positions has no {precision} graphs: the runtime's "
+            "PagedAttention turns the first numbers of a head, Quill the last"
+        )
+    if config.attention_sinks:
+        return (
+            f"a model with attention sinks has no {precision} graphs: how the runtime's "
+            "PagedAttention takes them couldn't be tried without a GPU"
         )
     if config.window:
         return (

@@ -7,14 +7,16 @@ Does not know: how graphs are made, verified or displayed.
 import contextlib
 import errno
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import onnxruntime
 import torch
+from torch import Tensor
 
 from quill.export.bundle.add import check_addable, fingerprint, link_files
 from quill.export.bundle.manifest import (
@@ -34,6 +36,7 @@ from quill.export.graph.prepare import Networks
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
 from quill.export.precisions import Precision
 from quill.export.verify.held_out import held_out
+from quill.export.verify.recipe import Stage, can_calibrate, find_recipe
 from quill.export.verify.verifier import (
     Candidate,
     Tick,
@@ -44,6 +47,8 @@ from quill.export.verify.verifier import (
 )
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.checkpoint.tensors import Lazy
 from quill.model.network.networks import make_network
 
 Report = Callable[[str], None]
@@ -53,12 +58,6 @@ Keep = Literal["all", "verified", "best"]
 BUNDLE_FILE = re.compile(
     r"manifest\.json|tokenizer\.json|(de|en)coder\.\w+\.onnx|weights\.\w+\.bin"
 )
-
-
-class Stage(Protocol):
-    """Displays a stage of the export. Each tick: one more of `total` items is done."""
-
-    def __call__(self, title: str, total: int | None = None) -> AbstractContextManager[Tick]: ...
 
 
 @contextlib.contextmanager
@@ -92,15 +91,21 @@ def write_bundle(
         check_exportable(checkpoint.config, precision)
     out = out.resolve()  # the target of a link is replaced, not the link
     check_replaceable(out)
-    existing = check_existing(out, checkpoint) if options.add else None
+    with stage("hashing the checkpoint"):
+        empty = describe(out.name, checkpoint)
+    existing = None
+    if options.add:
+        existing = read_manifest(out)
+        check_addable(out, existing, empty)
     try:
-        with atomic_directory(out) as directory:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(atomic_directory(out))
             if existing is None:
-                empty = describe(out.name, checkpoint)
                 manifest = _save_tokenizer(directory, checkpoint, empty)
             else:
                 manifest = link_files(out, directory, existing)
-            manifest = _add_graphs(directory, manifest, checkpoint, options, stage, report)
+            parts = stack.enter_context(_parts_directory(out))
+            manifest = _add_graphs(directory, parts, manifest, checkpoint, options, stage, report)
             write_manifest(directory, manifest)
             return manifest
     except VerificationError as error:
@@ -139,6 +144,7 @@ def check_replaceable(out: Path) -> None:
 
 def _add_graphs(
     directory: Path,
+    parts: Path,
     manifest: Manifest,
     checkpoint: Checkpoint,
     options: ExportOptions,
@@ -146,11 +152,15 @@ def _add_graphs(
     report: Report,
 ) -> Manifest:
     """Makes, verifies and keeps each precision's graphs. Returns the manifest with them."""
-    networks = Networks(checkpoint)
+    networks, recipe = Networks(checkpoint, parts), None
+    if "quill4" in options.precisions and can_calibrate(checkpoint):
+        recipe = find_recipe(checkpoint, parts, options.text, stage)
     verifier = _run_pytorch(checkpoint, manifest, options.text, stage) if options.verify else None
     for precision in options.precisions:
+        num_matrices = networks.num_matrices(precision)
+        with stage(f"{precision}: preparing the weights", num_matrices) as tick:
+            prepared = networks.prepare(precision, tick, recipe if precision == "quill4" else None)
         with stage(f"{precision}: tracing and writing"):
-            prepared = networks.prepare(precision)
             graphs = write_graphs(directory, precision, prepared)
         try:
             if verifier is not None:
@@ -178,10 +188,29 @@ def _add_graphs(
     return manifest
 
 
+@contextlib.contextmanager
+def _parts_directory(out: Path) -> Iterator[Path]:
+    """A directory beside the bundle for matrices that are quantized already. It survives when the
+    process is killed, for the next export."""
+    parts = out.parent / f".{out.name}.parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    try:
+        yield parts
+    except Exception:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            parts.rmdir()  # if it is empty
+        raise
+    shutil.rmtree(parts, ignore_errors=True)
+
+
 def _run_pytorch(
     checkpoint: Checkpoint, manifest: Manifest, text: Path | None, stage: Stage
 ) -> Verifier:
-    found = held_out(checkpoint, text)
+    with stage("choosing the text to verify on"):
+        found = held_out(checkpoint, text)
     with stage("running PyTorch for reference", num_reference_ticks(checkpoint, found)) as tick:
         return make_verifier(checkpoint, manifest.sizes, found, tick)
 
@@ -211,7 +240,26 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
         num_parameters=num_parameters,
         num_segments=config.num_segments,
         value_size=0 if value_size == key_size else value_size,
+        conv_layers=() if config.short_conv is None else config.short_conv.layers,
+        num_classes=config.num_classes,
     )
+
+
+def _as_stored(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    """The weights, and of quantized ones the source's blocks."""
+    weights, quantized = checkpoint.weights, checkpoint.quantized
+    return Lazy(
+        {
+            name: partial(_blocks, quantized, name)
+            if name in quantized
+            else partial(weights.__getitem__, name)
+            for name in weights
+        }
+    )
+
+
+def _blocks(quantized: Mapping[str, QuantizedWeight], name: str) -> Tensor:
+    return quantized[name].raw
 
 
 def describe(name: str, checkpoint: Checkpoint) -> Manifest:
@@ -229,6 +277,7 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
             pad=special.pad,
             unk=special.unk,
             mask=special.mask,
+            source_bos=special.source_bos,
         ),
         prepend_bos=checkpoint.prepend_bos,
         append_eos=checkpoint.append_eos,
@@ -236,7 +285,7 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         chat_template=checkpoint.chat_template,
         generation=checkpoint.generation,
         provenance=checkpoint.provenance,
-        weights_sha256=fingerprint(checkpoint.weights),
+        weights_sha256=fingerprint(_as_stored(checkpoint)),
         tokenizer=None if checkpoint.tokenizer is None else TOKENIZER_FILE,
         graphs=(),
         files=(),

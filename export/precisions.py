@@ -15,7 +15,9 @@ Device = Literal["cpu", "cuda"]
 
 ALL_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # The most that a server chooses by itself, as a multiple of PyTorch's perplexity; fp32 is exempt.
-MAX_PERPLEXITY_RATIO = 1.02
+MAX_PERPLEXITY_RATIO = 1.01
+# And the mean KL divergence, in nats, of a position's tokens from PyTorch's.
+MAX_KL_DIVERGENCE = 0.02
 # With the integers of a quantized source, only the rounding of activations can raise perplexity.
 MAX_RISE_FROM_SOURCE = 5e-3
 
@@ -40,11 +42,14 @@ class PrecisionInfo:
     is_quantized: bool = False  # in blocks (export/exportability.py)
 
 
-# PyTorch has the same (dequantized) weights, so the difference is the rounding of activations. To 8
-# bits, beside 4-bit weights, that is about 0.15 on average and sometimes much more; to 16 bits a
-# hundredth at worst.
-_ROUNDED = Tolerance(worst=math.inf, mean=0.5)
+# PyTorch has the same (dequantized) weights and rounds activations as the operators do. Sums have
+# another order, so that a few activations are rounded to another integer, and more of them in every
+# layer. To 8 bits: 0.07 at worst in two layers, 0.41 (0.16 on average) in SmolLM2's thirty; to 16
+# bits 0.001 in two layers.
+_ROUNDED = Tolerance(worst=1.0, mean=0.3)
 _FINELY_ROUNDED = Tolerance(worst=0.1, mean=0.02)
+# Where PyTorch doesn't round: 8 bits make a difference of 0.15 on average, and sometimes much more.
+UNROUNDED = Tolerance(worst=math.inf, mean=0.5)
 
 PRECISIONS: Mapping[Precision, PrecisionInfo] = {
     "fp32": PrecisionInfo(tolerance=Tolerance(worst=1e-3, mean=1e-3), max_rise=1e-4),

@@ -6,6 +6,7 @@ Imports nothing heavy: `--help` must answer at once, with no torch loaded.
 from pathlib import Path
 
 from quill.command_table import Command, Option, Subparsers, add_commands
+from quill.model.sources.kinds import HELP
 
 _DEVICE = Option("--device", None, None, str, "auto", {"choices": ("auto", "cpu", "cuda")})
 _DATA = (
@@ -48,8 +49,10 @@ _TRAIN = (
     Option("--keep", "how many checkpoints to keep", "N"),
 )
 _EVAL = (
-    Option("checkpoint", "or a run's directory", "CHECKPOINT", Path),
+    Option("checkpoint?", f"{HELP}; but no bundle", "SOURCE", str),
     _DEVICE,
+    Option("--limit", "only the first N pairs, or items of each task", "N"),
+    "held-out data",
     Option(
         "--stride",
         "tokens scored in each window; the rest is context (default: half the context)",
@@ -57,7 +60,6 @@ _EVAL = (
     ),
     Option("--part", "of the pairs", None, str, "test", {"choices": ("held-out", "test")}),
     Option("--beams", "1 is greedy only", "N", int, 4),
-    Option("--limit", "score the first N pairs only", "N"),
     Option(
         "--answers",
         "write each pair's translations there, for `quill bench reference`",
@@ -65,17 +67,57 @@ _EVAL = (
         Path,
     ),
     *_DATA,
+    "benchmarks",
+    Option(
+        "--tasks",
+        "hellaswag, piqa, arc_easy, arc_challenge, winogrande, boolq, lambada, gsm8k, humaneval, "
+        "mbpp, bfcl (bfcl_simple, bfcl_multiple, bfcl_parallel), with commas between them",
+        "LIST",
+        str,
+    ),
+    Option(
+        "--server",
+        "evaluate a server: HOST:PORT of Quill's gRPC, or http://HOST:PORT/v1 of any server with "
+        "OpenAI's protocol",
+        "ADDRESS",
+        str,
+    ),
+    Option("--shots", "examples before each question (default: 0; of gsm8k 8)", "K"),
+    Option("--chat", "send prompts as a user's message, with the model's chat template"),
+    Option("--max-new-tokens", "of an answer", "N", int, 512),
+    Option("--temperature", "0 is greedy", "T", float, 0.0),
+    Option("--samples", "answers to each item, with seeds one after another", "N", int, 1),
+    Option("--seed", None, "N", int, 0),
+    Option(
+        "--tool-choice",
+        "of bfcl; required for chat templates that know no tools",
+        None,
+        str,
+        "auto",
+        {"choices": ("auto", "required")},
+    ),
+    Option(
+        "--allow-code-execution",
+        "run the programs that the model writes on this machine, in a sandbox",
+    ),
+    Option("--data", "your own items: TASK.jsonl, an item a line", "DIR", Path),
+    Option("--out", "where results and answers go (default evals/TIME)", "DIR", Path),
+    Option("--concurrency", "requests at a time, to a server", "N", int, 8),
+    Option("--model", "by OpenAI's protocol (default: the server's first)", "NAME", str),
+    Option("--api-key-file", "a file with the API key (default: $QUILL_API_KEY)", "FILE", Path),
+    Option("--tls", "gRPC: use TLS and trust this machine's authorities"),
+    Option("--ca", "use TLS and trust this certificate authority", "PEM", Path),
 )
 _IMPORT = (
     Option(
         "source",
-        "smollm2-135m (fetched through pip), a GGUF file, or a Hugging Face directory",
+        "a Hugging Face directory, a GGUF file, a name of `quill models`, or hf:ORG/NAME of a hub",
         "SOURCE",
         str,
     ),
     Option(
         "--out",
-        "where the checkpoint goes (default for a model by name: Quill's cache)",
+        "where the checkpoint goes (default for a model by name or of a hub: Quill's cache)",
         "DIR",
         Path,
     ),
@@ -83,7 +125,7 @@ _IMPORT = (
 )
 _ATTENTION = (
     Option("text", "the input", "TEXT", str),
-    Option("--checkpoint", "trained or imported", "DIR", Path, None, {"required": True}),
+    Option("--checkpoint", HELP, "SOURCE", str, None, {"required": True}),
     Option("--target", "seq2seq: the translation (default: the model's own)", "TEXT", str),
     Option("--layers", "like 0,5, or all (default: four from first to last)", "LIST", str),
     Option("--heads", "like 0,5", "LIST", str, "all"),
@@ -109,30 +151,21 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "quill.model.evaluation.evaluate:run",
-        "score a checkpoint on held-out text",
+        "quill.model.benchmarks.benchmark:run",
+        "score a model on benchmarks or held-out text",
         _EVAL,
-        "Perplexity and bits per byte for a causal model; an encoder's accuracy on masked tokens; "
-        "BLEU and chrF for a seq2seq model, next to copying the source.",
-        "train",
-    ),
-    Command(
-        "train-speed",
-        "quill.model.evaluation.train_speed:run",
-        "compare training speed with a plain nanoGPT-style loop",
-        (
-            Option("--rounds", "the best counts", "N", int, 5),
-            Option("--steps", "in each round", "N", int, 12),
-        ),
-        "Trains the tiny preset with both loops, alternately; prints tokens a second.",
-        "train",
+        "With --tasks: benchmarks, on a checkpoint or a server. Without: perplexity and bits per "
+        "byte for a causal model; an encoder's accuracy on masked tokens; BLEU and chrF for a "
+        "seq2seq model, next to copying the source.",
+        "export",
     ),
     Command(
         "import",
         "quill.model.importers.import_weights:run",
         "import a GGUF file or a Hugging Face model",
         _IMPORT,
-        "Turns a GGUF file or a Hugging Face directory into a checkpoint.",
+        "Turns a GGUF file or a Hugging Face directory into a checkpoint, for training and "
+        "looking into it. To serve a model no import is needed: quill serve SOURCE.",
         "train",
     ),
     Command(

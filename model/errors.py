@@ -33,6 +33,10 @@ class CheckpointError(ModelError):
     """A checkpoint that is missing, damaged, or of another shape."""
 
 
+class SourceError(CheckpointError):
+    """A model that was named, and that isn't there or isn't one."""
+
+
 class UnsupportedError(ModelError):
     """Somebody else's weights in a form that Quill doesn't know."""
 

@@ -5,8 +5,9 @@ Each command names the function that does the work as `module:function`.
 """
 
 import argparse
-from pathlib import Path
 
+from quill.model.sources.catalogue import DEFAULT
+from quill.model.sources.kinds import HELP
 from quill.server.cli.arguments import Subparsers, add_command, add_option, replicas, sha256
 from quill.server.cli.client_commands import add_client_commands
 from quill.server.settings import CLUSTER_OPTIONS, add_options, port_number, positive, seconds
@@ -22,16 +23,16 @@ def register(subparsers: Subparsers) -> None:
 def _add_serve(subparsers: Subparsers) -> None:
     parser = add_command(
         *(subparsers, "serve", "quill.server.serve.run:run", "serve"),
-        help="serve a bundle over gRPC and HTTP",
-        description="Serves a bundle over gRPC and HTTP. What isn't given is chosen from the "
-        "machine's memory and the bundle, and logged.",
+        help="serve a model over gRPC and HTTP",
+        description="Serves a model over gRPC and HTTP. What isn't a bundle yet is fetched, "
+        "imported, exported and verified on the first start, and kept in Quill's cache. What isn't "
+        "given is chosen from the machine's memory and the model, and logged.",
     )
     parser.add_argument(
-        "bundle",
+        "source",
         nargs="?",
-        type=Path,
-        metavar="BUNDLE",
-        help="a directory made by export (default: SmolLM2-135M-Instruct, made on the first start)",
+        metavar="SOURCE",
+        help=f"{HELP} (default: {DEFAULT})",
     )
     add_options(parser)
 

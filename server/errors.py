@@ -7,7 +7,7 @@ Every message says what was given, what is allowed, and what to do. It reaches t
 is, so it never quotes a prompt.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 # Why a call was rejected before the engine worked for it, as the log and the metrics name it.
 RejectionReason = Literal[
@@ -26,6 +26,7 @@ RejectionReason = Literal[
     "invalid_argument",  # the log's bad_field names the field
     "unsupported",
     "grammar_queue_full",
+    "unread",  # calls come faster than the server can start them
 ]
 REJECTION_REASONS: tuple[RejectionReason, ...] = get_args(RejectionReason)
 
@@ -158,3 +159,19 @@ def rejection_of(error: RequestError) -> RejectionReason | None:
     if error.rejection is not None:
         return error.rejection
     return next((_REJECTION[kind] for kind in type(error).__mro__ if kind in _REJECTION), None)
+
+
+PlainError = tuple[str, str, dict[str, Any]]  # its class, its text, its fields
+
+
+def plain_error(error: RequestError) -> PlainError:
+    """For another process."""
+    return type(error).__name__, str(error), vars(error)
+
+
+def read_error(plain: PlainError) -> RequestError:
+    name, message, fields = plain
+    error: RequestError = globals()[name].__new__(globals()[name])
+    error.args = (message,)
+    vars(error).update(fields)
+    return error

@@ -131,6 +131,10 @@ class Matcher(Protocol):
     def has_failed(self) -> bool:
         """The grammar became too complex to follow: no mask is known any more."""
 
+    @property
+    def num_computed(self) -> int:
+        """Jump-forward tokens that were computed so far, needed or not: 1,000 take 2 ms."""
+
     def jump_forward(self) -> list[int]:
         """The next tokens, as far as the grammar allows only one."""
 
@@ -158,7 +162,7 @@ class Grammar(Protocol):
 class GrammarCompiler(Protocol):
     """What the engine needs of server/grammar/compiler.py."""
 
-    def start(self, constraint: Constraint) -> Future[Grammar]:
+    def start(self, constraint: Constraint, owner: str) -> Future[Grammar]:
         """Done already, if the grammar is cached; else by another thread."""
 
 

@@ -35,6 +35,7 @@ SECTIONS = {
     "Security": "server/auth",
     "Operation": "server/serve, server/telemetry",
 }
+STOP_S = 30.0  # how long an engine's step under way may take to end
 PortChoice = int | Literal["auto", "off"]
 _Value = TypeVar("_Value")
 
@@ -91,6 +92,12 @@ def _host(text: str) -> str:
     return text.removeprefix("[").removesuffix("]")  # some write IPv6 so
 
 
+def _model_name(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= 200:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a name of 1 to 200 printable characters")
+    return text
+
+
 def _option(
     default: _Value,
     section: str,
@@ -131,12 +138,19 @@ class Settings:
     http_port: PortChoice = _option("auto", "Addresses", optional_port, "PORT",
         help="for OpenAI's clients and browsers; 'auto': --port + 2, or a free one; 'off': none")
 
+    frontends: int = _option(1, "Addresses", positive, "N",
+        help="processes that accept calls and share the ports (SO_REUSEPORT); more than one where "
+             "one core can't accept all calls")
+
     device: str = _option("auto", "Model", str, choices=("auto", "cpu", "cuda"),
         help="where the model runs")
     precision: str | None = _option(None, "Model", str, "NAME", in_cluster=True,
         help="which graphs: fp32, quill4, quill8 or fp16 (without it: the bundle's fastest)")
     context: int | None = _option(None, "Model", positive, "TOKENS", in_cluster=True,
         help="most tokens of a prompt and its answer together (without it: the bundle's)")
+    served_model_name: tuple[str, ...] = _option((), "Model", _model_name, "NAME", in_cluster=True,
+        help="names that clients may give as `model`; the first is reported (without it: the "
+             "bundle's)")
     kv_cache_mb: int | None = _option(None, "Model", positive, "MB", in_cluster=True,
         help="memory of the KV cache, for running sequences and cached prefixes (without it: 2,048 "
              "where there is as much)")
@@ -251,15 +265,18 @@ def _add_option(group: "argparse._ArgumentGroup", option: Option, default: Any) 
         )
         return
     several = isinstance(default, tuple)
+    action: Any = {"action": "append"} if several else {}
+    if several and not option.choices:
+        action = {"action": "extend", "nargs": "+"}
     group.add_argument(
         option.flag,
         dest=option.name,
-        action="append" if several else "store",
         default=list(default) if several else default,
         type=option.parse or str,
         metavar=option.metavar,
         choices=option.choices or None,
         help=text,
+        **action,
     )
 
 

@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant("length-penalty", "server/sampling/beam_search.py", "return logprob / math.pow(length, self._beams.length_penalty)", "return logprob / math.pow(length, 1.0)", "sampling/test_beam_search.py"),
     Mutant("logprobs-raw", "server/engine/step.py", "reports = position_logprobs(\n        logits_LV,", "reports = position_logprobs(\n        logits_LV / 2,", "engine/test_engine.py -k logprobs"),
     Mutant("deadline-running", "server/engine/engine.py", "if deadline_s is not None and deadline_s <= now_s:", "if deadline_s is not None and deadline_s <= 0:", "engine/test_engine_ends.py -k deadline"),
-    Mutant("deadline-admission", "server/engine/dispatcher.py", "if left_s < wait_s:", "if left_s < 0:", "engine/test_dispatcher.py"),
-    Mutant("queue-limit", "server/engine/dispatcher.py", "if num_left <= 0:", "if num_left <= -1000:", "engine/test_dispatcher.py"),
+    Mutant("deadline-admission", "server/engine/admission.py", "if left_s < wait_s:", "if left_s < 0:", "engine/test_dispatcher.py"),
+    Mutant("queue-limit", "server/engine/admission.py", "if num_left <= 0:", "if num_left <= -1000:", "engine/test_dispatcher.py"),
     Mutant("drain", "server/engine/dispatcher.py", "        if not self._inboxes:\n            self._emptied.set()", "        self._emptied.set()", "engine/test_dispatcher.py"),
     Mutant("fair-queueing", "server/engine/fair_queue.py", "self._virtual_finish[owner] = start + num_tokens", "self._virtual_finish[owner] = start", "engine/test_fair_queue.py"),
     Mutant("priority", "server/engine/fair_queue.py", "self.place - PLACES_PER_LEVEL", "self.place + PLACES_PER_LEVEL", "engine/test_fair_queue.py"),
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant("retry-final", "server/client/retry.py", "return error.code is grpc.StatusCode.UNAVAILABLE and not error.is_lasting", "return True", "client/test_calls.py -k retr"),
     Mutant("retry-after", "server/http/errors.py", "(\"retry-after\", str(math.ceil(wait_s))), ", "", "http/test_completions.py -k batch_is_one_call"),
     Mutant("resume-duplicate", "server/client/retry.py", "self._tokens[number] += chunk.token_ids[old:]", "self._tokens[number] += chunk.token_ids", "client/test_resume.py"),
-    Mutant("generated-tokens-metric", "server/telemetry/metrics.py", "self._generated.inc()", "pass", "telemetry/test_metrics.py"),
+    Mutant("generated-tokens-metric", "server/telemetry/metrics.py", "            self.count(\"quill_generation_tokens\")\n", "            pass\n", "telemetry/test_metrics.py"),
 )
 # fmt: on
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.tensor_adapters import TorchTensor
 
 PIPE = subprocess.PIPE
 
@@ -36,7 +37,15 @@ def traced_natively(graph: Any) -> ir.Model:
         child.stdin.flush()
         answer = child.stdout.readline().strip()
         assert answer == "traced", f"the native tracer said {answer!r} and ended"
-        return ir.from_proto(ir.to_proto(ir.load(made)))  # in memory: the file goes
+        model = ir.from_proto(ir.to_proto(ir.load(made)))  # in memory: the file goes
+    # Stand-ins are known by their addresses (export/graph/stand_ins.py), which are this process's.
+    module = graph.module
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    for name, value in model.graph.initializers.items():
+        if name in tensors:
+            value.const_value = TorchTensor(tensors[name].detach(), name=name)
+    return model
 
 
 @functools.cache

@@ -14,8 +14,12 @@ MAX_MODULES = 15  # in one folder: more can't be seen at a glance
 # What a package may import of the others. A line for a folder stands in place of its package's.
 BETWEEN = {
     "model": "cache json_records command_table",
-    "export": "model json_records command_table",
-    "server": "protos cache export.bundle export.errors export.precisions export.operators.library",
+    # Benchmarks run on servers, too.
+    "model/benchmarks": "json_records protos server.client server.addresses "
+    "server.text.chat_template",
+    "export": "model cache json_records command_table",
+    "server": "protos cache export.bundle export.errors export.precisions export.operators.library "
+    "model.sources.kinds model.sources.catalogue",
     "server/client": "protos",
     "protos": "",
     "loadtest": "protos server.fields server.client server.balancing_headers "
@@ -24,8 +28,8 @@ BETWEEN = {
     "loadtest/bench": "protos cache command_table server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
     "server.loading.engine_factory server.loading.choices server.request "
-    "server.outputs server.errors server.serve.default_model export.operators.library "
-    "export.precisions",
+    "server.outputs server.errors server.serve.prepare export.operators.library "
+    "export.precisions model.sources.kinds model.sources.catalogue",
 }
 
 # What a folder may import of its own package beside the values at its root, from the lowest folder
@@ -41,8 +45,8 @@ WITHIN = {
         "telemetry": "",
         "frontend": "engine text grammar auth telemetry",
         "loading": "frontend engine sampling text grammar machine",
-        "process": "loading engine telemetry",
-        "api": "frontend auth text telemetry",
+        "process": "loading engine auth telemetry",
+        "api": "frontend auth text telemetry machine",
         "http": "api frontend text auth telemetry",
         "kserve": "api frontend text auth telemetry",
         "serve": "process api http kserve frontend loading engine auth telemetry machine",
@@ -55,11 +59,12 @@ WITHIN = {
     "export": {
         "bundle": "",
         "operators": "",
-        "quantize": "",
+        "quantize": "operators",
         "graph": "quantize bundle",
         "verify": "quantize bundle operators",
         "exportability": "quantize graph operators",
         "pipeline": "exportability quantize graph verify bundle",
+        "convert": "graph",
         "cli": "exportability pipeline verify quantize bundle operators",
         "commands": "",
     },
@@ -69,9 +74,11 @@ WITHIN = {
         "checkpoint": "network data",
         "reference": "network",
         "training": "network data checkpoint reference",
-        "evaluation": "training network data checkpoint reference",
-        "importers": "network data checkpoint",
-        "commands": "",
+        "sources": "data checkpoint",
+        "importers": "network data checkpoint sources",
+        "evaluation": "training network data checkpoint reference importers",
+        "benchmarks": "evaluation importers training data checkpoint reference",
+        "commands": "sources",
     },
     "loadtest": {
         "environment": "",

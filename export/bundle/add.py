@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quill.export.bundle.manifest import Manifest, check_files
 from quill.export.errors import BundleError
+from quill.model.checkpoint.tensors import raw_bytes
 
 _MAY_DIFFER = {"graphs", "files", "left_out", "name"}
 
@@ -23,9 +24,9 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Of all weights with their names: only the same model has it."""
     digest = hashlib.sha256()
     for name in sorted(weights):
-        tensor = weights[name].contiguous()
+        tensor = weights[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.numpy().data.cast("B"))
+        digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 

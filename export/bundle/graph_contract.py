@@ -28,11 +28,15 @@ which values may have less of (V; by default H):
               input_ids (T) int64 · positions (T) int64 · query_starts (S + 1) int32
               logit_indices (L) int64: which are masked; L may be 0
               segments (T) int64, only if num_segments > 0
-              -> hidden (T, D) float32 · logits (L, vocab_size) float32
+              -> hidden (T, D) float32 · logits (L, vocab_size) float32; where num_classes > 0,
+              logits (L, num_classes), and those of a text's first token are the text's
 
     both      of a recurrent model: the same, with states where keys and values are (h and c after
               each token; a source's first layer has keys for attention and annotations). One new
               token of a sequence in a step: T = S.
+
+    decoder   with short convolutions: a layer that has one keeps each token's inputs of it, D
+              numbers, in D / 32 heads of 16: the first half as keys, the others as values.
 
 S and T are at least 1. Any mix is one step: one token of a sequence, a chunk of a prompt, a few.
 
@@ -61,6 +65,7 @@ SOURCE_LENGTHS = "source_lengths"
 SOURCE_TABLE = "source_table"
 
 BLOCK = 16
+STATE_SIZE = 16
 CUDA_BLOCK = 256
 
 Shape = tuple[int, int, int]

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quill.export.bundle.graph_contract import STATE_SIZE
 from quill.export.errors import BundleError
-from quill.export.precisions import MAX_PERPLEXITY_RATIO, Device, Family, Precision
+from quill.export.precisions import (
+    MAX_KL_DIVERGENCE,
+    MAX_PERPLEXITY_RATIO,
+    Device,
+    Family,
+    Precision,
+)
 from quill.json_records import RecordError, from_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -47,6 +54,14 @@ class Sizes:
     num_parameters: int
     num_segments: int = 0  # what a token's segment may be; 0: there are none
     value_size: int = 0  # of values that are narrower than keys; 0: they aren't
+    num_classes: int = 0  # of texts, in the place of the vocabulary's logits; 0: there are none
+    conv_layers: tuple[int, ...] = ()  # whose blocks have a convolution's inputs, d_model a token
+
+    def cached(self, layer: int) -> tuple[int, int, int]:
+        """Heads of a layer's cache, and the sizes of their keys and values."""
+        if layer in self.conv_layers:
+            return self.d_model // (2 * STATE_SIZE), STATE_SIZE, STATE_SIZE
+        return self.num_kv_heads, self.head_size, self.value_size or self.head_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +73,7 @@ class SpecialTokens:
     pad: int | None
     unk: int | None
     mask: int | None = None  # stands for a token that the model shall find
+    source_bos: int | None = None  # begins what a seq2seq encoder reads; its bos begins the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +97,8 @@ class Verification:
     text: str  # where those tokens came from
     num_tokens: int
     step_ms: float  # one decode step of one sequence, or one text, on the exporting machine
+    kl_divergence: float | None = None  # in nats, of a position, from PyTorch's; None for encoders
+    greedy_length: float | None = None  # tokens that greedy decoding continues as PyTorch would
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +122,26 @@ class Graphs:
         """Whether a server chooses the precision by itself."""
         if self.precision == "fp32":
             return True
+        return self.verification is not None and self.quality_problem is None
+
+    @property
+    def quality_problem(self) -> str | None:
+        """What a server that chooses by itself has against the measured quality."""
         measured = self.verification
-        return (
-            measured is not None
-            and measured.perplexity <= MAX_PERPLEXITY_RATIO * measured.reference_perplexity
-        )
+        if measured is None or self.precision == "fp32":
+            return None
+        rise = measured.perplexity / measured.reference_perplexity - 1
+        if not rise <= MAX_PERPLEXITY_RATIO - 1:
+            return (
+                f"its perplexity is {rise:.1%} above PyTorch's, and a server chooses a precision "
+                f"by itself up to {MAX_PERPLEXITY_RATIO - 1:.0%}"
+            )
+        if measured.kl_divergence is not None and not measured.kl_divergence <= MAX_KL_DIVERGENCE:
+            return (
+                f"its mean KL divergence from PyTorch is {measured.kl_divergence:.3f}, and a "
+                f"server chooses a precision by itself up to {MAX_KL_DIVERGENCE}"
+            )
+        return None
 
     @property
     def is_invariant(self) -> bool:
@@ -172,9 +205,8 @@ class Manifest:
     def cache_bytes_per_token(self, cache_type: CacheType) -> int:
         """Memory for one more token; a seq2seq source takes the same for each token."""
         number_size = 4 if cache_type == "float32" else 2
-        sizes = self.sizes
-        width = sizes.head_size + (sizes.value_size or sizes.head_size)
-        return sizes.num_layers * sizes.num_kv_heads * width * number_size
+        layers = [self.sizes.cached(layer) for layer in range(self.sizes.num_layers)]
+        return sum(num * (key + value) for num, key, value in layers) * number_size
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -190,8 +222,10 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.exists() and any((directory / name).exists() for name in NOT_BUNDLES):
         raise BundleError(
             f"{directory} holds a model that isn't exported. Make a bundle of it first: "
-            f"quill export {directory} --out BUNDLE"
+            f"quill export {directory} --out BUNDLE; or serve it as it is: quill serve {directory}"
         )
+    if not path.exists():
+        raise BundleError(f"{directory} isn't a bundle: it has no {MANIFEST_FILE}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be shown
@@ -248,10 +282,16 @@ def _check_roles(path: Path, family: Family, graphs: Graphs) -> None:
 
 
 def _check_numbers(path: Path, manifest: Manifest) -> None:
-    may_be_none = {"num_encoder_layers", "num_segments", "value_size"}
+    may_be_none = {"num_encoder_layers", "num_segments", "value_size", "num_classes"}
     if manifest.family == "encoder":
-        may_be_none = {"num_layers", "num_segments", "value_size"}
-    for name, size in dataclasses.asdict(manifest.sizes).items():
+        may_be_none = may_be_none - {"num_encoder_layers"} | {"num_layers"}
+    sizes = dataclasses.asdict(manifest.sizes)
+    conv_layers = sizes.pop("conv_layers")
+    if any(not 0 <= layer < manifest.sizes.num_layers for layer in conv_layers):
+        raise BundleError(
+            f"{path} is damaged: sizes.conv_layers are {list(conv_layers)}. Export the bundle again"
+        )
+    for name, size in sizes.items():
         if size < (0 if name in may_be_none else 1):
             raise BundleError(f"{path} is damaged: sizes.{name} is {size}. Export the bundle again")
     special = dataclasses.asdict(manifest.special_tokens).values()

@@ -1,6 +1,7 @@
-"""`quill export`: from a checkpoint to a bundle, with progress and a closing table.
+"""`quill export`: from any source to a bundle, with progress and a closing table.
 
-Knows: the command's arguments and output. Does not know: how graphs are made or verified.
+Knows: the command's arguments and output. Does not know: the cache (export/cli/cached.py), how
+graphs are made or verified.
 """
 
 import argparse
@@ -8,38 +9,44 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from quill.export.bundle.manifest import Graphs, Manifest, read_manifest
+from quill.export.cli.cached import parse_precisions
 from quill.export.errors import ExportError
 from quill.export.exportability import Problem, exportability
 from quill.export.operators.library import kernels, library_path, operators_are_fast
 from quill.export.pipeline import ExportOptions, check_existing, write_bundle
-from quill.export.precisions import ALL_PRECISIONS, Precision, preferred
+from quill.export.precisions import ALL_PRECISIONS, preferred
 from quill.export.verify.verifier import Tick
 from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.config import ModelConfig
 from quill.model.progress import Display
+from quill.model.sources.kinds import Source
 
 
-def run(args: argparse.Namespace) -> None:
+def export(source: Source, out: Path, args: argparse.Namespace, name: str | None = None) -> None:
+    """`args`: the command's. `name`: of a model whose source has none, if not that of `out`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    existing = read_manifest(args.out).precisions if args.add else ()
-    checkpoint = open_checkpoint(args.checkpoint)
+    existing = read_manifest(out).precisions if args.add else ()
+    checkpoint = open_checkpoint(source)
+    if name is not None:
+        provenance = {"name": name} | checkpoint.provenance
+        checkpoint = replace(checkpoint, provenance=provenance)
     options = ExportOptions(precisions=(), verify=args.verify, text=args.text, add=args.add)
     options = with_precisions(options, args.precision, checkpoint.config, existing, console)
     if not options.precisions:
-        check_existing(args.out, checkpoint)
-        console.print(f"Nothing to add: {args.out} has {', '.join(existing)}")
+        check_existing(out, checkpoint)
+        console.print(f"Nothing to add: {out} has {', '.join(existing)}")
         return
-    manifest = write_bundle(args.out, checkpoint, options, stage, console.print)
+    manifest = write_bundle(out, checkpoint, options, stage, console.print)
     _warn(console, manifest)
-    console = Console(highlight=False)
-    console.print(summary(manifest))
-    console.print(f"{manifest.name} is in {args.out}")
+    # Into the cache, the only line on stdout is where the bundle is.
+    Console(stderr=name is not None, highlight=False).print(summary(manifest))
 
 
 @contextlib.contextmanager
@@ -97,17 +104,12 @@ def _error(what: str, problem: Problem) -> ExportError:
     return problem.error(f"{what} be exported here: {problem.reason}")
 
 
-def parse_precisions(wanted: str) -> tuple[Precision, ...]:
-    names = [name.strip() for name in wanted.split(",")]
-    for name in names:
-        if name not in ALL_PRECISIONS:
-            known = ", ".join((*ALL_PRECISIONS, "all"))
-            raise ExportError(f"unknown precision {name!r}; there are {known}")
-    return tuple(precision for precision in ALL_PRECISIONS if precision in names)
-
-
 def _warn(console: Console, manifest: Manifest) -> None:
     for graphs in manifest.graphs:
+        if problem := graphs.quality_problem:
+            console.print(
+                f"[bold]Warning:[/] {graphs.precision}: {problem}. A server has to be asked for it."
+            )
         if graphs.invariance is not None and not graphs.invariance.holds:
             console.print(
                 f"[bold]Warning:[/] with ONNX Runtime {manifest.onnxruntime} the {graphs.precision}"
@@ -120,7 +122,7 @@ def summary(manifest: Manifest) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in ("file", "precision"):
         table.add_column(column, no_wrap=True)
-    for column in ("MB", "worst diff.", "perplexity", "ms a step"):
+    for column in ("MB", "KL divergence", "perplexity", "ms a step"):
         table.add_column(column, justify="right", no_wrap=True)
     sizes = {file.name: file.size for file in manifest.files}
     for graphs in manifest.graphs:
@@ -136,7 +138,7 @@ def _measured(graphs: Graphs) -> tuple[str, str, str]:
         return "not verified", "", ""
     rise = found.perplexity / found.reference_perplexity - 1
     return (
-        f"{found.worst_difference:.1e}",
+        "" if found.kl_divergence is None else f"{found.kl_divergence:.5f}",
         f"{found.perplexity:.4f} ({rise:+.2%})",
         f"{found.step_ms:.1f}",
     )

@@ -128,7 +128,11 @@ def _verification(graphs: Graphs) -> Iterator[tuple[str, str]]:
         yield "verified", "no"
         return
     yield "worst difference", f"{found.worst_difference:.2g} of the spread of logits"
-    yield "greedy agreement", f"{found.greedy_agreement:.2%}"
+    yield "top-1 agreement", f"{found.greedy_agreement:.2%} of positions"
+    if found.kl_divergence is not None:
+        yield "mean KL divergence", f"{found.kl_divergence:.5f} nats"
+    if found.greedy_length is not None:
+        yield "same greedy tokens", f"{found.greedy_length:.1f} on average, of up to 64"
     rise = found.perplexity / found.reference_perplexity - 1
     yield (
         "perplexity",

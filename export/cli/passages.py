@@ -1,13 +1,12 @@
 """Prints the held-out passages that a checkpoint is measured on, as JSON lists of token ids.
 
-    python -m quill.export.cli.passages CHECKPOINT
+    python -m quill.export.cli.passages SOURCE
 
 For benchmarks, which score other programs on the same tokens, and have no torch in their process.
 """
 
 import argparse
 import json
-from pathlib import Path
 
 from quill.export.verify.held_out import held_out
 from quill.model.importers.import_weights import open_checkpoint
@@ -15,9 +14,9 @@ from quill.model.importers.import_weights import open_checkpoint
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints held-out passages as JSON.")
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("source")
     args = parser.parse_args()
-    found = held_out(open_checkpoint(args.checkpoint), None)
+    found = held_out(open_checkpoint(args.source), None)
     print(json.dumps({"name": found.name, "passages": [each.ids for each in found.passages]}))
 
 

@@ -27,6 +27,7 @@ MAX_GROUP = 128
 ATTENTION = "quill::Attention"
 CROSS_ATTENTION = "quill::CrossAttention"
 ENCODER_ATTENTION = "quill::EncoderAttention"
+SHORT_CONV = "quill::ShortConv"
 STORE = "quill::Store"
 PAGED = "com.microsoft::PagedAttention"
 
@@ -45,8 +46,17 @@ def attention_attributes(config: ModelConfig, layer: int = 0) -> Attributes:
     if config.attention_soft_cap:
         attributes["soft_cap"] = config.attention_soft_cap
     if config.latent is not None:
-        attributes |= {"value_size": value_size, "rotary_size": config.rotary_size}
+        attributes["value_size"] = value_size
+    if config.rotary_size != key_size:
+        attributes["rotary_size"] = config.rotary_size
     return attributes
+
+
+def conv_attributes(config: ModelConfig, layer: int) -> Attributes:
+    assert config.short_conv is not None
+    num_heads, size, _ = config.cached_of(layer)
+    attributes: dict[str, int | float] = {"heads": num_heads, "kv_heads": num_heads}
+    return attributes | {"head_size": size, "scale": 1.0, "taps": config.short_conv.taps}
 
 
 class Layer(NamedTuple):
@@ -88,20 +98,32 @@ class Source(NamedTuple):
 class PackedEncoderAttention:
     """Bidirectional attention within each packed text."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryTables | None, packed: Packed) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryTables | None,
+        packed: Packed,
+        bias_NR: Tensor | None = None,
+    ) -> None:
         self._config = config
         self._rotary = rotary
         self._packed = packed
+        self._bias = () if bias_NR is None else (bias_NR,)
 
     def begin(self, ids_T: Tensor) -> Tensor:
         return self._packed.positions_T
 
-    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
-        inputs = [qkv_TE, self._packed.starts_S, *self._tables(layer)]
+    def self_attention(self, layer: int, qkv_TE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+        inputs = [qkv_TE, self._packed.starts_S, *self._tables(layer), *self._bias]
         return _write(ENCODER_ATTENTION, inputs, attention_attributes(self._config), self._width)[0]
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         raise AssertionError("an encoder has no cross-attention")
+
+    def short_conv(
+        self, layer: int, x_TD: Tensor, kernel_LD: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        raise AssertionError("an encoder has no short convolutions")
 
     def _tables(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         tables = tables_of(self._rotary, self._config, layer)
@@ -124,22 +146,36 @@ class PackedAttention(PackedEncoderAttention):
         table_SB: Tensor,
         pool: Pool,
         source: Source | None = None,
+        bias_NR: Tensor | None = None,
     ) -> None:
-        super().__init__(config, rotary, packed)
+        super().__init__(config, rotary, packed, bias_NR)
         self._where = (packed.starts_S, past_S, table_SB)
         self._pool = pool
         self._source = source
 
-    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_TE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """`qkv_TE`: queries, keys and values in one tensor, as the fused projection has them."""
         # They are float16 when a CUDA graph is verified on the CPU.
         tables = [None if each is None else each.float() for each in self._tables(layer)]
         blocks = self._pool.layers[layer]
         inputs = [qkv_TE.float(), *blocks, *self._where, *tables]
+        if sinks_N is not None or self._bias:
+            inputs += [None if sinks_N is None else sinks_N.float(), *self._bias]
         attributes = attention_attributes(self._config, layer)
         out_TE, *extended = _write(ATTENTION, inputs, attributes, self._width, blocks)
         self._pool.replace(layer, extended)
         return out_TE.to(qkv_TE.dtype)
+
+    def short_conv(
+        self, layer: int, x_TD: Tensor, kernel_LD: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        """`kernel_LD`: as the operator has it, the oldest token's weights first."""
+        blocks = self._pool.layers[layer]
+        inputs = [x_TD, kernel_LD, *blocks, *self._where, *([] if bias_D is None else [bias_D])]
+        attributes = conv_attributes(self._config, layer)
+        y_TD, *extended = _write(SHORT_CONV, inputs, attributes, self._config.d_model, blocks)
+        self._pool.replace(layer, extended)
+        return y_TD
 
     def cross_attention(self, layer: int, q_TE: Tensor) -> Tensor:
         """Attends to the source's blocks, which are in the same pool."""
@@ -152,7 +188,7 @@ class PagedAttention(PackedAttention):
     """The same by the runtime's CUDA operator. It writes into the blocks that it reads, so there is
     no cross-attention."""
 
-    def self_attention(self, layer: int, qkv_TE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_TE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         tables = [each for each in self._tables(layer) if each is not None]
         attributes: dict[str, int | float] = {
             "num_heads": self._config.num_heads,

@@ -88,7 +88,8 @@ class DecoderModule(nn.Module):
         model = self.model
         if isinstance(model, Transformer):
             attn_impl = self.paging(
-                model.config, model.rotary, packed, past_S, table_SB, pool, source
+                *(model.config, model.rotary, packed, past_S, table_SB, pool, source),
+                model.relative("decoder"),
             )
             return model.hidden(ids_T, attn_impl)
         assert source is not None, "a recurrent decoder needs a source"
@@ -147,9 +148,8 @@ class EncoderModule(nn.Module):
             write_source_states(model, source_ids_T, pool, (starts_S, table_SB))
             return pool.flat()
         assert isinstance(model, Transformer)
-        attn_impl = PackedEncoderAttention(
-            model.config, model.rotary, Packed(positions_T, starts_S)
-        )
+        packed, bias_NR = Packed(positions_T, starts_S), model.relative("encoder")
+        attn_impl = PackedEncoderAttention(model.config, model.rotary, packed, bias_NR)
         memory_TD = model.memory(source_ids_T, attn_impl)
         for layer, cross in enumerate(model.cross_attentions()):
             key_value = cross.key_value(memory_TD).chunk(2, dim=-1)
@@ -175,9 +175,8 @@ class TextEncoderModule(nn.Module):
         segments_T: Tensor | None = None,
     ) -> list[Tensor]:
         model = self.model
-        attn_impl = PackedEncoderAttention(
-            model.config, model.rotary, Packed(positions_T, starts_S)
-        )
+        packed, bias_NR = Packed(positions_T, starts_S), model.relative("encoder")
+        attn_impl = PackedEncoderAttention(model.config, model.rotary, packed, bias_NR)
         hidden_TD = model.memory(ids_T, attn_impl, segments_T)
         return [hidden_TD, self.project(F.embedding(logit_indices_L, hidden_TD))]
 
@@ -315,11 +314,10 @@ def _example(name: str) -> Tensor:
 
 def _caches(model: Network, cache_type: torch.dtype, device: Device) -> list[Tensor]:
     config = model.config
-    shapes = graph_contract.block_shapes(device, *config.cached)
     return [
         torch.zeros((_NUM_BLOCKS, *shape), dtype=cache_type)
-        for _ in range(config.num_layers)
-        for shape in shapes
+        for layer in range(config.num_layers)
+        for shape in graph_contract.block_shapes(device, *config.cached_of(layer))
     ]
 
 

@@ -9,21 +9,25 @@ product, the gate or the sum after it. A layer of SmolLM2 becomes five nodes.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from quill.export.quantize.quill_layout import lay_out
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.export.quantize.quill_layout import LAYOUTS, OperatorWeight, lay_out
 from quill.model.network.attention import AttentionImplementation
 from quill.model.network.config import ModelConfig
-from quill.model.network.layers import EncoderLayer, FeedForward, SelfAttention
+from quill.model.network.layers import (
+    EncoderLayer,
+    FeedForward,
+    SelfAttention,
+    ShortConvolution,
+)
 
-# C groups of columns · G blocks of inputs · B bytes of a record · N outputs · I inputs
-# R rows · T new tokens · D model size
+# C groups of columns · R records along the inputs · B bytes of a record · N outputs · I inputs
+# In layers: R rows · T new tokens · D model size
 
-VERSION = 1  # of the operators: what a graph was made for
-
+VERSION = 3  # of Quill's operators: what a graph was made for
 
 Attributes = Mapping[str, int | float]
 Shape = Sequence[int | torch.SymInt]
@@ -43,29 +47,36 @@ def emit(
         attrs={**attributes},
         dtypes=[*dtypes, *[dtypes[-1]] * (len(shapes) - len(dtypes))],
         shapes=[list(shape) for shape in shapes],
-        version=VERSION,
+        version=VERSION if operator.startswith("quill::") else 1,
     )
     return outputs
 
 
 class CustomLinear(nn.Module):
-    """A linear layer; with gains, of what an RMS norm makes of its inputs."""
+    """A linear layer; with gains, of what an RMS norm makes of its inputs. Rows of several kinds
+    are as many operators: their outputs are concatenated, or gate each other."""
 
-    records_CGB: Tensor
+    records_CRB: Tensor  # this and the bias: of the first part
     bias_N: Tensor | None
     gains_I: Tensor | None
 
     def __init__(
-        self, weight: QuantizedWeight, bias_N: Tensor | None = None, *, gated: bool = False
+        self, of: OperatorWeight, bias_N: Tensor | None = None, *, gated: bool = False
     ) -> None:
         super().__init__()
         assert not (gated and bias_N is not None)
-        self.num_columns, self.num_inputs = weight.shape
-        self.gated = gated
-        laid_out = lay_out(weight, gated)
-        self.bits, self.halves = laid_out.bits, laid_out.halves
-        self.register_buffer("records_CGB", laid_out.bytes_CGB)
-        self.register_buffer("bias_N", None if bias_N is None else bias_N.detach())
+        parts = of.weight.rows()
+        self.num_columns, self.num_inputs = of.weight.shape
+        self.gated, self.fused = gated, gated and len(parts) == 1
+        self.columns = [len(rows.raw_Nb) for rows in parts]
+        self.layouts = [LAYOUTS[rows.kind] for rows in parts]
+        self.input_bits = [of.bits_beside(rows) for rows in parts]
+        biases: Sequence[Tensor | None] = [None] * len(parts)
+        if bias_N is not None:
+            biases = torch.split(bias_N.detach(), self.columns)
+        for index, (rows, bias) in enumerate(zip(parts, biases, strict=True)):
+            self.register_buffer(_name("records", index), lay_out(rows, self.fused))
+            self.register_buffer(_name("bias", index), None if bias is None else bias.clone())
         self.register_buffer("gains_I", None)
         self.epsilon = 0.0
 
@@ -76,34 +87,54 @@ class CustomLinear(nn.Module):
         self.gains_I, self.epsilon = norm.weight.detach().clone(), norm.eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        num_outputs = self.num_columns // 2 if self.gated else self.num_columns
+        if len(self.columns) == 1:
+            return self._part(0, x, residual)
+        parts = [self._part(i, x, None) for i in range(len(self.columns))]
+        y = torch.cat(parts, dim=-1)
+        if self.gated:
+            gate, value = y.chunk(2, dim=-1)
+            y = nn.functional.silu(gate) * value
+        return y if residual is None else y + residual
+
+    def _part(self, index: int, x: Tensor, residual: Tensor | None) -> Tensor:
+        num_columns = self.columns[index]
         attributes = {
             "inputs": self.num_inputs,
-            "columns": self.num_columns,
-            "bits": self.bits,
-            "halves": int(self.halves),
-            "gated": int(self.gated),
+            "columns": num_columns,
+            "layout": self.layouts[index],
+            "input_bits": self.input_bits[index],
+            "gated": int(self.fused),
             "epsilon": self.epsilon,
         }
-        inputs = [x, self.records_CGB, self.gains_I, residual, self.bias_N]
-        return emit("quill::Linear", inputs, attributes, [*x.shape[:-1], num_outputs])[0]
+        records_CRB, bias_N = (getattr(self, _name(what, index)) for what in ("records", "bias"))
+        inputs = [x, records_CRB, self.gains_I, residual, bias_N]
+        shape = [*x.shape[:-1], num_columns // 2 if self.fused else num_columns]
+        return emit("quill::Linear", inputs, attributes, shape)[0]
+
+
+def _name(what: Literal["records", "bias"], part: int) -> str:
+    """Of a buffer. The first part's are those of a matrix of one kind."""
+    suffix = "CRB" if what == "records" else "N"
+    return f"{what}_{part}_{suffix}" if part else f"{what}_{suffix}"
 
 
 class CustomEmbedding(nn.Module):
-    """An embedding of 8-bit integers: the very bytes of the vocabulary projection, if tied."""
+    """An embedding in any layout: the very bytes of the vocabulary projection, if tied."""
 
-    records_CGB: Tensor
+    records_CRB: Tensor
 
-    def __init__(self, weight: QuantizedWeight) -> None:
+    def __init__(self, of: OperatorWeight) -> None:
         super().__init__()
-        assert weight.kind == "q8_0"
-        self.num_tokens, self.num_columns = weight.shape
-        self.register_buffer("records_CGB", lay_out(weight).bytes_CGB)
+        (rows,) = of.weight.rows()
+        self.num_tokens, self.num_columns = of.weight.shape
+        self.layout = LAYOUTS[rows.kind]
+        self.register_buffer("records_CRB", lay_out(rows))
 
     def forward(self, ids: Tensor) -> Tensor:
         attributes = {"inputs": self.num_columns, "columns": self.num_tokens}
+        attributes["layout"] = self.layout
         shape = [*ids.shape, self.num_columns]
-        return emit("quill::Embedding", [ids, self.records_CGB], attributes, shape)[0]
+        return emit("quill::Embedding", [ids, self.records_CRB], attributes, shape)[0]
 
 
 def can_fuse(config: ModelConfig) -> bool:
@@ -114,6 +145,8 @@ def can_fuse(config: ModelConfig) -> bool:
         and config.norm_placement == "pre"
         and config.activation == "swiglu"
         and not config.ff_bias
+        and not config.parallel_residual
+        and config.residual_scale == 1.0
     )
 
 
@@ -125,9 +158,13 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, feed_forward = layer.attention, layer.feed_forward
         self.attention: nn.Module | None = None
-        if isinstance(attention, SelfAttention):
+        self.conv: ShortConvolution | None = None
+        if isinstance(attention, ShortConvolution):
+            self.conv = attention
+            _custom(attention.into).take_norm(layer.attention_residual.norm)
+        elif isinstance(attention, SelfAttention):
             self.qkv, self.out = _custom(attention.qkv), _custom(attention.out)
-            self.qk_norm = attention.qk_norm
+            self.qk_norm, self.sinks_N = attention.qk_norm, attention.sinks_N
             self.qkv.take_norm(layer.attention_residual.norm)
         else:
             self.attention, self.attention_residual = attention, layer.attention_residual
@@ -140,10 +177,14 @@ class FusedLayer(nn.Module):
             self.feed_forward_residual = layer.feed_forward_residual
 
     def forward(self, x_RTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
-        if (attention := self.attention) is not None:
+        if self.conv is not None:
+            inner = self.conv.convolve(self.conv.into(x_RTD), layer, attn_impl)
+            x_RTD = self.conv.out(inner, x_RTD)
+        elif (attention := self.attention) is not None:
             x_RTD = self.attention_residual(x_RTD, lambda x: attention(x, layer, attn_impl))
         else:
-            attended = attn_impl.self_attention(layer, self.qk_norm(self.qkv(x_RTD)))
+            qkv_RTE = self.qk_norm(self.qkv(x_RTD))
+            attended = attn_impl.self_attention(layer, qkv_RTE, self.sinks_N)
             x_RTD = self.out(attended, x_RTD)
         y_RTD: Tensor
         if self.feed_forward is not None:

@@ -15,10 +15,6 @@ from quill.export.graph.graphs import Graph
 
 OPSET = 23  # the first with RMSNormalization as one node
 
-# The operators and attributes that version 2 of Quill's operators added.
-DOMAIN, NEWER_VERSION = "quill", 2
-NEWER = {"Experts", "HeadLinear", "window", "soft_cap", "value_size", "rotary_size"}
-
 # Warnings about the exporter's internals.
 _NOISE = (
     "# The axis name: .* will not be used",
@@ -41,16 +37,7 @@ def trace(graph: Graph) -> ir.Model:
         )
     assert program is not None
     _forget_origin(program.model)
-    _set_operator_version(program.model)
     return program.model
-
-
-def _set_operator_version(model: ir.Model) -> None:
-    """Requires the first version of Quill's operators that has all of the graph's: older ones would
-    silently compute something else."""
-    nodes = [node for node in model.graph if node.domain == DOMAIN]
-    if any(node.op_type in NEWER or NEWER & set(node.attributes) for node in nodes):
-        model.opset_imports[DOMAIN] = NEWER_VERSION
 
 
 def _forget_origin(model: ir.Model) -> None:

@@ -40,7 +40,7 @@ def write_graphs(directory: Path, precision: Precision, prepared: Prepared) -> G
         hidden=decoder is not None and has_hidden_output(prepared.model.config, device),
         one_token_steps=prepared.model.config.recurrence is not None,
     )
-    with weights_file(directory / graphs.weights) as weights:
+    with weights_file(directory / graphs.weights, prepared.stand_ins) as weights:
         for name, graph in ((graphs.decoder, decoder), (graphs.encoder, encoder)):
             if name is not None and graph is not None:
                 _write_model(directory / name, trace(graph), weights, graphs)
@@ -63,7 +63,7 @@ def runnable(directory: Path, graphs: Graphs, prepared: Prepared) -> Iterator[Gr
         graphs, device="cpu", decoder=name, weights="weights.stand_in.bin", hidden=True
     )
     try:
-        with weights_file(directory / stand_in.weights) as weights:
+        with weights_file(directory / stand_in.weights, prepared.stand_ins) as weights:
             _write_model(directory / name, trace(decoder), weights, stand_in)
         yield stand_in
     finally:

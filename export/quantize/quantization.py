@@ -1,89 +1,139 @@
-"""Chooses the quantization of each matrix of a checkpoint.
+"""Which matrices of a checkpoint are quantized, and a description of what became of them.
 
-Knows: which weights are quantized at the source, which need 8 bits. Does not know: the algorithms
-(export/quantize/quantizers.py), the layout (export/quantize/quill_layout.py).
+Knows: which weights are quantized at the source, which kind a matrix has that nothing is known
+about. Does not know: the algorithms (export/quantize/quantizers.py), the layout
+(export/quantize/quill_layout.py).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from quill.export.quantize.quantizers import eight_bits, k_quant
-from quill.export.quantize.quill_layout import in_halves_already, with_halves
+from quill.export.errors import UnsupportedModelError
+from quill.export.quantize.quantizers import FoundKind, Quantized, inputs_of, quantize
+from quill.export.quantize.quill_layout import InputBits, OperatorWeight
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight, row_counts
+from quill.model.checkpoint.tensors import Lazy, LazyTensor, Tensors, lazy
 
 EMBEDDING = "embedding.weight"
 # Tables that are added, not multiplied, gain no speed. A recurrent encoder's loop multiplies in
-# float32. A router decides by small differences, and latent attention's matrices are small.
+# float32. A router decides by small differences, latent attention's matrices are small, and a short
+# convolution's weights are a few for each channel.
 NOT_QUANTIZED = re.compile(
-    r"(position|segment)_embedding\.weight|encoder\.\d+\.\d+\.state\.weight"
-    r"|.*\.router\.weight|.*\.attention\.up\.weight"
+    r"(decoder_)?(position|segment)_embedding\.weight|(en|de)coder_relative\.weight|head\.out\.weight"
+    r"|encoder\.\d+\.\d+\.state\.weight"
+    r"|.*\.router\.weight|.*\.attention\.(up\.weight|kernel_DL)"
 )
 # The vocabulary projection decides between nearly equal logits: 4 bits there cost the most quality.
 EIGHT_BITS = (EMBEDDING, "projection.weight")
-HOW = {4: "k-quant", 8: "rounded to 8 bits"}
+_LAYER = re.compile(r"\w+\.(\d+)\.(.*)")
+
+MAX_WEIGHT = 65504.0  # of float16, in which scales and minima are kept
 
 
 @dataclass(frozen=True)
 class Quantization:
     """The integers of every matrix, and a description of their origin."""
 
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, OperatorWeight]
     description: str
     is_source: bool  # all are the source's: PyTorch computes with the same values
 
 
-def quantize(checkpoint: Checkpoint, bits: Literal[4, 8]) -> Quantization:
-    """Keeps the source's integers where there are any: quantizing twice ruins a model."""
-    weights, num_found = {}, 0
-    for name, weight_NI in checkpoint.weights.items():
-        if weight_NI.ndim == 2 and not NOT_QUANTIZED.fullmatch(name):
-            wide = bits == 8 or name in EIGHT_BITS
-            source = checkpoint.quantized.get(name)
-            kept = _widened(source) if bits == 8 or name == EMBEDDING else source
-            if name == EMBEDDING and kept is not None and kept.minimum_NG is not None:
-                kept = None  # rows are looked up without minima
-            num_found += kept is None
-            weights[name] = kept or (eight_bits if wide else k_quant)(weight_NI)
-    return Quantization(
-        weights=weights,
-        description=_description(weights, num_found, HOW[bits]),
-        is_source=num_found == 0,
+def is_quantized(name: str, num_dimensions: int) -> bool:
+    """Whether a tensor of the checkpoint becomes integers."""
+    return num_dimensions == 2 and not NOT_QUANTIZED.fullmatch(name)
+
+
+def from_source(source: QuantizedWeight | None, bits: Literal[4, 8]) -> OperatorWeight | None:
+    """The source's integers, where there are any: quantizing twice ruins a model."""
+    return None if source is None else OperatorWeight(source, input_bits(bits))
+
+
+def default_kind(name: str, bits: Literal[4, 8]) -> FoundKind:
+    """Of a matrix that nothing is known about."""
+    return "q8_0" if bits == 8 or name in EIGHT_BITS else "q4_1"
+
+
+def quantize_floats(
+    name: str, weight_NI: Tensor, kind: FoundKind, moments_KCC: Tensor | None = None
+) -> Quantized:
+    """A matrix, and its squared error relative to the weights."""
+    least, largest = (float(each) for each in weight_NI.aminmax())
+    if not (least >= -MAX_WEIGHT and largest <= MAX_WEIGHT):  # also when they are NaN
+        raise UnsupportedModelError(
+            f"tensor {name} has weights beyond {MAX_WEIGHT:.0f}, or ones that aren't numbers; "
+            "quantized ones must be within it. Export with --precision fp32"
+        )
+    return quantize(kind, weight_NI, None if moments_KCC is None else inputs_of(moments_KCC))
+
+
+def input_bits(bits: Literal[4, 8]) -> InputBits:
+    """How finely the inputs of matrices are rounded."""
+    return 16 if bits == 8 else 8
+
+
+def describe(
+    kinds: Mapping[str, str], losses: Mapping[str, float], bits: float, calibrated: bool
+) -> str:
+    """Where the integers come from, and the bits of a weight. Of those made here: what they lose on
+    average; of calibrated ones which matrix got which kind: their errors compensate each other."""
+    listed = ", ".join(sorted({kind for each in kinds.values() for kind, _ in row_counts(each)}))
+    if not losses:
+        return f"the source's own values ({listed}; {bits:.2f} bits a weight)"
+    how, lost = "rounded", f"relative squared error {sum(losses.values()) / len(losses):.2g}"
+    if calibrated:
+        how, lost = "mixed by sensitivity", _by_kind({name: kinds[name] for name in losses})
+    if len(losses) < len(kinds):
+        how = f"the source's own values, and {how} for {len(losses)} matrices"
+    return f"{how} ({listed}; {bits:.2f} bits a weight; {lost})"
+
+
+def _by_kind(kinds: Mapping[str, str]) -> str:
+    """As in "q4_0: feed_forward.up 0-7, 9; q8_0: embedding", with the numbers of layers."""
+    layers: dict[str, dict[str, list[int]]] = {}
+    for name, kind in kinds.items():
+        found = _LAYER.fullmatch(name.removesuffix(".weight"))
+        matrix, numbers = (found[2], [int(found[1])]) if found else (name[: -len(".weight")], [])
+        layers.setdefault(kind, {}).setdefault(matrix, []).extend(numbers)
+    return "; ".join(
+        f"{kind}: "
+        + ", ".join(f"{matrix} {_ranges(found)}".rstrip() for matrix, found in of.items())
+        for kind, of in sorted(layers.items())
     )
 
 
-def _widened(source: QuantizedWeight | None) -> QuantizedWeight | None:
-    """The same values with 8 bits, if possible: beside minima, scales must be float16."""
-    if source is None or source.bits == 8:
-        return source
-    values_NI = source.values_NI().to(torch.int8)
-    if source.minimum_NG is None:
-        return QuantizedWeight("q8_0", values_NI - 8, source.scale_NG)
-    if not in_halves_already(source):
-        return None
-    return QuantizedWeight("q8_1", values_NI, source.scale_NG, source.minimum_NG)
-
-
-def _description(weights: Mapping[str, QuantizedWeight], num_found: int, how: str) -> str:
-    kinds = ", ".join(sorted({weight.kind for weight in weights.values()}))
-    if num_found == 0:
-        return f"the source's own values ({kinds})"
-    if num_found == len(weights):
-        return f"{how} ({kinds})"
-    return f"the source's own values, and {how} for {num_found} matrices ({kinds})"
-
-
-def in_halves(quantization: Quantization) -> Quantization:
-    """With float16 scales, which the custom operators read faster; a source has them already."""
-    weights = {name: with_halves(weight) for name, weight in quantization.weights.items()}
-    return replace(quantization, weights=weights)
+def _ranges(numbers: list[int]) -> str:
+    """As in "0-2, 5" for 0, 1, 2, 5."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoint:
     """The checkpoint with dequantized weights."""
-    values = {name: weight.dequantize() for name, weight in quantization.weights.items()}
-    return replace(checkpoint, weights=checkpoint.weights | values, quantized={})
+    entries = dict(lazy(checkpoint.weights).entries)
+    reads: dict[str, Callable[[], QuantizedWeight]] = {}
+    for name in quantization.weights:
+        reads[name] = partial(_weight, quantization.weights, name)
+        values = partial(_values, reads[name])
+        entries[name] = LazyTensor(entries[name].shape, torch.float32, values)
+    return replace(checkpoint, weights=Tensors(entries), quantized=Lazy(reads))
+
+
+def _weight(weights: Mapping[str, OperatorWeight], name: str) -> QuantizedWeight:
+    return weights[name].weight
+
+
+def _values(read: Callable[[], QuantizedWeight]) -> Tensor:
+    return read().dequantize()

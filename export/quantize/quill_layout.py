@@ -1,55 +1,81 @@
-"""Quantized weights in the layout of Quill's custom operators, with the same values.
+"""Quantized weights in the layouts of Quill's custom operators, with the same values.
 
-Knows: the records that export/operators/kernels/matrix.h describes.
+Knows: the records that export/operators/kernels/matrix.h and unpacked.h describe.
 Does not know: graphs, compilers.
 
-Sixteen columns are computed side by side, 32 inputs share a scale: that is a record. First come its
-scales (and minima, if it has any), then its integers, four neighbouring inputs of each column in
-turn. With 4 bits the inputs 16 to 31 are in the high halves of the bytes of 0 to 15.
+Sixteen columns are computed side by side. A record has one block of 32 inputs, or eight (K-kinds):
+its scales, then its minima, if it has any, then the small integers that these are multiplied with
+in each block, and at last the integers: four neighbouring inputs of each column are a step.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import (
+    BLOCK_SIZE,
+    FORMATS,
+    Kind,
+    QuantizedWeight,
+    Raw,
+    Rows,
+)
 
-# N columns · I inputs · G = I / 32 blocks along the inputs · C = N / 16 groups of columns
+# N columns · I inputs · C = N / 16 groups of columns · R records along the inputs
+# K blocks of a record · B bytes
 
 COLUMNS = 16
-MIDDLE_4BIT = 8
-MIDDLE_8BIT = 128
-MAX_ROUNDING = 2.0**-11  # of a scale that is kept in 16 bits
+STEPS = 8  # of a block
+# By their numbers, as matrix.h counts them; one is that of records that are floats.
+LAYOUTS: dict[Kind, int] = {
+    **{"q4_0": 0, "q4_1": 1, "q5_0": 2, "q5_1": 3, "q8_0": 4},
+    **{"q4_k": 5, "q5_k": 6, "q6_k": 7, "mxfp4": 9},
+}
+FLOATS = 8
+InputBits = Literal[8, 16]
 
 
-class Records(NamedTuple):
-    """What the operators take."""
+class OperatorWeight(NamedTuple):
+    """A matrix, and how finely the inputs are rounded that an operator multiplies with it."""
 
-    bytes_CGB: Tensor  # uint8
-    bits: int
-    halves: bool  # scales and minima are kept in 16 bits
+    weight: QuantizedWeight
+    input_bits: InputBits  # 8-bit weights always meet inputs of 16 bits
+
+    def bits_beside(self, rows: Rows) -> InputBits:
+        return 16 if rows.format.bits == 8 else self.input_bits
 
 
-def lay_out(weight: QuantizedWeight, gated: bool = False) -> Records:
-    """`gated`: the first half of the columns gates the second. Their groups alternate."""
-    values_NI = weight.values_NI()
-    scale_NG, minimum_NG = weight.scale_NG, weight.minimum_NG
-    if weight.kind == "q4_0":
-        minimum_NG = -MIDDLE_4BIT * scale_NG
-    if weight.bits == 8:
-        values_NI = (values_NI.to(torch.int16) + MIDDLE_8BIT).to(torch.uint8)
-    heads = [_grouped(each, gated) for each in (scale_NG, minimum_NG) if each is not None]
-    head_CGH = torch.cat([each.transpose(1, 2) for each in heads], dim=-1)
-    halves = minimum_NG is not None and _are_halves(head_CGH)
-    if halves:
-        head_CGH = head_CGH.half()
-    assert halves or weight.kind != "q8_1"
-    body_CGB = _body(_grouped(values_NI, gated), weight.bits == 8)
-    head_CGB = head_CGH.contiguous().view(torch.uint8)
-    return Records(torch.cat((head_CGB, body_CGB), dim=-1).contiguous(), weight.bits, halves)
+def layout_bits(kind: Kind) -> float:
+    """Of a weight, with its share of scales and minima."""
+    of = FORMATS[kind]
+    numbers = 16 * (1 if of.middle else 2) / of.size
+    return of.bits + numbers + (16 / BLOCK_SIZE if of.size > BLOCK_SIZE else 0)
+
+
+def lay_out(rows: Rows, gated: bool = False) -> Tensor:
+    """The records. `gated`: the first half of the columns gates the second; groups alternate."""
+    q_NI, numbers_NRH, integers_NGH = rows.unpack()
+    num_records = numbers_NRH.shape[1]
+    # What isn't a whole group of columns is filled up with zeros.
+    parts = [_in_groups(numbers_NRH, num_records, gated).view(np.uint8)]
+    if integers_NGH is not None:
+        num_blocks = rows.format.size // BLOCK_SIZE
+        small_CRKB = _in_groups(
+            integers_NGH.view(np.uint8).reshape(len(q_NI), num_records, num_blocks, 2),
+            num_records,
+            gated,
+        )
+        parts.append(small_CRKB)
+    fours = _grouped(q_NI, gated).view(np.uint32)  # inputs, as one number
+    steps: Raw = np.ascontiguousarray(fours.swapaxes(1, 2)).view(np.uint8)
+    steps_CRKsB = steps.reshape(len(steps), num_records, -1, STEPS, 4 * COLUMNS)
+    packed_CRKB = _pack(np.moveaxis(steps_CRKsB, 3, 0), rows.format.bits)
+    parts.append(packed_CRKB)
+    flat = [part.reshape(len(steps), num_records, -1) for part in parts]
+    return torch.from_numpy(np.concatenate(flat, axis=2))
 
 
 def lay_out_floats(weight_NI: Tensor) -> Tensor:
@@ -66,52 +92,43 @@ def gated_rows(num_stacked: int, num_columns: int) -> Tensor:
     return places.transpose(1, 2).flatten()
 
 
-def _grouped(columns: Tensor, gated: bool) -> Tensor:
+def _grouped(columns: npt.NDArray[Any], gated: bool) -> npt.NDArray[Any]:
     """(N, …) as (C, 16, …); what is missing in the last group is zeros."""
-    columns = pad(columns, (0, 0, 0, -len(columns) % COLUMNS))
-    groups = columns.reshape(-1, COLUMNS, columns.shape[1])
+    missing = -len(columns) % COLUMNS
+    if missing:
+        columns = np.pad(columns, [(0, missing)] + [(0, 0)] * (columns.ndim - 1))
+    groups = columns.reshape(-1, COLUMNS, *columns.shape[1:])
     if not gated:
         return groups
     assert len(groups) % 2 == 0
-    first, second = groups.chunk(2)
-    return torch.stack((first, second), dim=1).flatten(0, 1)
+    return np.stack(np.split(groups, 2), axis=1).reshape(groups.shape)
 
 
-def _body(values: Tensor, is_8bit: bool) -> Tensor:
-    """(C, 16, I) integers as the bytes of records."""
-    num_groups = len(values)
-    fours = values.reshape(num_groups, COLUMNS, -1, BLOCK_SIZE // 4, 4)
-    in_turn = fours.permute(0, 2, 3, 1, 4)  # groups, blocks, fours, columns, the four
-    if not is_8bit:
-        low, high = in_turn.chunk(2, dim=2)
-        in_turn = low | (high << 4)
-    return in_turn.flatten(2)
+def _in_groups(columns: npt.NDArray[Any], num_records: int, gated: bool) -> npt.NDArray[Any]:
+    """(N, R, …) as (C, R, …, 16)."""
+    groups = _grouped(columns, gated)
+    return np.ascontiguousarray(np.moveaxis(groups, 1, -1)).reshape(len(groups), num_records, -1)
 
 
-def in_halves_already(weight: QuantizedWeight) -> bool:
-    """Whether 16 bits can hold its scales and minima as they are."""
-    heads = (weight.scale_NG, weight.minimum_NG)
-    return all(_are_halves(each) for each in heads if each is not None)
+def _pack(q: Raw, bits: int) -> Raw:
+    """Eight steps of integers as the 64 bytes of each that unpacked.h makes them of."""
+    if bits == 8:
+        parts = list(q)
+    elif bits == 4:
+        parts = [q[i] | q[i + 4] << np.uint8(4) for i in range(4)]
+    elif bits == 5:
+        parts = list(q[:5])
+        parts[0] = parts[0] | _moved(q[5], 0, 7, 5)
+        parts[1] = parts[1] | _moved(q[5], 3, 3, 5) | _moved(q[7], 3, 1, 7)
+        parts[2] = parts[2] | _moved(q[6], 0, 7, 5)
+        parts[3] = parts[3] | _moved(q[6], 3, 3, 5) | _moved(q[7], 4, 1, 7)
+        parts[4] = parts[4] | _moved(q[7], 0, 7, 5)
+    else:
+        fours = (q[:4], q[4:])
+        parts = [four[i] | _moved(four[3], 4 - 2 * i, 3, 6) for four in fours for i in range(3)]
+    return np.stack(parts, axis=-2)
 
 
-def _are_halves(numbers: Tensor) -> bool:
-    return torch.equal(numbers.half().to(numbers.dtype), numbers)
-
-
-def with_halves(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same integers with scales and minima that 16 bits can hold, if they nearly are already.
-
-    For weights that were quantized here: a step is then moved by less than a hundredth of itself.
-    """
-    if weight.minimum_NG is None:
-        return weight
-    scale_NG, minimum_NG = (_halved(each) for each in (weight.scale_NG, weight.minimum_NG))
-    if scale_NG is None or minimum_NG is None:
-        return weight
-    return replace(weight, scale_NG=scale_NG, minimum_NG=minimum_NG)
-
-
-def _halved(numbers: Tensor) -> Tensor | None:
-    halved = numbers.half().to(numbers.dtype)
-    close = (halved - numbers).abs() <= MAX_ROUNDING * numbers.abs()
-    return halved if bool(close.all()) else None
+def _moved(q: Raw, start: int, mask: int, to: int) -> Raw:
+    """Some bits from `start` on, moved to `to`."""
+    return (q >> np.uint8(start) & np.uint8(mask)) << np.uint8(to)

@@ -95,13 +95,15 @@ def _cuts_agree(runner: Runner, ids: list[int], prompts: list[Passage]) -> bool:
     expected = runner.keys_and_values(0)
     for _ in range(NUM_CUTS):
         runner.rewind(0)
-        found, shown = [], []
+        start = 0
         for chunk in _cut(ids, rng):
-            found.append(_run_batched(runner, chunk, prompts, rng))
-            shown.append(runner.hidden_LD)
-        same = all(map(np.array_equal, runner.keys_and_values(0), expected))
-        same = same and np.array_equal(np.concatenate(shown), hidden)
-        if not same or not np.array_equal(np.concatenate(found), whole):
+            part = slice(start, start + len(chunk))
+            found, start = _run_batched(runner, chunk, prompts, rng), part.stop
+            if not np.array_equal(found, whole[part]):
+                return False
+            if not np.array_equal(runner.hidden_LD, hidden[part]):
+                return False
+        if not all(map(np.array_equal, runner.keys_and_values(0), expected)):
             return False
     return True
 

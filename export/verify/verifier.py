@@ -3,11 +3,14 @@
 Knows: what must hold for each precision before a bundle may exist.
 Does not know: how graphs are made or written.
 
-PyTorch's results are computed once. An encoder's perplexity is that of masked tokens, always the
-same ones. An encoder without a head for masked tokens has no such number: the mean cosine distance
-of its hidden states to PyTorch's is taken in its place, and e to that power stands for the
-perplexity, so that the same limits ask for a cosine of 0.98 (what a server chooses by itself) or
-0.995 (quill8).
+PyTorch's results with the source's weights are computed once; perplexity, KL divergence and the
+most likely tokens are compared with them. Every number that a quantized graph computes is compared
+with PyTorch that has the graph's weights and rounds as its operators do.
+
+An encoder's perplexity is that of masked tokens, always the same ones. An encoder without a head
+for masked tokens has no such number: the mean cosine distance of its hidden states to PyTorch's is
+taken in its place, and e to that power stands for the perplexity, so that the same limits ask for a
+cosine of 0.99 (what a server chooses by itself) or 0.995 (quill8).
 """
 
 import itertools
@@ -22,33 +25,44 @@ import numpy as np
 from quill.export.bundle.manifest import Graphs, Invariance, Sizes, Verification
 from quill.export.errors import VerificationError
 from quill.export.precisions import (
-    MAX_PERPLEXITY_RATIO,
     MAX_RISE_FROM_SOURCE,
     PRECISIONS,
+    UNROUNDED,
     Precision,
+    Tolerance,
 )
-from quill.export.quantize.quantization import Quantization, dequantized
+from quill.export.quantize.quantization import Quantization
 from quill.export.verify.batch_invariance import (
     MAX_PROMPT,
     NUM_SLOTS,
     measure_encoder_invariance,
     measure_invariance,
 )
-from quill.export.verify.compare import NUM_PROBES, Comparison, check_comparisons, compare, probes
+from quill.export.verify.compare import (
+    NUM_PROBES,
+    Comparison,
+    check_comparisons,
+    compare,
+    far_probes,
+    probes,
+)
 from quill.export.verify.held_out import NUM_MASKS, HeldOut, Passage, mask_passages
-from quill.export.verify.pytorch_reference import (
-    PyTorchReference,
+from quill.export.verify.pytorch_reference import Array, PyTorchReference, ReferenceOutput
+from quill.export.verify.runner import EncoderOutput, EncoderRunner, Runner
+from quill.export.verify.token_scores import (
     TokenScores,
     concatenate,
-    score_sequence,
+    kl_divergence,
     score_tokens,
 )
-from quill.export.verify.runner import EncoderOutput, EncoderRunner, Runner
 from quill.model.checkpoint.checkpoint import Checkpoint
 
 Tick = Callable[[], None]  # one more item is done
 
 NUM_TIMED_STEPS = 12
+NUM_SCORED = 128  # positions whose logits are in memory
+NUM_AT_ONCE = 16  # of them that are scored together: each takes as much memory again
+NUM_GREEDY, MAX_GREEDY_PROMPT, MAX_GREEDY = 4, 32, 64  # texts, tokens of a prompt, new tokens
 NUM_PACKED = 4  # texts in one run of an encoder
 NUM_TEXT_PROBES = 8  # texts of which an encoder's every number is compared
 
@@ -66,10 +80,14 @@ class Candidate:
     def precision(self) -> Precision:
         return self.graphs.precision
 
-    @property
-    def is_requantized(self) -> bool:
-        """Whether the graphs' weights differ from the checkpoint's."""
-        return self.quantization is not None and not self.quantization.is_source
+
+@dataclass(frozen=True)
+class Scored:
+    """The tokens of passages, scored by the graphs and by PyTorch with the source's weights."""
+
+    found: TokenScores
+    expected: TokenScores
+    kl_divergence: Array | None = None  # of each position
 
 
 @dataclass(frozen=True)
@@ -77,10 +95,10 @@ class Measured:
     """What one precision's graphs computed, beside PyTorch."""
 
     worst_difference: float
-    found: TokenScores
-    expected: TokenScores
+    scored: Scored
     step_ms: float
     invariance: Invariance | None
+    greedy_length: float | None = None
 
 
 class Verifier(ABC):
@@ -101,7 +119,8 @@ class Verifier(ABC):
     def verify(self, candidate: Candidate, tick: Tick) -> Graphs:
         """The graphs with what was measured. Raises an error if they are beyond the tolerance."""
         measured = self._measure(candidate, tick)
-        found, expected = measured.found, measured.expected
+        found, expected = measured.scored.found, measured.scored.expected
+        divergence = measured.scored.kl_divergence
         verification = Verification(
             worst_difference=measured.worst_difference,
             greedy_agreement=float(np.mean(found.greedy_ids == expected.greedy_ids)),
@@ -110,13 +129,10 @@ class Verifier(ABC):
             text=self._held_out.name,
             num_tokens=len(found.nll),
             step_ms=measured.step_ms,
+            kl_divergence=None if divergence is None else float(divergence.mean()),
+            greedy_length=measured.greedy_length,
         )
         return replace(candidate.graphs, verification=verification, invariance=measured.invariance)
-
-    def _reference(self, candidate: Candidate) -> PyTorchReference:
-        """PyTorch with the weights of the graphs."""
-        assert candidate.quantization is not None
-        return PyTorchReference(dequantized(self._checkpoint, candidate.quantization))
 
 
 class DecoderVerifier(Verifier):
@@ -124,43 +140,87 @@ class DecoderVerifier(Verifier):
 
     def __init__(self, checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tick) -> None:
         super().__init__(checkpoint, sizes, text)
-        reference = PyTorchReference(checkpoint)
-        self._outputs = probes(reference, text, checkpoint.config.context, tick)
-        self._scores = []
-        for passage in text.passages:
-            self._scores.append(reference.score(passage))
-            tick()
+        self._source = PyTorchReference(checkpoint)
+        self._probes = probes(self._source, text, checkpoint.config.context)
+        self._probes += far_probes(checkpoint.config, text)
+        num_probes, passages = len(self._probes), [*self._probes, *text.passages]
+        outputs = self._source.outputs(passages, num_cached=num_probes, tick=tick)
+        self._outputs, self._scored = outputs[:num_probes], outputs[num_probes:]
 
     def num_ticks(self, precision: Precision) -> int:
-        return 2 + len(self._passages(precision))
+        is_quantized = PRECISIONS[precision].is_quantized
+        num_reference = self._source.num_ticks(len(self._probes)) if is_quantized else 0
+        return num_reference + 2 + len(self._passages(precision))
 
     def _measure(self, candidate: Candidate, tick: Tick) -> Measured:
-        precision, outputs = candidate.precision, self._outputs
-        if candidate.is_requantized:
-            reference = self._reference(candidate)
-            outputs = [reference.output(output.passage) for output in outputs]
+        precision, reference, outputs = candidate.precision, self._source, self._outputs
+        if candidate.quantization is not None:
+            reference = PyTorchReference(self._checkpoint, candidate.quantization)
+            outputs = reference.outputs(self._probes, num_cached=len(self._probes), tick=tick)
         runner = Runner(
             candidate.directory, candidate.runnable, self._sizes, NUM_SLOTS, self._capacity()
         )
-        worst = check_comparisons(compare(runner, outputs), precision)
+        comparisons = compare(runner, reference, outputs, self._checkpoint.config.window)
+        worst = check_comparisons(comparisons, precision, self._tolerance(precision))
+        del reference
         tick()
         passages = self._passages(precision)
-        found, expected = score(runner, passages, tick), concatenate(self._scores[: len(passages)])
-        check_rise(candidate, found, expected)
-        invariance = None
+        scored = score(runner, self._source, self._scored[: len(passages)], tick)
+        check_rise(candidate, scored.found, scored.expected)
+        invariance, greedy_length = None, None
         if candidate.graphs.device == "cpu":
             invariance = measure_invariance(runner, passages)
+            greedy_length = self._greedy_length(runner, passages)
         tick()
-        return Measured(worst, found, expected, _decode_ms(runner, passages[0]), invariance)
+        milliseconds = _decode_ms(runner, passages[0])
+        return Measured(worst, scored, milliseconds, invariance, greedy_length)
+
+    def _tolerance(self, precision: Precision) -> Tolerance:
+        """Experts' inputs aren't rounded by the reference, so more must be allowed."""
+        info = PRECISIONS[precision]
+        has_experts = self._checkpoint.config.experts is not None
+        return UNROUNDED if has_experts and info.is_quantized else info.tolerance
+
+    def _greedy_length(self, runner: Runner, passages: Sequence[Passage]) -> float:
+        """How many tokens greedy decoding continues as PyTorch would, on average. One pass of
+        PyTorch tells: up to the first difference both have the same text."""
+        some = passages[: min(NUM_GREEDY, -(-len(passages) // 2))]
+        prompts = [
+            Passage(each.ids[: min(MAX_GREEDY_PROMPT, -(-len(each.ids) // 2))], each.source)
+            for each in some
+        ]
+        num_tokens = min(
+            MAX_GREEDY,
+            self._capacity() - max(len(prompt.ids) for prompt in prompts),
+            self._checkpoint.config.context - max(len(prompt.ids) for prompt in prompts),
+        )
+        texts = [_continued(runner, prompt, num_tokens) for prompt in prompts]
+        lengths = []
+        for prompt, output in zip(prompts, self._source.outputs(texts), strict=True):
+            first = len(prompt.ids)
+            logits_TV = self._source.project(output.hidden_TD[first - 1 : -1])
+            same = logits_TV.argmax(axis=1) == np.array(output.passage.ids[first:])
+            lengths.append(int(np.logical_and.accumulate(same).sum()))
+        return float(np.mean(lengths))
 
     def _passages(self, precision: Precision) -> list[Passage]:
         return enough(self._held_out.passages, PRECISIONS[precision].max_tokens)
 
     def _capacity(self) -> int:
         """Enough for every passage and for the longest prompt that is cut into chunks."""
-        passages = [*self._held_out.passages, *(output.passage for output in self._outputs)]
+        passages = [*self._held_out.passages, *self._probes]
         longest = max(max(len(passage.ids), len(passage.source)) for passage in passages)
         return max(longest, min(MAX_PROMPT, self._checkpoint.config.context))
+
+
+def _continued(runner: Runner, prompt: Passage, num_tokens: int) -> Passage:
+    """A prompt with the graph's most likely continuation."""
+    _begin(runner, prompt)
+    ids, logits_1V = list(prompt.ids), runner.prefill(0, prompt.ids)
+    for _ in range(num_tokens):
+        ids.append(int(logits_1V[-1].argmax()))
+        logits_1V = runner.decode(ids[-1:])
+    return Passage(tuple(ids), prompt.source)
 
 
 class EncoderVerifier(Verifier):
@@ -180,8 +240,9 @@ class EncoderVerifier(Verifier):
 
     def _measure(self, candidate: Candidate, tick: Tick) -> Measured:
         texts, outputs = self._texts[:NUM_TEXT_PROBES], self._outputs[:NUM_TEXT_PROBES]
-        if candidate.is_requantized:
-            outputs = [self._reference(candidate).encode(text) for text in texts]
+        if candidate.quantization is not None:
+            reference = PyTorchReference(self._checkpoint, candidate.quantization)
+            outputs = [reference.encode(text) for text in texts]
         runner = EncoderRunner(candidate.directory, candidate.runnable, self._sizes)
         single = [runner.encode([each.ids], [each.places])[0] for each in texts]
         packed = self._run_packed(runner)
@@ -189,7 +250,8 @@ class EncoderVerifier(Verifier):
             _compare_encoder("single", single, outputs),
             _compare_encoder("packed", packed[: len(texts)], outputs),
         )
-        worst = check_comparisons(comparisons, candidate.precision)
+        tolerance = PRECISIONS[candidate.precision].tolerance
+        worst = check_comparisons(comparisons, candidate.precision, tolerance)
         tick()
         found, expected = self._score(packed), self._score(self._outputs)
         check_rise(candidate, found, expected)
@@ -197,7 +259,7 @@ class EncoderVerifier(Verifier):
         tick()
         invariance = measure_encoder_invariance(runner, [each.ids for each in self._texts])
         tick()
-        return Measured(worst, found, expected, milliseconds, invariance)
+        return Measured(worst, Scored(found, expected), milliseconds, invariance)
 
     def _run_packed(self, runner: EncoderRunner) -> list[EncoderOutput]:
         outputs: list[EncoderOutput] = []
@@ -222,6 +284,8 @@ def make_verifier(checkpoint: Checkpoint, sizes: Sizes, text: HeldOut, tick: Tic
 def num_reference_ticks(checkpoint: Checkpoint, text: HeldOut) -> int:
     if checkpoint.config.family == "encoder":
         return len(text.passages) * (1 if checkpoint.special_tokens.mask is None else NUM_MASKS)
+    if checkpoint.config.family == "causal" and checkpoint.config.recurrence is None:
+        return checkpoint.config.num_layers
     return NUM_PROBES + len(text.passages)
 
 
@@ -233,15 +297,29 @@ def enough(passages: list[Passage], num_tokens: int | None) -> list[Passage]:
     return passages[: 1 + sum(total < num_tokens for total in totals)]
 
 
-def score(runner: Runner, passages: Sequence[Passage], tick: Tick = lambda: None) -> TokenScores:
-    """The negative log-likelihood of all passages' tokens, in their order."""
-    parts: list[TokenScores] = []
-    for passage in passages:
-        _begin(runner, passage)
-        logits_TV = runner.prefill(0, passage.ids, range(len(passage.ids)))
-        parts.append(score_sequence(logits_TV, passage.ids))
+def score(
+    runner: Runner,
+    reference: PyTorchReference,
+    outputs: Sequence[ReferenceOutput],
+    tick: Tick = lambda: None,
+) -> Scored:
+    """All passages' tokens, in their order; a few at a time, so that few logits are in memory."""
+    found, expected, divergences = [], [], []
+    for output in outputs:
+        ids = output.passage.ids
+        _begin(runner, output.passage)
+        for start in range(0, len(ids) - 1, NUM_SCORED):
+            some = ids[start : min(start + NUM_SCORED, len(ids) - 1)]
+            targets = ids[start + 1 : start + 1 + len(some)]
+            ours = runner.prefill(0, some, range(len(some)))
+            theirs = reference.project(output.hidden_TD[start : start + len(some)])
+            for at in range(0, len(some), NUM_AT_ONCE):
+                part = slice(at, at + NUM_AT_ONCE)
+                found.append(score_tokens(ours[part], targets[part]))
+                expected.append(score_tokens(theirs[part], targets[part]))
+                divergences.append(kl_divergence(ours[part], theirs[part]))
         tick()
-    return concatenate(parts)
+    return Scored(concatenate(found), concatenate(expected), np.concatenate(divergences))
 
 
 def _begin(runner: Runner, passage: Passage) -> None:
@@ -305,10 +383,5 @@ def check_rise(candidate: Candidate, found: TokenScores, expected: TokenScores) 
 
 def check_default(graphs: Graphs) -> None:
     """Raises an error for graphs that no server chooses by itself."""
-    measured = graphs.verification
-    if measured is not None and not graphs.is_good:
-        rise = measured.perplexity / measured.reference_perplexity - 1
-        raise VerificationError(
-            f"its perplexity is {rise:.1%} above PyTorch's, and a server chooses a precision by "
-            f"itself up to {MAX_PERPLEXITY_RATIO - 1:.0%}"
-        )
+    if problem := graphs.quality_problem:
+        raise VerificationError(problem)

@@ -15,7 +15,7 @@ from quill.cache import cache_directory
 from quill.export.bundle.manifest import TOKENIZER_FILE, Manifest, read_manifest
 from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, Workload
 from quill.loadtest.bench.models import (
-    default_bundle,
+    bundle_of,
     engine_entries,
     held_out,
     num_threads,
@@ -76,7 +76,7 @@ TEXTS = {
 
 
 def run_engine(args: argparse.Namespace) -> None:
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     manifest = read_manifest(bundle)
     sizes = manifest.sizes
     if args.long:
@@ -96,7 +96,7 @@ def run_peers(args: argparse.Namespace) -> None:
     passages = held_out(cache)
     prepare_peers(cache)
     ids = [token for passage in passages for token in passage][:MAX_IDS]
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     entries = engine_entries(args, bundle, precisions(args, read_manifest(bundle)))
     workloads = [*prefills(ids, MAX_IDS), *(decode(ids, num_seqs) for num_seqs in PEER_BATCHES)]
     score = {"do": "score", "passages": passages[: args.passages]}
@@ -176,7 +176,7 @@ class Case(NamedTuple):
 
 def run_speculative(args: argparse.Namespace) -> None:
     """Two engines, one with speculative decoding, continue the same texts. No token may differ."""
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     manifest = read_manifest(bundle)
     if manifest.tokenizer is None or manifest.family != "causal":
         raise OptionError(f"{bundle} continues no text; give the bundle of a causal model")

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quill.cache import cache_directory
-from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.loadtest.bench.experiment import Entry
 from quill.loadtest.environment.process import ROOT, num_cores
 from quill.loadtest.errors import BackendError, OptionError
-from quill.server.serve.default_model import NAME as MODEL
+from quill.model.sources.catalogue import DEFAULT as MODEL
+from quill.server.serve.prepare import prepared_bundle
 
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LLAMA_SERVER = PEERS_PYTHON.with_name("llama-server")
@@ -70,7 +69,7 @@ def peer_entries(cache: Path, threads: str) -> list[Entry]:
 
 
 def prepare_peers(cache: Path) -> None:
-    tokenizer = default_bundle() / "tokenizer.json"
+    tokenizer = bundle_of(None) / "tokenizer.json"
     arguments = [f"{BACKENDS}.prepare", gguf(cache), tokenizer, cache / "peers"]
     _check(subprocess.run([PEERS_PYTHON, "-m", *map(str, arguments)], cwd=ROOT, check=False))
 
@@ -95,15 +94,13 @@ def _check(done: "subprocess.CompletedProcess[bytes]") -> None:
 
 
 def gguf(cache: Path) -> Path:
-    """The file that `quill import smollm2-135m` fetched."""
-    found = sorted(cache.glob("*SmolLM2-135M*.gguf"))
+    """The file that `quill serve` fetched."""
+    found = sorted((cache / "models" / MODEL).glob("*.gguf"))
     if not found:
         raise OptionError(f"{cache} has no SmolLM2 yet. Run `quill import {MODEL}` first")
     return found[0]
 
 
-def default_bundle() -> Path:
-    bundle = cache_directory() / "bundles" / MODEL
-    if not (bundle / MANIFEST_FILE).exists():
-        raise OptionError(f"there is no bundle at {bundle}. Run `make serve` once, or name another")
-    return bundle
+def bundle_of(source: str | None, precisions: str | None = None) -> Path:
+    """Of any source that `quill serve` takes; by default of the default model."""
+    return prepared_bundle(source, "cpu", precisions)

@@ -6,9 +6,11 @@ A command is an entry of COMMANDS; its function is in quill.loadtest.bench.
 from pathlib import Path
 
 from quill.command_table import Command, Option, Subparsers, add_commands
+from quill.model.sources.catalogue import DEFAULT
+from quill.model.sources.kinds import HELP
 from quill.server.cli.arguments import address, natural, positive
 
-BUNDLE = Option("bundle?", "default: smollm2-135m", "BUNDLE", Path)
+BUNDLE = Option("bundle?", f"{HELP} (default: {DEFAULT})", "SOURCE", str)
 THREADS = Option("--threads", "default: one a core", "N", positive)
 PRECISIONS = Option("--precision", "with commas; default: all of the bundle's", "NAMES", str)
 PRECISION = Option("--precision", "default: the server's choice", "NAME", str)
@@ -122,7 +124,7 @@ COMMANDS = (
         "translate:run_translate",
         "a translation model, greedy and with beams, also beside CTranslate2",
         (
-            Option("bundle", "of a translation model", "BUNDLE", Path),
+            Option("bundle", "of a translation model, as `quill serve` takes it", "SOURCE", str),
             Option("sources", "a sentence a line", "FILE", Path),
             Option(
                 "--checkpoint",
@@ -140,7 +142,7 @@ COMMANDS = (
         "translate:run_embed",
         "an encoder's embeddings, beside padded batches and transformers",
         (
-            Option("bundle", "of an encoder", "BUNDLE", Path),
+            Option("bundle", "of an encoder, as `quill serve` takes it", "SOURCE", str),
             Option("--texts", "a text a line (default: random ones)", "FILE", Path),
             Option(
                 "--transformers",
@@ -158,7 +160,7 @@ COMMANDS = (
         "translate:run_reference",
         "a served translation model against PyTorch, line by line, with BLEU",
         (
-            Option("bundle", "of a translation model", "BUNDLE", Path),
+            Option("bundle", "of a translation model, as `quill serve` takes it", "SOURCE", str),
             Option("answers", "of `quill eval --answers`", "FILE", Path),
             *(users(16), FP32),
             Option("--limit", "the first N lines only", "N", positive),

@@ -22,8 +22,8 @@ from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, 
 from quill.loadtest.bench.models import (
     BACKENDS,
     LLAMA_SERVER,
+    bundle_of,
     checkout_python,
-    default_bundle,
     engine_entries,
     num_threads,
     prepare_peers,
@@ -77,7 +77,7 @@ class ServerLoad:
 
 
 def run_server(args: argparse.Namespace) -> None:
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     load = read_load(args)
     manifest = read_manifest(bundle)
     expected = expected_bytes(manifest, args.precision, load)
@@ -188,7 +188,7 @@ def make_tails(ids: Sequence[int], max_length: int) -> list[list[int]]:
 
 def run_cluster(args: argparse.Namespace) -> None:
     """As many plain servers as replicas, with as many threads, on the same machine."""
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     options = ["--threads", str(args.threads or 1), "--max-num-seqs", str(args.users)]
     options += ["--kv-cache-mb", "512", "--no-prefix-cache", "--no-speculative", "--no-spinning"]
     plain = ServerConfig(str(bundle), tuple(options), num_servers=args.replicas)
@@ -216,7 +216,7 @@ NUM_LONG = (1, 3)  # long prompts that are read while a short one waits
 
 
 def run_streams(args: argparse.Namespace) -> None:
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     manifest = read_manifest(bundle)
     context = max(args.long_prompt, NUM_NEW) + PAST_TOKENS
     if manifest.family != "causal" or manifest.sizes.context < context:

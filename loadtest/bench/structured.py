@@ -9,7 +9,7 @@ from collections.abc import Callable
 from quill.export.bundle.manifest import read_manifest
 from quill.loadtest.bench.backends.quill_server import ServerConfig
 from quill.loadtest.bench.experiment import Entry, Experiment, Results, Turn, Workload
-from quill.loadtest.bench.models import default_bundle
+from quill.loadtest.bench.models import bundle_of
 from quill.loadtest.bench.report import BAR_COLUMNS, BarRow, numbers, run_and_report
 from quill.loadtest.errors import OptionError
 
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     unknown = sorted({*parts} - {*PARTS})
     if unknown:
         raise OptionError(f"--parts has {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    bundle = args.bundle or default_bundle()
+    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
     manifest = read_manifest(bundle)
     if manifest.tokenizer is None or not manifest.stop_ids or manifest.chat_template is None:
         need = "a model with a tokenizer, a chat template and an end of text"

@@ -30,6 +30,7 @@ from quill.loadtest.bench.experiment import (
 from quill.loadtest.bench.models import (
     BACKENDS,
     PEERS_PYTHON,
+    bundle_of,
     engine_entries,
     num_threads,
     peer_entry,
@@ -44,8 +45,9 @@ EMBED, GREEDY = "embed", "greedy"
 
 
 def run_translate(args: argparse.Namespace) -> None:
-    sources = read_sources(args.bundle, args.sources, args.limit)
-    entries = engine_entries(args, args.bundle, args.precision.split(","))
+    bundle = bundle_of(args.bundle, args.precision)
+    sources = read_sources(bundle, args.sources, args.limit)
+    entries = engine_entries(args, bundle, args.precision.split(","))
     if args.checkpoint is not None:
         entries += [
             peer_entry(
@@ -141,7 +143,8 @@ class Question(NamedTuple):
 def run_reference(args: argparse.Namespace) -> None:
     """A served model against PyTorch's answers, which were computed one at a time."""
     questions = read_questions(args.answers)[: args.limit]
-    if read_manifest(args.bundle).family != "seq2seq":
+    bundle = bundle_of(args.bundle, args.precision)
+    if read_manifest(bundle).family != "seq2seq":
         raise OptionError(f"{args.bundle} isn't a translation model")
     options = ("--precision", args.precision, "--max-num-seqs", str(max(args.users, 8)))
     names = list(questions[0].answers)
@@ -149,7 +152,7 @@ def run_reference(args: argparse.Namespace) -> None:
     experiment = Experiment(
         "reference",
         f"{len(questions)} sentences, {args.users} users",
-        [Entry(ServerConfig(str(args.bundle), options).command(), "Quill")],
+        [Entry(ServerConfig(str(bundle), options).command(), "Quill")],
         [Workload(name, [order], once=True) for name, order in orders.items()],
         reference_columns(questions),
         rows=lambda _: names,
@@ -219,14 +222,15 @@ def _differences(
 
 
 def run_embed(args: argparse.Namespace) -> None:
-    texts = read_texts(args.bundle, args.texts, args.limit)
+    bundle = bundle_of(args.bundle, args.precision)
+    texts = read_texts(bundle, args.texts, args.limit)
     entries, threads = [], num_threads(args)
     for entry, kind in zip(
-        engine_entries(args, args.bundle, args.precision.split(",")),
+        engine_entries(args, bundle, args.precision.split(",")),
         args.precision.split(","),
         strict=True,
     ):
-        padded = [sys.executable, "-m", f"{BACKENDS}.padded_onnx", str(args.bundle), kind]
+        padded = [sys.executable, "-m", f"{BACKENDS}.padded_onnx", str(bundle), kind]
         entries += [entry, Entry([*padded, threads, str(args.batch)])]
     if args.transformers is not None:
         python = PEERS_PYTHON if PEERS_PYTHON.exists() else Path(sys.executable)

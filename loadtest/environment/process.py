@@ -88,21 +88,21 @@ class ProcessSample(NamedTuple):
 def sample_process(pid: int) -> ProcessSample:
     num_threads = int(_status(pid)["Threads"])
     num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    pids = _tree(pid)
+    pids = process_tree(pid)
     memory_mb = sum(_kilobytes(each, "VmRSS") for each in pids) / 1024
     return ProcessSample(time.time(), memory_mb, num_fds, num_threads, sum(map(_cpu_s, pids)))
 
 
 def peak_bytes_of(pid: int) -> int:
     """The peaks of the resident memory of a process and its children, added."""
-    return sum(_kilobytes(each, "VmHWM") for each in _tree(pid)) * 1024
+    return sum(_kilobytes(each, "VmHWM") for each in process_tree(pid)) * 1024
 
 
-def _tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """The process, its children, and theirs."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for file in files for child in file.read_text().split()]
-    return [pid, *(each for child in children for each in _tree(child))]
+    return [pid, *(each for child in children for each in process_tree(child))]
 
 
 def _status(pid: int) -> dict[str, str]:

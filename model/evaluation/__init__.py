@@ -1,1 +1,1 @@
-"""How good it is, how fast, and what it looks at."""
+"""How good it is on its own data, and what it looks at."""

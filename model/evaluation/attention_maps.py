@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from quill.model.checkpoint.run_directory import resolve_checkpoint
+from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, RequestError
 from quill.model.evaluation.attention_picture import (
@@ -29,12 +28,14 @@ from quill.model.evaluation.attention_picture import (
     picture_size,
     token_labels,
 )
+from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.attention import (
     CrossKeyValue,
     UncachedAttention,
     attention_weights,
     causal_mask,
     merge_heads,
+    relative_bias,
     repeat_groups,
     split_heads,
     split_qkv,
@@ -53,9 +54,11 @@ DEFAULT_NUM_LAYERS = 4
 
 
 def run(args: argparse.Namespace) -> None:
-    checkpoint = load_checkpoint(resolve_checkpoint(args.checkpoint))
+    checkpoint = open_checkpoint(args.checkpoint)
     if checkpoint.config.family == "encoder":
         raise RequestError("attention maps exist for causal and seq2seq models; this is an encoder")
+    if checkpoint.config.short_conv is not None:
+        raise RequestError("attention maps aren't there for models with short convolutions")
     layers = choose_indices("layer", args.layers, checkpoint.config.num_layers)
     heads = choose_indices("head", args.heads, checkpoint.config.num_heads)
     looks = find_looks(checkpoint, args.text, args.target)
@@ -141,7 +144,7 @@ def _find_cross_looks(
     bos, eos = checkpoint.special_tokens.bos, checkpoint.special_tokens.eos
     if bos is None or eos is None:
         raise CheckpointError("the checkpoint has no bos or eos token; a seq2seq model needs both")
-    source_ids = [*ids, eos]
+    source_ids = [*checkpoint.special_tokens.source_start, *ids, eos]
     _check_length("text", source_ids, model)
     if target is None:
         greedy = SamplingParameters(temperature=0.0, stop_ids=frozenset({eos}))
@@ -196,7 +199,7 @@ def record(looks: Looks) -> list[WeightsArray]:
         return [_without_future(weights_NTT) for weights_NTT in recording.self_weights]
     source_1S = torch.tensor([looks.source_ids])
     cross = model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
-    recording = RecordingAttention(model.config, model.rotary, cross)
+    recording = RecordingAttention(model.config, model.rotary, cross, model.relative("decoder"))
     model.hidden(ids_1T, recording)
     return [weights_NTS.numpy() for weights_NTS in recording.cross_weights]
 
@@ -223,19 +226,25 @@ class RecordingAttention(UncachedAttention):
     """Of one sequence, by the textbook formula; keeps the weights."""
 
     def __init__(
-        self, config: ModelConfig, rotary: RotaryTables | None, cross: CrossKeyValue | None = None
+        self,
+        config: ModelConfig,
+        rotary: RotaryTables | None,
+        cross: CrossKeyValue | None = None,
+        bias_NR: Tensor | None = None,
     ) -> None:
-        super().__init__(config, rotary, cross)
+        super().__init__(config, rotary, cross, bias_NR)
         self.self_weights: list[Tensor] = []
         self.cross_weights: list[Tensor] = []
 
-    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         config, num_tokens = self._config, qkv_BTE.shape[1]
         q_BNTH, kv = split_qkv(qkv_BTE, config, tables_of(self._rotary, config, layer), 0)
         k_BNTH, v_BNTH = (repeat_groups(x, config.num_heads) for x in kv)
-        mask_TT = causal_mask(num_tokens, num_tokens, config.window_of(layer))
+        mask = causal_mask(num_tokens, num_tokens, config.window_of(layer))
+        if self._bias_NR is not None:
+            mask = mask + relative_bias(self._bias_NR, num_tokens, num_tokens, config.context)
         cap = config.attention_soft_cap
-        weights_BNTT = attention_weights(q_BNTH, k_BNTH, mask_TT, config.scale, cap)
+        weights_BNTT = attention_weights(q_BNTH, k_BNTH, mask, config.scale, cap, sinks_N)
         self.self_weights.append(weights_BNTT[0])
         return merge_heads(weights_BNTT @ v_BNTH)
 
@@ -245,6 +254,6 @@ class RecordingAttention(UncachedAttention):
         k_BNSH, v_BNSH = (
             repeat_groups(x, self._config.num_heads) for x in self._cross.layers[layer]
         )
-        weights_BNTS = attention_weights(q_BNTH, k_BNSH)
+        weights_BNTS = attention_weights(q_BNTH, k_BNSH, scale=self._config.scale)
         self.cross_weights.append(weights_BNTS[0])
         return merge_heads(weights_BNTS @ v_BNSH)

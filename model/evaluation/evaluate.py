@@ -11,8 +11,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from quill.model.checkpoint.run_directory import resolve_checkpoint, source_of
+from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.run_directory import source_of
 from quill.model.data.dataset import encode_stream
 from quill.model.data.masking import MaskingTokens
 from quill.model.data.source import DataSource, choose_source
@@ -20,6 +20,7 @@ from quill.model.data.splits import Pair, PairCorpus
 from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import ConfigError, CorpusError
 from quill.model.evaluation.translation import Evaluation, evaluate_translation, write_answers
+from quill.model.importers.import_weights import open_checkpoint
 from quill.model.progress import track
 from quill.model.training.distributed import choose_device
 from quill.model.training.scoring import Score, score_masked, score_text
@@ -28,10 +29,9 @@ NUM_EXAMPLES = 5
 
 
 def run(args: argparse.Namespace) -> None:
-    path = resolve_checkpoint(args.checkpoint)
-    checkpoint = load_checkpoint(path)
+    checkpoint = open_checkpoint(args.checkpoint)
     if checkpoint.tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer; text can't be scored with it")
+        raise ConfigError(f"{args.checkpoint} has no tokenizer; text can't be scored with it")
     match checkpoint.config.family:
         case "causal":
             _evaluate_text(args, checkpoint, checkpoint.tokenizer)

@@ -85,8 +85,9 @@ class Translator:
 
     def source_ids(self, source: str) -> list[int]:
         """A source that is too long is cut: a score needs an answer for every line."""
-        max_length = self._model.config.context - 1
-        return [*self._tokenizer.encode(source)[:max_length], self._special.eos]
+        start = self._tokenizer.special.source_start
+        max_length = self._model.config.context - 1 - len(start)
+        return [*start, *self._tokenizer.encode(source)[:max_length], self._special.eos]
 
 
 def beams_name(num_beams: int) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from quill.model.checkpoint.tensors import TensorFile
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, UnsupportedError
 
@@ -46,19 +47,22 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._bytes: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+            header: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+            self._file = TensorFile(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"can't read {path}: {error}") from error
-        reader = _HeaderReader(self._bytes.data, path)
+        reader = _HeaderReader(header.data, path)
         self.path = path
         self.metadata = TypedValues(reader.read_metadata(), str(path))
         self.tensors = reader.read_tensors()
 
-    def rows(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's raw bytes, one row for each output. It is a view of the file."""
+    def rows(self, name: str, place: int = 0, num_places: int = 1) -> npt.NDArray[np.uint8]:
+        """A tensor's raw bytes, one row for each output; of a stack of matrices, those of one. They
+        are read anew each time: what is mapped would stay in the process's memory."""
         info = self.tensors[name]
-        raw = self._bytes[info.start : info.start + info.num_bytes]
-        return raw.reshape(math.prod(info.shape[:-1]), -1)
+        num_bytes = info.num_bytes // num_places
+        raw = np.frombuffer(self._file.read(info.start + place * num_bytes, num_bytes), np.uint8)
+        return raw.reshape(math.prod(info.shape[:-1]) // num_places, -1)
 
 
 class _HeaderReader:

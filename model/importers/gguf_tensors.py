@@ -1,92 +1,73 @@
-"""Turns the raw rows of a GGUF tensor into numbers.
+"""Turns the raw rows of GGUF tensors into weights.
 
-Knows: the block formats that Quill keeps quantized; for the others, the `gguf` package.
+Knows: which block formats Quill keeps as they are; for the others, the `gguf` package.
 Does not know: which tensor is which.
 """
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, Kind, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight, Raw, Rows, stack_rows
 from quill.model.errors import UnsupportedError
 
-# N outputs · I inputs · G = I / 32 blocks along the inputs · B the 32 values of a block
+# N outputs · I inputs
 
-_KEPT: dict[Any, Kind] = {
-    GGMLQuantizationType.Q4_0: "q4_0",
-    GGMLQuantizationType.Q4_1: "q4_1",
-    GGMLQuantizationType.Q8_0: "q8_0",
-}
-_HALF = 2  # bytes of a float16, in which scales and minima are stored
-
-Raw = npt.NDArray[np.uint8]
-Integers = npt.NDArray[np.integer[Any]]
+KEPT: dict[Any, Kind] = {GGMLQuantizationType[kind.upper()]: kind for kind in get_args(Kind)}
 
 
-class Weight(NamedTuple):
-    """A tensor in float32, and as its source had it if that is one of the forms we keep."""
+class Source(NamedTuple):
+    """The raw rows of one tensor. `name` is for error messages only."""
 
-    values: Tensor
+    raw_N: Raw
+    kind: Any  # a GGMLQuantizationType
+    name: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor in float32, or as its source had it if that is one of the kinds that are kept."""
+
+    floats: Tensor | None
     quantized: QuantizedWeight | None = None
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """In float32."""
+        if self.floats is not None:
+            return self.floats
+        assert self.quantized is not None
+        return self.quantized.dequantize()
 
 
 def decode_rows(raw_N: Raw, kind: Any, name: str) -> Weight:
-    """The numbers in raw rows of one kind. `name` is for the error message only."""
-    if kind in _KEPT:
-        return _unpack(raw_N, _KEPT[kind])
-    try:
-        values_NI = gguf.dequantize(raw_N, kind)
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"tensor {name} is stored as {kind.name}, which the gguf package can't turn into "
-            "numbers; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another quantization"
-        ) from error
+    """The numbers in raw rows of one kind."""
+    return decode_stack([Source(raw_N, kind, name)])
+
+
+def decode_stack(sources: Sequence[Source]) -> Weight:
+    """Tensors of one width as one matrix, row after row. If all are of kinds that are kept, even of
+    several, nothing is decoded."""
+    if all(source.kind in KEPT for source in sources):
+        parts = [Rows(KEPT[source.kind], source.raw_N) for source in sources]
+        return Weight(None, stack_rows(parts))
+    values_NI = np.concatenate([_dequantize(source) for source in sources])
     return Weight(torch.from_numpy(np.require(values_NI, np.float32, ["C", "W"])))
 
 
-def _unpack(raw_N: Raw, kind: Kind) -> Weight:
-    """A block is a scale, for q4_1 a minimum, then 32 integers."""
-    num_numbers = 2 if kind == "q4_1" else 1
-    num_bytes = num_numbers * _HALF + (BLOCK_SIZE if kind == "q8_0" else BLOCK_SIZE // 2)
-    blocks_NGb = raw_N.reshape(len(raw_N), -1, num_bytes)
-    numbers_NGb, q_NGb = np.split(blocks_NGb, [num_numbers * _HALF], axis=2)
-    numbers_NG = numbers_NGb.copy().view(np.float16).astype(np.float32)
-    scale_NG1, minimum_NG1 = numbers_NG[:, :, :1], numbers_NG[:, :, 1:]
-    q_NGB: Integers = q_NGb.view(np.int8) if kind == "q8_0" else _nibbles(q_NGb)
-    quantized = QuantizedWeight(
-        kind=kind,
-        q=_flat(q_NGB if kind == "q8_0" else _paired(q_NGB)),
-        scale_NG=_flat(scale_NG1),
-        minimum_NG=_flat(minimum_NG1) if kind == "q4_1" else None,
-    )
-    # The same as quantized.dequantize(), but numpy isn't slowed down by a busy machine: torch's
-    # threads wait for one another after each step, and took 15 s where this takes 2 s.
-    values_NGB = q_NGB.astype(np.float32)
-    if kind == "q4_0":
-        values_NGB -= 8
-    values_NGB *= scale_NG1
-    if kind == "q4_1":
-        values_NGB += minimum_NG1
-    return Weight(_flat(values_NGB), quantized)
-
-
-def _nibbles(q_NGb: Raw) -> Integers:
-    """The low halves of a block's bytes are its first 16 values, the high halves the others."""
-    return np.concatenate((q_NGb & 15, q_NGb >> 4), axis=2)
-
-
-def _paired(q_NGB: Integers) -> Integers:
-    """Two values a byte, neighbours together, as QuantizedWeight has them."""
-    return q_NGB[:, :, 0::2] | q_NGB[:, :, 1::2] << 4
-
-
-def _flat(array_NGb: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(
-        np.require(array_NGb.reshape(len(array_NGb), -1), None, ["C", "W", "O"])
-    )
+def _dequantize(source: Source) -> Any:
+    try:
+        return gguf.dequantize(source.raw_N, source.kind)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"tensor {source.name} is stored as {source.kind.name}, which the gguf package can't "
+            "turn into numbers; use a file in F32, F16, BF16, Q8_0, Q6_K, Q4_K or another "
+            "quantization"
+        ) from error

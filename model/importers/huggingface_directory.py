@@ -1,109 +1,65 @@
 """Reads a Hugging Face directory: config.json, safetensors, tokenizer.json.
 
-Knows: which architectures there are, the names of tensors in the Llama family, all of GPT-2.
-Does not know: the Llama family's settings (model/importers/huggingface_llama.py), files of weights
-(model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py), Marian
-(model/importers/huggingface_marian.py), BERT (model/importers/huggingface_bert.py).
+Knows: which architectures there are, how their tensors become ours, all of GPT-2.
+Does not know: other decoders (model/importers/huggingface_decoders.py), files of weights
+(model/importers/huggingface_weights.py), text (model/importers/huggingface_text.py),
+encoder–decoders (model/importers/huggingface_seq2seq.py), encoders
+(model/importers/huggingface_bert.py).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.tensors import Lazy, LazyTensor, Tensors
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, UnsupportedError
-from quill.model.importers.huggingface_bert import (
-    HEAD_BIAS,
-    bert_layout,
-    read_bert_config,
-    read_masked_bert_config,
-    takes_no_part,
-)
+from quill.model.importers.huggingface_bert import ENCODERS, bert_layout, bert_names, takes_no_part
 from quill.model.importers.huggingface_config import layer_norm_config, read_activation, refuse
-from quill.model.importers.huggingface_llama import LLAMA_FAMILY
-from quill.model.importers.huggingface_marian import (
+from quill.model.importers.huggingface_decoders import DECODERS, decoder_names
+from quill.model.importers.huggingface_seq2seq import (
     BANNED,
+    SEQ2SEQ,
+    as_saved,
     banned_tokens,
     in_our_order,
-    marian_layout,
-    read_marian_config,
+    seq2seq_layout,
 )
-from quill.model.importers.huggingface_sentence import read_sentence
-from quill.model.importers.huggingface_text import read_json, read_text
-from quill.model.importers.huggingface_weights import WeightFiles, open_weights
+from quill.model.importers.huggingface_text import read_json, read_sentence, read_text
+from quill.model.importers.huggingface_weights import (
+    mxfp4_names,
+    open_weights,
+    read_mxfp4,
+    same_numbers,
+    with_values,
+)
 from quill.model.importers.tensor_layout import (
     Layout,
-    LlamaNames,
     Part,
-    Track,
+    check_finite,
     check_source,
     layer_norm,
     linear,
     llama_layout,
-    untracked,
 )
 from quill.model.network.config import ModelConfig
 
-LLAMA_NAMES = LlamaNames(
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    projection="lm_head",
-    layer="model.layers.{}",
-    attention_norm="input_layernorm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    attention_out="self_attn.o_proj",
-    feed_forward_norm="post_attention_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-)
-
-_NAMES = {
-    "Olmo2ForCausalLM": LLAMA_NAMES._replace(
-        attention_norm="post_attention_layernorm", feed_forward_norm="post_feedforward_layernorm"
-    ),
-    "Phi3ForCausalLM": LLAMA_NAMES._replace(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-    "MixtralForCausalLM": LLAMA_NAMES._replace(
-        router="block_sparse_moe.gate",
-        expert="block_sparse_moe.experts.{}",
-        expert_parts=("w1", "w3", "w2"),
-    ),
-}
-_NAMES |= dict.fromkeys(
-    ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    LLAMA_NAMES._replace(
-        attention_after="post_attention_layernorm",
-        feed_forward_norm="pre_feedforward_layernorm",
-        feed_forward_after="post_feedforward_layernorm",
-        norm_plus=1.0,
-    ),
-)
-_NAMES |= dict.fromkeys(
-    ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-    LLAMA_NAMES._replace(
-        router="mlp.gate",
-        balance="mlp.gate.e_score_correction_bias",
-        expert="mlp.experts.{}",
-        shared_experts="mlp.shared_experts",
-    ),
-)
-
 # Tables that older versions stored beside the weights; everybody computes them now.
 _TABLES = re.compile(
-    r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight)$"
+    r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
 )
-# The one embedding under other names.
+# The one embedding under other names: of an encoder–decoder's sides, and of the projection.
+_SHARED = [f"{each}coder.embed_tokens.weight" for each in ("model.en", "model.de", "en", "de")]
 _TIED = (
     "lm_head.weight",
-    "model.encoder.embed_tokens.weight",
-    "model.decoder.embed_tokens.weight",
-    "cls.predictions.decoder.weight",
+    *(f"{bert_names(name).projection}.weight" for name in ENCODERS),
 )
 
 
@@ -117,12 +73,20 @@ def read_settings(directory: Path) -> TypedValues:
 
 def read_config(settings: TypedValues) -> ModelConfig:
     architecture = _architecture(settings)
-    if settings.get("quantization_config") is not None:
-        raise UnsupportedError(
-            "the model's weights are quantized (its config.json has a quantization_config); Quill "
-            "reads plain ones, in float32, float16 or bfloat16. Use the model that it was made from"
-        )
+    _check_quantization(architecture, settings)
     return ARCHITECTURES[architecture](settings)
+
+
+def _check_quantization(architecture: str, settings: TypedValues) -> None:
+    if settings.get("quantization_config") is None:
+        return
+    method = settings.mapping("quantization_config").get("quant_method")
+    if (architecture, method) != ("GptOssForCausalLM", "mxfp4"):
+        raise UnsupportedError(
+            f"the model's weights are quantized (its config.json has a quantization_config, of "
+            f"{method}); Quill reads plain ones, in float32, float16 or bfloat16, and gpt-oss's "
+            "mxfp4. Use the model that it was made from"
+        )
 
 
 def _architecture(settings: TypedValues) -> str:
@@ -137,20 +101,25 @@ def _architecture(settings: TypedValues) -> str:
     return known[0]
 
 
-def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
-    """The whole checkpoint. Without a tokenizer.json it takes token ids only."""
+def read_huggingface(directory: Path) -> Checkpoint:
+    """The checkpoint; its weights are read when they are asked for, in the source's own types.
+    Without a tokenizer.json it takes token ids only."""
     settings, sentence = read_settings(directory), read_sentence(directory)
     config = read_config(settings)
     provenance = _provenance(directory)
     directory = sentence.model or directory
+    source = open_weights(directory)
+    if config.family == "seq2seq":
+        config = as_saved(config, source)
+    if sentence.pooling is not None and config.masked_head:
+        config = _without_absent_head(config, settings, source)
     text = read_text(directory, settings, config.vocab_size, masked=config.masked_head)
     embeds = config.family == "encoder" or sentence.pooling is not None
-    with open_weights(directory) as files:
-        layout = _layout(config, files, _architecture(settings))
-        weights = _read_weights(files, config, layout, directory, track)
+    kept, tensors = mxfp4_names(source), with_values(source)
+    layout = _layout(config, tensors, settings, str(directory))
     return Checkpoint(
         config=config,
-        weights=weights,
+        weights=_weights(tensors, config, layout, directory),
         tokenizer=text.tokenizer,
         special_tokens=text.special_tokens,
         prepend_bos=text.prepend_bos,
@@ -161,76 +130,138 @@ def read_huggingface(directory: Path, track: Track = untracked) -> Checkpoint:
         provenance=provenance,
         pooling=sentence.pooling,
         normalize=sentence.normalize,
+        quantized=Lazy(
+            {
+                name: partial(read_mxfp4, source, parts[0])
+                for name, parts in layout.items()
+                if parts[0].name in kept
+            }
+        ),
     )
 
 
-def _read_weights(
-    files: WeightFiles, config: ModelConfig, layout: Layout, directory: Path, track: Track
-) -> dict[str, Tensor]:
-    shapes = {name: shape for name, shape in files.shapes.items() if not _TABLES.search(name)}
+def _without_absent_head(
+    config: ModelConfig, settings: TypedValues, source: Collection[str]
+) -> ModelConfig:
+    """Sentence-embedding models were saved without the head that their config.json still names."""
+    if f"{bert_names(_architecture(settings)).head_dense}.weight" in source:
+        return config
+    return replace(config, masked_head=False, output_bias=False)
+
+
+def _check_tensors(source: Tensors, config: ModelConfig, layout: Layout, directory: Path) -> None:
+    used = {part.name for parts in layout.values() for part in parts}
+    shapes = {
+        name: source.shape(name) for name in source if name in used or not _TABLES.search(name)
+    }
     for name, original in _copies(config, layout).items():
         if name in shapes and original in shapes:
-            _refuse_other_numbers(files, name, original)
+            _refuse_other_numbers(source, name, original, directory)
             del shapes[name]
     if config.family == "encoder":
-        shapes = {name: shape for name, shape in shapes.items() if not takes_no_part(name)}
+        shapes = {
+            name: shape for name, shape in shapes.items() if name in used or not takes_no_part(name)
+        }
     check_source(layout, shapes, str(directory))
-    weights = {name: _join(files, layout[name]) for name in track(list(layout))}
-    if config.family != "seq2seq":
-        return weights
-    weights = {name: in_our_order(name, tensor) for name, tensor in weights.items()}
-    generation = read_json(directory / "generation_config.json")
-    for token in banned_tokens(generation, config.vocab_size):
-        weights["output_bias"][token] = BANNED
-    return weights
+
+
+def _weights(source: Tensors, config: ModelConfig, layout: Layout, directory: Path) -> Tensors:
+    _check_tensors(source, config, layout, directory)
+    banned: list[int] = []
+    if config.family == "seq2seq":
+        generation = read_json(directory / "generation_config.json")
+        banned = list(banned_tokens(generation, config))
+
+    def join(name: str, read: Callable[[str], Tensor]) -> Tensor:
+        tensor = _joined(layout[name], read)
+        if config.family != "seq2seq":
+            return tensor
+        if name == "output_bias":
+            tensor = tensor.flatten()
+            tensor[banned] = BANNED
+        return in_our_order(name, tensor) if config.positions == "sinusoidal" else tensor
+
+    def read(name: str) -> Tensor:
+        return check_finite(name, source[name])
+
+    def described(name: str) -> Tensor:
+        """With the shape and the type, and no numbers."""
+        return torch.empty(source.shape(name), dtype=source.dtype(name), device="meta")
+
+    wholes = {name: join(name, described) for name in layout}
+    return Tensors(
+        {
+            name: LazyTensor(tuple(whole.shape), whole.dtype, partial(join, name, read))
+            for name, whole in wholes.items()
+        }
+    )
 
 
 def _copies(config: ModelConfig, layout: Layout) -> dict[str, str]:
     """Tensors that are others under another name, and those."""
-    if not config.tied_embeddings:
-        return {}
-    copies = dict.fromkeys(_TIED, layout["embedding.weight"][0].name)
-    return copies | ({HEAD_BIAS: layout["output_bias"][0].name} if config.masked_head else {})
+    tied = [*_SHARED, *_TIED] if config.tied_embeddings else _SHARED
+    copies = dict.fromkeys(tied, layout["embedding.weight"][0].name)
+    if config.masked_head:  # the bias stands beside the copy of the embedding as well
+        bias = layout["output_bias"][0].name
+        copies |= {f"{bert_names(name).projection}.bias": bias for name in ENCODERS}
+        copies.pop(bias, None)
+    return copies
 
 
-def _refuse_other_numbers(files: WeightFiles, name: str, original: str) -> None:
-    if not files.same(name, original):
+def _refuse_other_numbers(source: Tensors, name: str, original: str, directory: Path) -> None:
+    if not same_numbers(source, name, original):
         raise UnsupportedError(
-            f"{files.directory} has a {name} with other numbers than {original}, but its "
+            f"{directory} has a {name} with other numbers than {original}, but its "
             "config.json says that they are the same (tie_word_embeddings). Set that to false if "
             "both count, or remove the former"
         )
 
 
-def _join(files: WeightFiles, parts: list[Part]) -> Tensor:
-    tensors = [_prepared(files.read(part.name), part) for part in parts]
-    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).contiguous()
+def _joined(parts: list[Part], read: Callable[[str], Tensor]) -> Tensor:
+    """One of our tensors: in float32 if its parts differ in type, or are computed with."""
+    tensors = [_prepared(read(part.name), part) for part in parts]
+    if len({tensor.dtype for tensor in tensors} | {torch.float64}) > 2:
+        tensors = [tensor.float() for tensor in tensors]
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return (whole.float() if whole.dtype == torch.float64 else whole).contiguous()
 
 
 def _prepared(tensor: Tensor, part: Part) -> Tensor:
     if part.transposed:
-        return tensor.T
-    if part.interleaved_heads:
-        heads = torch.unflatten(tensor, 0, (part.interleaved_heads, -1))
-        nope, rope = heads[:, : -part.interleaved_rows], heads[:, -part.interleaved_rows :]
-        return torch.cat((nope, rope[:, 0::2], rope[:, 1::2]), dim=1).flatten(0, 1)
-    return tensor + part.plus if part.plus else tensor
+        tensor = tensor.mT
+    if part.stacked:
+        tensor = tensor.flatten(0, 1)
+    if part.order is not None:
+        return tensor[torch.from_numpy(part.order)]
+    if (part.plus, part.times) != (0.0, 1.0):
+        return (tensor.float() + part.plus) * part.times
+    return tensor
 
 
-def _layout(config: ModelConfig, files: WeightFiles, architecture: str) -> Layout:
+def _layout(
+    config: ModelConfig, names: Collection[str], settings: TypedValues, origin: str
+) -> Layout:
     num_layers = config.num_layers + config.num_encoder_layers
-    if num_layers > len(files.shapes):
-        raise CheckpointError(
-            f"{files.directory} claims {num_layers} layers but has {len(files.shapes)} tensors"
-        )
+    if num_layers > len(names):
+        raise CheckpointError(f"{origin} claims {num_layers} layers but has {len(names)} tensors")
+    return layout_of(config, names, settings)
+
+
+def layout_of(config: ModelConfig, names: Collection[str], settings: TypedValues) -> Layout:
+    """`names`: all that the source has; several architectures have more than one spelling."""
     if config.family == "seq2seq":
-        return marian_layout(config)
+        return seq2seq_layout(config, settings)
     if config.family == "encoder":
-        return bert_layout(config, files.shapes)
+        return bert_layout(config, bert_names(_architecture(settings)), names)
     if config.positions == "rotary":
-        return llama_layout(config, _NAMES.get(architecture, LLAMA_NAMES), interleaved=False)
+        theirs = decoder_names(_architecture(settings), settings)
+        if "embed_tokens.weight" in names:  # saved without its head, as Qwen3-Embedding is
+            bare = [theirs.embedding, theirs.final_norm, theirs.layer]
+            embedding, final_norm, layer = (name.removeprefix("model.") for name in bare)
+            theirs = theirs._replace(embedding=embedding, final_norm=final_norm, layer=layer)
+        return llama_layout(config, theirs, interleaved=False)
     # GPT-2's own checkpoint was saved without its head, and so without this prefix.
-    prefix = "transformer." if "transformer.wte.weight" in files.shapes else ""
+    prefix = "transformer." if "transformer.wte.weight" in names else ""
     return _gpt2_layout(config, prefix)
 
 
@@ -282,12 +313,10 @@ def _gpt2_layout(config: ModelConfig, prefix: str) -> Layout:
 
 
 ARCHITECTURES: dict[str, Callable[[TypedValues], ModelConfig]] = {
-    **LLAMA_FAMILY,
+    **DECODERS,
     "GPT2LMHeadModel": _gpt2_config,
-    "MarianMTModel": read_marian_config,
-    "BertModel": read_bert_config,
-    "BertForMaskedLM": read_masked_bert_config,
-    "BertForPreTraining": read_masked_bert_config,
+    **SEQ2SEQ,
+    **ENCODERS,
 }
 
 

@@ -1,17 +1,22 @@
-"""Reads the text settings of a Hugging Face directory: tokenizer, chat template, defaults.
+"""Reads the text settings of a Hugging Face directory: tokenizer, chat template, defaults; how a
+sentence-embedding directory pools hidden states to one embedding.
 
-Knows: tokenizer.json, tokenizer_config.json, generation_config.json and their older spellings.
+Knows: tokenizer.json, tokenizer_config.json, generation_config.json and their older spellings;
+that Marian has source.spm and vocab.json in the place of the first; modules.json and the pooling's
+config.json of sentence-transformers.
 Does not know: tensors, the shape of the model.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quill.model.checkpoint.checkpoint import Pooling
 from quill.model.checkpoint.typed_values import TypedValues
+from quill.model.data.sentencepiece import marian_tokenizer
 from quill.model.data.tokenizer import SpecialTokens, Tokenizer
-from quill.model.errors import CheckpointError
+from quill.model.errors import CheckpointError, UnsupportedError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "max_new_tokens", "num_beams", "length_penalty")
@@ -23,6 +28,16 @@ _WITHIN = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
     "max_new_tokens": (1, 1 << 31),
+}
+
+
+MODULES = "modules.json"
+_POOLINGS: dict[str, Pooling] = {
+    "cls_token": "first",
+    "cls": "first",
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "lasttoken": "last",
 }
 
 
@@ -57,7 +72,10 @@ def read_text(
     """`masked`: whether the model finds masked tokens; else no token is its mask."""
     generation = read_json(directory / "generation_config.json")
     tokenizer_config = read_json(directory / "tokenizer_config.json")
-    tokenizer_json = read_json(directory / "tokenizer.json")
+    tokenizer_json, marian = read_json(directory / "tokenizer.json"), None
+    if not tokenizer_json and (directory / "source.spm").exists():
+        marian = marian_tokenizer(directory)
+        tokenizer_json = json.loads(marian.to_str())
     ids = _added_tokens(tokenizer_json)
     _check_ids(ids, vocab_size)
     special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
@@ -65,13 +83,19 @@ def read_text(
     translates = settings.flag("is_encoder_decoder", False)
     if translates:
         start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
-        special = replace(special, bos=min(_ids(start, vocab_size), default=special.bos))
+        special = replace(
+            special,
+            bos=min(_ids(start, vocab_size), default=special.bos),
+            source_bos=_placed_id(tokenizer_json, ids, 0),
+        )
     stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
     stop_ids = stop_ids or _ids(settings.get("eos_token_id"), vocab_size)
     if special.eos is None and stop_ids:
         special = replace(special, eos=min(stop_ids))
-    tokenizer = Tokenizer.load(directory / "tokenizer.json", special) if tokenizer_json else None
-    if tokenizer is not None:
+    tokenizer = None
+    if tokenizer_json:
+        path = directory / "tokenizer.json"
+        tokenizer = Tokenizer.load(path, special) if marian is None else Tokenizer(marian, special)
         _check_ids(tokenizer.vocabulary, vocab_size)
     return Text(
         tokenizer=tokenizer,
@@ -137,7 +161,8 @@ def _placed_id(tokenizer_json: dict[str, Any], ids: dict[str, int], place: int) 
     processor = tokenizer_json.get("post_processor") or {}
     try:
         for step in processor.get("processors", [processor]):
-            if step.get("type") == "BertProcessing":  # an older spelling, of [text, id]
+            # Older spellings, of [text, id].
+            if step.get("type") in ("BertProcessing", "RobertaProcessing"):
                 return ids.get(step["sep" if place else "cls"][0])
             template = step.get("single", [])
             if template and "SpecialToken" in template[place]:
@@ -185,4 +210,80 @@ def _check_default(name: str, value: float) -> None:
         raise CheckpointError(
             f"generation_config.json has {name} {value}; it must be from {low} to {high}. Correct "
             "it, or take it out: then nothing is set"
+        )
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Pooling and normalization of embeddings, if the directory has them."""
+
+    pooling: Pooling | None = None
+    normalize: bool = False
+    model: Path | None = None  # where the model's own files are; None: the directory isn't such
+
+
+def read_sentence(directory: Path) -> Sentence:
+    modules = _modules(directory / MODULES)
+    if not modules:
+        return Sentence()
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedError(
+            f"{directory / MODULES} lists {', '.join(kinds)}; Quill knows a Transformer, then "
+            "Pooling, then Normalize or nothing"
+        )
+    model, pooling = (directory / path for _, path in modules[:2])
+    _refuse_changed_texts(directory, model)
+    return Sentence(_pooling(pooling / "config.json"), kinds[-1] == "Normalize", model)
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """The last word of each module's type, and its folder."""
+    if not path.exists():
+        return []
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        ordered = sorted(listed, key=lambda module: module["idx"])
+        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in ordered]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"can't read {path}: {error!r}") from error
+    outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in folder]
+    if outside:
+        raise CheckpointError(f"{path} names {outside[0]!r}, which isn't inside the directory")
+    return modules
+
+
+def _pooling(path: Path) -> Pooling:
+    settings = read_json(path)
+    values = TypedValues(settings, str(path))
+    prefix = "pooling_mode_"
+    chosen = [
+        name.removeprefix(prefix)
+        for name in settings
+        if name.startswith(prefix) and values.flag(name, False)
+    ]
+    if "pooling_mode" in settings:  # newer versions name it
+        chosen = [values.text("pooling_mode")]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        raise UnsupportedError(
+            f"{path} sets pooling by {', '.join(chosen) or 'nothing'}; Quill supports one of "
+            f"{', '.join(_POOLINGS)}"
+        )
+    return _POOLINGS[chosen[0]]
+
+
+def _refuse_changed_texts(directory: Path, model: Path) -> None:
+    """What their library does to a text before its tokenizer sees it."""
+    prompt = read_json(directory / "config_sentence_transformers.json").get("default_prompt_name")
+    if prompt is not None:
+        raise UnsupportedError(
+            f"the model puts its prompt {prompt!r} before every text (default_prompt_name in "
+            "config_sentence_transformers.json); Quill takes texts as they are"
+        )
+    lowers = read_json(model / "sentence_bert_config.json").get("do_lower_case", False)
+    normalizer: Any = read_json(model / "tokenizer.json").get("normalizer")
+    if lowers and '"lowercase": true' not in json.dumps(normalizer):
+        raise UnsupportedError(
+            "the model's texts are put into lower case before its tokenizer reads them "
+            "(do_lower_case in sentence_bert_config.json); Quill takes texts as they are"
         )

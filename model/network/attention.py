@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quill.model.network.config import ModelConfig
+from quill.model.network.config import STATE_SIZE, ModelConfig
 from quill.model.network.positions import RotaryTables, rotate, tables_of
 
 # B batch · T new tokens · S tokens attended to · N query heads · K key/value heads · H head size
@@ -49,11 +49,17 @@ class AttentionImplementation(Protocol):
     def begin(self, ids_BT: Tensor) -> Tensor:
         """Begins a forward pass; returns the position of each new token, as (T,) or (B, T)."""
 
-    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
-        """Attends from the new tokens to themselves and to what came before them."""
+    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+        """Attends from the new tokens to themselves and to what came before them. `sinks_N`: of
+        each head a score that has a weight and no value."""
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         """Attends from the new tokens to the encoder's output."""
+
+    def short_conv(
+        self, layer: int, x_BTD: Tensor, kernel_DL: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        """A causal convolution of each channel over the new tokens and what came before them."""
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int = 0) -> Tensor:
@@ -63,6 +69,14 @@ def causal_mask(num_queries: int, num_keys: int, window: int = 0) -> Tensor:
     if window:
         allowed_TS = allowed_TS.triu(first - window + 1)
     return torch.zeros(num_queries, num_keys).masked_fill(~allowed_TS, -math.inf)
+
+
+def relative_bias(bias_NR: Tensor, num_queries: int, num_keys: int, context: int) -> Tensor:
+    """What is added to scores, (N, T, S), of a table by distance whose column context - 1 is of a
+    query's own position. The last query's position is the last key's."""
+    position_S = torch.arange(num_keys, device=bias_NR.device)
+    distance_TS = position_S - position_S[num_keys - num_queries :, None]
+    return bias_NR[:, (distance_TS + context - 1).clamp(max=bias_NR.shape[1] - 1)]
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
@@ -76,8 +90,9 @@ def attention_weights(
     mask_TS: Tensor | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q·kᵀ / √d_k + mask): the textbook formula."""
+    """softmax(q·kᵀ / √d_k + mask): the textbook formula. A sink is one more score in its sum."""
     scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2)
     scores_BNTS = (
         scores_BNTS / math.sqrt(q_BNTH.shape[-1]) if scale is None else scores_BNTS * scale
@@ -86,7 +101,10 @@ def attention_weights(
         scores_BNTS = soft_capped(scores_BNTS, soft_cap)
     if mask_TS is not None:
         scores_BNTS = scores_BNTS + mask_TS
-    return scores_BNTS.softmax(dim=-1)
+    if sinks_N is None:
+        return scores_BNTS.softmax(dim=-1)
+    sinks_BNT1 = sinks_N[:, None, None].expand(*scores_BNTS.shape[:-1], 1)
+    return torch.cat((scores_BNTS, sinks_BNT1), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def split_heads(x_BTE: Tensor, head_size: int) -> Tensor:
@@ -136,15 +154,16 @@ def _attend(
     mask: Tensor | None = None,
     causal: bool = False,
     config: ModelConfig | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """`config`: for its scale and soft cap."""
     num_heads = q_BNTH.shape[1]
     k_BNSH, v_BNSH = (repeat_groups(side, num_heads) for side in kv)
     scale = None if config is None else config.scale
-    if config is not None and config.attention_soft_cap:
-        assert mask is not None, "the soft cap needs an explicit mask"
-        cap = config.attention_soft_cap
-        return merge_heads(attention_weights(q_BNTH, k_BNSH, mask, scale, cap) @ v_BNSH)
+    cap = 0.0 if config is None else config.attention_soft_cap
+    if cap or sinks_N is not None:
+        assert mask is not None, "soft caps and sinks need an explicit mask"
+        return merge_heads(attention_weights(q_BNTH, k_BNSH, mask, scale, cap, sinks_N) @ v_BNSH)
     # PyTorch's fast kernel needs keys and values of the same width.
     missing = k_BNSH.shape[-1] - v_BNSH.shape[-1]
     out_BNTH = F.scaled_dot_product_attention(
@@ -159,35 +178,78 @@ def _attend(
 
 
 def attend_to_past(
-    config: ModelConfig, layer: int, q_BNTH: Tensor, kv: KeyValue, *, from_start: bool = False
+    config: ModelConfig,
+    layer: int,
+    q_BNTH: Tensor,
+    kv: KeyValue,
+    sinks_N: Tensor | None = None,
+    bias_NR: Tensor | None = None,
+    *,
+    from_start: bool = False,
 ) -> Tensor:
     """Causal attention. `from_start`: there are no keys before the queries' tokens."""
     window = config.window_of(layer)
-    if from_start and not window and not config.attention_soft_cap:
+    plain = not config.attention_soft_cap and sinks_N is None and bias_NR is None
+    if from_start and not window and plain:
         return _attend(q_BNTH, kv, causal=True, config=config)
-    mask_TS = causal_mask(q_BNTH.shape[2], kv.k_BKSH.shape[2], window).to(q_BNTH)
-    return _attend(q_BNTH, kv, mask=mask_TS, config=config)
+    num_queries, num_keys = q_BNTH.shape[2], kv.k_BKSH.shape[2]
+    mask = causal_mask(num_queries, num_keys, window).to(q_BNTH)
+    if bias_NR is not None:
+        mask = mask + relative_bias(bias_NR, num_queries, num_keys, config.context)
+    return _attend(q_BNTH, kv, mask=mask, config=config, sinks_N=sinks_N)
+
+
+def causal_conv(x_BSD: Tensor, num_new: int, kernel_DL: Tensor, bias_D: Tensor | None) -> Tensor:
+    """The last `num_new` outputs. Before the first token there are noughts."""
+    padded_BDS = F.pad(x_BSD.mT, (kernel_DL.shape[1] - 1, 0))
+    y_BDS = F.conv1d(padded_BDS, kernel_DL.unsqueeze(1), bias_D, groups=len(kernel_DL))
+    return y_BDS.mT[:, -num_new:]
+
+
+def as_state(x_BTD: Tensor) -> KeyValue:
+    """A convolution's inputs as they are cached: half of the channels as keys."""
+    first, second = x_BTD.chunk(2, dim=-1)
+    return KeyValue(split_heads(first, STATE_SIZE), split_heads(second, STATE_SIZE))
+
+
+def from_state(state: KeyValue) -> Tensor:
+    return torch.cat([merge_heads(side) for side in state], dim=-1)
 
 
 class EncoderAttention:
     """Bidirectional: every token attends to every token that isn't padding."""
 
     def __init__(
-        self, config: ModelConfig, rotary: RotaryTables | None, mask_BS: Tensor | None
+        self,
+        config: ModelConfig,
+        rotary: RotaryTables | None,
+        mask_BS: Tensor | None,
+        bias_NR: Tensor | None = None,
     ) -> None:
         self._config = config
         self._rotary = rotary
+        self._bias_NR = bias_NR
         self._mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
 
     def begin(self, ids_BT: Tensor) -> Tensor:
         return torch.arange(ids_BT.shape[1], device=ids_BT.device)
 
-    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         q_BNTH, kv = split_qkv(qkv_BTE, self._config, self._rotary, 0)
-        return _attend(q_BNTH, kv, mask=self._mask_B11S)
+        mask = self._mask_B11S
+        if self._bias_NR is not None:
+            length = qkv_BTE.shape[1]
+            bias_NTS = relative_bias(self._bias_NR, length, length, self._config.context)
+            mask = bias_NTS if mask is None else bias_NTS.masked_fill(~mask, -math.inf)
+        return _attend(q_BNTH, kv, mask=mask, config=self._config)
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         raise AssertionError("an encoder has no cross-attention")
+
+    def short_conv(
+        self, layer: int, x_BTD: Tensor, kernel_DL: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        raise AssertionError("an encoder has no short convolutions")
 
 
 class UncachedAttention:
@@ -198,27 +260,37 @@ class UncachedAttention:
         config: ModelConfig,
         rotary: RotaryTables | None,
         cross: CrossKeyValue | None = None,
+        bias_NR: Tensor | None = None,
     ) -> None:
         self._config = config
         self._rotary = rotary
         self._cross = cross
+        self._bias_NR = bias_NR
 
     def begin(self, ids_BT: Tensor) -> Tensor:
         return torch.arange(ids_BT.shape[1], device=ids_BT.device)
 
-    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         rotary = tables_of(self._rotary, self._config, layer)
         q_BNTH, kv = split_qkv(qkv_BTE, self._config, rotary, 0)
-        return attend_to_past(self._config, layer, q_BNTH, kv, from_start=True)
+        return attend_to_past(
+            self._config, layer, q_BNTH, kv, sinks_N, self._bias_NR, from_start=True
+        )
 
     def cross_attention(self, layer: int, q_BTE: Tensor) -> Tensor:
         assert self._cross is not None, "a decoder with cross-attention needs an encoded source"
-        return attend_across(q_BTE, self._cross, layer, self._config.head_size)
+        return attend_across(q_BTE, self._cross, layer, self._config)
+
+    def short_conv(
+        self, layer: int, x_BTD: Tensor, kernel_DL: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        return causal_conv(x_BTD, x_BTD.shape[1], kernel_DL, bias_D)
 
 
-def attend_across(q_BTE: Tensor, cross: CrossKeyValue, layer: int, head_size: int) -> Tensor:
-    q_BNTH = split_heads(q_BTE, head_size)
-    return _attend(q_BNTH, cross.layers[layer], mask=cross.mask_BS[:, None, None, :])
+def attend_across(q_BTE: Tensor, cross: CrossKeyValue, layer: int, config: ModelConfig) -> Tensor:
+    q_BNTH = split_heads(q_BTE, config.head_size)
+    mask_B11S = cross.mask_BS[:, None, None, :]
+    return _attend(q_BNTH, cross.layers[layer], mask=mask_B11S, config=config)
 
 
 class CachedAttention(UncachedAttention):
@@ -232,8 +304,9 @@ class CachedAttention(UncachedAttention):
         config: ModelConfig,
         rotary: RotaryTables | None,
         cross: CrossKeyValue | None = None,
+        bias_NR: Tensor | None = None,
     ) -> None:
-        super().__init__(config, rotary, cross)
+        super().__init__(config, rotary, cross, bias_NR)
         self._layers: dict[int, KeyValue] = {}
         self._length = 0
         self._num_new = 0
@@ -253,10 +326,17 @@ class CachedAttention(UncachedAttention):
         self._num_new = ids_BT.shape[1]
         return torch.arange(self._length, self._length + self._num_new, device=ids_BT.device)
 
-    def self_attention(self, layer: int, qkv_BTE: Tensor) -> Tensor:
+    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         rotary = tables_of(self._rotary, self._config, layer)
         q_BNTH, new = split_qkv(qkv_BTE, self._config, rotary, self._length)
-        return attend_to_past(self._config, layer, q_BNTH, self._append(layer, new))
+        kv = self._append(layer, new)
+        return attend_to_past(self._config, layer, q_BNTH, kv, sinks_N, self._bias_NR)
+
+    def short_conv(
+        self, layer: int, x_BTD: Tensor, kernel_DL: Tensor, bias_D: Tensor | None
+    ) -> Tensor:
+        x_BSD = from_state(self._append(layer, as_state(x_BTD)))
+        return causal_conv(x_BSD, x_BTD.shape[1], kernel_DL, bias_D)
 
     def _append(self, layer: int, new: KeyValue) -> KeyValue:
         past = self._layers.get(layer)

@@ -19,7 +19,8 @@ NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]
 QueryKeyNorm = Literal["none", "head", "width"]
 Scoring = Literal["softmax", "sigmoid"]
-ScalingKind = Literal["linear", "llama3"]
+ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
+ClassActivation = Literal["tanh", "relu"]
 CellKind = Literal["rnn", "gru", "lstm"]
 ContextKind = Literal["fixed", "bahdanau"]
 
@@ -29,6 +30,8 @@ MAX_CONTEXT = 2**22
 MAX_HEADS = 2**16
 MAX_SIZE = 2**24
 MAX_EXPERTS = 2**12
+MAX_TAPS = 16  # of a short convolution: the positions of a block
+STATE_SIZE = 16  # a convolution's inputs are kept in the KV cache as heads of this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +40,20 @@ class RotaryScaling:
 
     kind: ScalingKind
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: float = 1.0  # of yarn: beta_slow
+    high_freq_factor: float = 4.0  # of yarn: beta_fast
     original_context: int = 8192
+    divisors: tuple[float, ...] = ()  # of longrope: of each frequency
+    attention_factor: float = 1.0  # of yarn and longrope: cosines and sines are multiplied by it
+    truncate: bool = True  # of yarn: blended over whole frequencies
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        positive = (*self.divisors, self.attention_factor)
+        if not all(math.isfinite(value) and value > 0 for value in positive):
+            raise ConfigError("rotary scaling has a divisor or a factor that isn't positive")
+        if (self.kind == "longrope") != bool(self.divisors):
+            raise ConfigError("longrope has a divisor for each frequency, and nothing else has")
         if not (math.isfinite(self.factor) and self.factor >= 1.0):
             raise ConfigError(f"rotary scaling factor is {self.factor}; it must be at least 1")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -88,6 +99,7 @@ class Experts:
     per_token: int
     d_expert: int  # the feed-forward size of one
     num_shared: int = 0  # that every token has besides, as one of so many times the size
+    shared_gate: bool = False  # these are multiplied by a sigmoid that is computed of the token
     scoring: Scoring = "softmax"
     normalize: bool = True  # a token's weights are divided by their sum
     scale: float = 1.0  # and multiplied by this
@@ -96,6 +108,9 @@ class Experts:
     group_best: int = 1  # a group is as good as so many of its best experts together
     balanced: bool = False  # a bias for each, adjusted by its load, is added to its score
     dense_layers: int = 0  # the first so many have a plain feed-forward
+    bias: bool = False  # of the router, and of each expert's matrices
+    clamp: float = 0.0  # of a clamped SwiGLU, (value + 1) · gate · σ(slope · gate); 0: a plain one
+    slope: float = 1.702
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -109,8 +124,12 @@ class Experts:
         _require_within(self, "d_expert", 1, MAX_SIZE)
         _require_within(self, "num_shared", 0, MAX_EXPERTS)
         _require_within(self, "dense_layers", 0, MAX_LAYERS)
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ConfigError(f"scale of the experts is {self.scale}; it must be positive")
+        for name in ("scale", "slope"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} of the experts is {value}; it must be positive")
+        if not (math.isfinite(self.clamp) and self.clamp >= 0):
+            raise ConfigError(f"clamp of the experts is {self.clamp}; it must be positive, or 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +147,23 @@ class Latent:
         for name in ("rank", "rope_size", "nope_size", "value_size"):
             _require_within(self, name, 1, MAX_HEADS)
         _require_within(self, "query_rank", 0, MAX_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Layers with a gated causal convolution over a few tokens in the place of attention."""
+
+    taps: int  # tokens of a sum, the newest included
+    layers: tuple[int, ...]
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_within(self, "taps", 1, MAX_TAPS)
+        if not self.layers or sorted(set(self.layers)) != list(self.layers):
+            raise ConfigError(
+                f"short_conv has the layers {list(self.layers)}; it needs one at least, each once, "
+                "in their order"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +208,17 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     experts: Experts | None = None
     latent: Latent | None = None
+    embedding_scale: float | None = None  # of embeddings; None: as scale_embeddings has it
+    residual_scale: float = 1.0  # what a sublayer adds is multiplied by it
+    nope_pattern: int = 0  # every so many layers one has no rotary positions; 0: all have
+    partial_rotary_size: int = 0  # only the last so many numbers of a head are turned; 0: all
+    parallel_residual: bool = False  # the feed-forward reads what attention reads
+    attention_sinks: bool = False  # each head has a learned score with a weight and no value
+    short_conv: ShortConv | None = None
+    relative_buckets: int = 0  # each head adds a number to scores by distance: so many; 0: none
+    relative_distance: int = 128  # from which on all distances have the same number
+    num_classes: int = 0  # an encoder's logits are of so many classes of texts; 0: of tokens
+    class_activation: ClassActivation = "tanh"  # of the layer before these
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -224,9 +271,10 @@ class ModelConfig:
             )
         if self.recurrence is not None:
             self._check_recurrence()
-        elif self.positions == "none":
+        elif self.positions == "none" and not self.relative_buckets:
             raise ConfigError(
-                "positions is 'none'; only a recurrent network knows the order of tokens without"
+                "positions is 'none'; only a recurrent network knows the order of tokens without, "
+                "or one with relative_buckets"
             )
 
     def _check_recurrence(self) -> None:
@@ -263,6 +311,55 @@ class ModelConfig:
             raise ConfigError("experts need the activation swiglu, and no ff_bias")
         if self.latent is not None:
             self._check_latent(self.latent)
+        self._check_last()
+
+    def _check_last(self) -> None:
+        _require_within(self, "nope_pattern", 0, MAX_LAYERS)
+        _require_within(self, "partial_rotary_size", 0, self.head_size)
+        for name in ("embedding_scale", "residual_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number")
+        turned = self.nope_pattern or self.partial_rotary_size
+        if turned and (self.positions != "rotary" or self.latent is not None):
+            raise ConfigError("nope_pattern and partial_rotary_size need plain rotary positions")
+        if self.partial_rotary_size % 2:
+            raise ConfigError(f"partial_rotary_size is {self.partial_rotary_size}; it must be even")
+        if self.short_conv is not None:
+            self._check_short_conv(self.short_conv)
+        if self.parallel_residual and self.norm_placement != "pre":
+            raise ConfigError("parallel_residual needs the norm_placement 'pre'")
+        _require_within(self, "num_classes", 0, MAX_SIZE)
+        if self.num_classes and (self.family != "encoder" or self.masked_head or self.output_bias):
+            raise ConfigError("only an encoder without masked_head and output_bias has num_classes")
+        if self.relative_buckets:
+            self._check_relative()
+        divisors = () if self.rotary_scaling is None else self.rotary_scaling.divisors
+        if divisors and len(divisors) != self.rotary_size // 2:
+            raise ConfigError(
+                f"rotary scaling has {len(divisors)} divisors for {self.rotary_size // 2} "
+                "frequencies"
+            )
+
+    def _check_short_conv(self, conv: ShortConv) -> None:
+        if not 0 <= conv.layers[0] <= conv.layers[-1] < self.num_layers:
+            raise ConfigError(
+                f"short_conv has the layers {list(conv.layers)}; there are {self.num_layers}"
+            )
+        if self.d_model % (2 * STATE_SIZE) or self.latent is not None:
+            raise ConfigError(
+                f"short_conv needs a d_model that is a multiple of {2 * STATE_SIZE}, not "
+                f"{self.d_model}, and no latent attention"
+            )
+
+    def _check_relative(self) -> None:
+        _require_within(self, "relative_buckets", 4, MAX_HEADS)
+        _require_within(self, "relative_distance", self.relative_buckets, MAX_CONTEXT)
+        if self.relative_buckets % 4 or self.family == "causal" or self.recurrence is not None:
+            raise ConfigError(
+                f"relative_buckets is {self.relative_buckets} in a {self.family} model; it must be "
+                "a multiple of 4, in an encoder or a seq2seq Transformer"
+            )
 
     def _check_latent(self, latent: Latent) -> None:
         if self.head_size != latent.nope_size + latent.rope_size:
@@ -272,10 +369,11 @@ class ModelConfig:
             )
         if self.num_kv_heads != self.num_heads or self.positions != "rotary":
             raise ConfigError("latent attention needs rotary positions and no groups of heads")
-        if latent.rope_size % 2 or self.qkv_bias or self.qk_norm != "none" or self.window:
+        others = self.qkv_bias or self.qk_norm != "none" or self.window or self.attention_sinks
+        if latent.rope_size % 2 or others:
             raise ConfigError(
-                "latent attention needs an even rope_size, and goes without qkv_bias, qk_norm and "
-                "window"
+                "latent attention needs an even rope_size, and goes without qkv_bias, qk_norm, "
+                "window and attention_sinks"
             )
 
     @property
@@ -286,19 +384,35 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """The size of the rotary part, which is the last of a head."""
-        return self.head_size if self.latent is None else self.latent.rope_size
+        if self.latent is not None:
+            return self.latent.rope_size
+        return self.partial_rotary_size or self.head_size
 
     @property
     def cached(self) -> "CachedSizes":
-        """The sizes of a token's KV cache in each layer."""
+        """The sizes of a token's KV cache in each layer with attention."""
         if self.latent is None:
             return CachedSizes(self.num_kv_heads, self.head_size, self.head_size)
         return CachedSizes(1, self.latent.rank + self.latent.rope_size, self.latent.rank)
+
+    def is_conv(self, layer: int) -> bool:
+        return self.short_conv is not None and layer in self.short_conv.layers
+
+    def cached_of(self, layer: int) -> "CachedSizes":
+        """Of a layer: one with a short convolution keeps its inputs, half of them as keys."""
+        if not self.is_conv(layer):
+            return self.cached
+        return CachedSizes(self.d_model // (2 * STATE_SIZE), STATE_SIZE, STATE_SIZE)
 
     def window_of(self, layer: int) -> int:
         """The sliding window of a layer; 0: none."""
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
         return 0 if sees_all else self.window
+
+    def is_rotary(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        without = self.nope_pattern and (layer + 1) % self.nope_pattern == 0
+        return self.positions == "rotary" and not without
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -324,12 +438,13 @@ class CachedSizes(NamedTuple):
     value_size: int
 
 
-_Part = RotaryScaling | Recurrence | Experts | Latent
+_Part = RotaryScaling | Recurrence | Experts | Latent | ShortConv
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 _LATER = list(_DEFAULTS)[list(_DEFAULTS).index("rotary_scaling") + 1 :]
 _CAUSAL_ONLY = (
-    *("qk_norm", "window", "attention_scale", "attention_soft_cap", "logit_soft_cap"),
-    *("experts", "latent"),
+    *("qk_norm", "window", "attention_soft_cap", "logit_soft_cap"),
+    *("experts", "latent", "residual_scale", "nope_pattern", "parallel_residual"),
+    *("attention_sinks", "short_conv"),
 )
 
 

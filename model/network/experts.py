@@ -25,12 +25,13 @@ class ExpertFeedForward(nn.Module):
         super().__init__()
         self.experts = experts
         number, d_expert, d_model = experts.number, experts.d_expert, config.d_model
-        self.router = nn.Linear(d_model, number, bias=False)
-        self.up = nn.Linear(d_model, number * 2 * d_expert, bias=False)
-        self.down = nn.Linear(d_expert, number * d_model, bias=False)
+        self.router = nn.Linear(d_model, number, bias=experts.bias)
+        self.up = nn.Linear(d_model, number * 2 * d_expert, bias=experts.bias)
+        self.down = nn.Linear(d_expert, number * d_model, bias=experts.bias)
         self.shared = None
         if experts.num_shared:
-            self.shared = FeedForward(config, experts.num_shared * d_expert)
+            kind = GatedFeedForward if experts.shared_gate else FeedForward
+            self.shared = kind(config, experts.num_shared * d_expert)
         if experts.balanced:
             self.register_buffer("balance_E", torch.zeros(number))
         self.load_E: Tensor | None = None  # tokens of each expert, counted while training
@@ -52,15 +53,32 @@ class ExpertFeedForward(nn.Module):
             self.load_E = counts if self.load_E is None else self.load_E + counts
         per_token = self.experts.per_token
         rows = x_RD.unsqueeze(1).expand(-1, per_token, -1).flatten(0, 1)[order]
-        ups = torch.unflatten(self.up.weight, 0, (self.experts.number, -1))
-        downs = torch.unflatten(self.down.weight, 0, (self.experts.number, -1))
+        ups, downs = self._each(self.up), self._each(self.down)
         parts = [
-            _feed(part, up, down)
+            self._feed(part, up, down)
             for part, up, down in zip(torch.split(rows, counts.tolist()), ups, downs, strict=True)
             if len(part)
         ]
         y_RKD = torch.unflatten(torch.cat(parts)[order.argsort()], 0, (-1, per_token))
         return (y_RKD * weights_RK.unsqueeze(-1)).sum(dim=1)
+
+    def _each(self, stacked: nn.Linear) -> list[tuple[Tensor, Tensor | None]]:
+        """The matrix and the bias of each expert."""
+        number = self.experts.number
+        biases = [None] * number if stacked.bias is None else stacked.bias.chunk(number)
+        return list(zip(stacked.weight.chunk(number), biases, strict=True))
+
+    def _feed(
+        self, x_RD: Tensor, up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
+        return F.linear(self.gated(*F.linear(x_RD, *up).chunk(2, dim=-1)), *down)
+
+    def gated(self, gate: Tensor, value: Tensor) -> Tensor:
+        if not (clamp := self.experts.clamp):
+            return F.silu(gate) * value
+        gate, value = gate.clamp(max=clamp), value.clamp(-clamp, clamp)
+        gate = gate * torch.sigmoid(gate * self.experts.slope)
+        return (value + 1) * gate
 
     @torch.no_grad()
     def choose(self, scores_RE: Tensor) -> Tensor:
@@ -83,6 +101,17 @@ class ExpertFeedForward(nn.Module):
         self.balance_E += rate * torch.sign(load_E.mean() - load_E)
 
 
+class GatedFeedForward(FeedForward):
+    """Multiplied by the sigmoid of one number that a vector computes of the token."""
+
+    def __init__(self, config: ModelConfig, d_ff: int) -> None:
+        super().__init__(config, d_ff)
+        self.gate_1D = nn.Parameter(torch.zeros(1, config.d_model))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return super().forward(x_BTD) * F.linear(x_BTD, self.gate_1D).sigmoid()
+
+
 def router_scores(logits_RE: Tensor, experts: Experts) -> Tensor:
     if experts.scoring == "sigmoid":
         return logits_RE.sigmoid()
@@ -95,8 +124,3 @@ def expert_weights(scores_RE: Tensor, chosen_RK: Tensor, experts: Experts) -> Te
     if experts.normalize:
         weights_RK = weights_RK / weights_RK.sum(dim=-1, keepdim=True)
     return weights_RK * experts.scale
-
-
-def _feed(x_RD: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    gate, value = F.linear(x_RD, up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * value, down)

@@ -18,7 +18,7 @@ from quill.model.network.attention import (
     soft_capped,
     split_heads,
 )
-from quill.model.network.config import ModelConfig
+from quill.model.network.config import ModelConfig, ShortConv
 
 # B batch · T new tokens · S source tokens · D model size · F feed-forward size
 # E = heads x head size, flat
@@ -39,11 +39,14 @@ class Residual(nn.Module):
         self.norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self._placement = config.norm_placement
+        self._scale = config.residual_scale
         if self._placement == "sandwich":
             self.after = make_norm(config)
 
     def forward(self, x_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         y_BTD: Tensor
+        if self._scale != 1.0:
+            sublayer = functools.partial(_scaled, sublayer, self._scale)
         match self._placement:
             case "pre":
                 y_BTD = x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
@@ -54,6 +57,10 @@ class Residual(nn.Module):
             case "sandwich":
                 y_BTD = x_BTD + self.dropout(self.after(sublayer(self.norm(x_BTD))))
         return y_BTD
+
+
+def _scaled(sublayer: Callable[[Tensor], Tensor], scale: float, x_BTD: Tensor) -> Tensor:
+    return sublayer(x_BTD) * scale
 
 
 class QueryKeyNorm(nn.Module):
@@ -90,11 +97,35 @@ class SelfAttention(nn.Module):
             config.num_heads * config.head_size, config.d_model, bias=config.attention_out_bias
         )
         self.qk_norm = nn.Identity() if config.qk_norm == "none" else QueryKeyNorm(config)
+        self.sinks_N: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks_N = nn.Parameter(torch.zeros(config.num_heads))
 
     def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
         qkv_BTE = self.qk_norm(self.qkv(x_BTD))
-        y_BTD: Tensor = self.out(attn_impl.self_attention(layer, qkv_BTE))
+        y_BTD: Tensor = self.out(attn_impl.self_attention(layer, qkv_BTE, self.sinks_N))
         return y_BTD
+
+
+class ShortConvolution(nn.Module):
+    """Replaces a layer's self-attention: a causal convolution over a few tokens between two gates,
+    which are computed of the token."""
+
+    def __init__(self, config: ModelConfig, conv: ShortConv) -> None:
+        super().__init__()
+        d_model = config.d_model
+        self.into = nn.Linear(d_model, 3 * d_model, bias=conv.bias)
+        self.kernel_DL = nn.Parameter(torch.full((d_model, conv.taps), 1 / conv.taps))
+        self.bias_D = nn.Parameter(torch.zeros(d_model)) if conv.bias else None
+        self.out = nn.Linear(d_model, d_model, bias=conv.bias)
+
+    def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        y_BTD: Tensor = self.out(self.convolve(self.into(x_BTD), layer, attn_impl))
+        return y_BTD
+
+    def convolve(self, x_BTE: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        before, after, value = x_BTE.chunk(3, dim=-1)
+        return after * attn_impl.short_conv(layer, before * value, self.kernel_DL, self.bias_D)
 
 
 class CrossAttention(nn.Module):
@@ -177,6 +208,20 @@ class MaskedHead(nn.Module):
         return y_BTD
 
 
+class ClassHead(nn.Module):
+    """The logits of classes, of a text's first hidden state: dense, activation, dense."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.d_model, config.d_model)
+        self._activation = torch.tanh if config.class_activation == "tanh" else F.relu
+        self.out = nn.Linear(config.d_model, config.num_classes)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTC: Tensor = self.out(self._activation(self.dense(x_BTD)))
+        return y_BTC
+
+
 class EncoderLayer(nn.Module):
     """Self-attention, then feed-forward; or modules in the place of either."""
 
@@ -208,13 +253,19 @@ class DecoderLayer(EncoderLayer):
         feed_forward: nn.Module | None = None,
     ) -> None:
         super().__init__(config, attention, feed_forward)
+        self._is_parallel = config.parallel_residual
         self.cross: CrossAttention | None = None
         if config.family == "seq2seq":
             self.cross = CrossAttention(config)
             self.cross_residual = Residual(config)
 
     def forward(self, x_BTD: Tensor, layer: int, attn_impl: AttentionImplementation) -> Tensor:
+        before_BTD = x_BTD
         x_BTD = self.attention_residual(x_BTD, lambda x: self.attention(x, layer, attn_impl))
+        if self._is_parallel:
+            return x_BTD + cast(
+                Tensor, self.feed_forward(self.feed_forward_residual.norm(before_BTD))
+            )
         if self.cross is not None:
             cross = self.cross
             x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, layer, attn_impl))

@@ -31,23 +31,41 @@ def sinusoidal_table(num_positions: int, d_model: int, base: float = 10_000.0) -
     return table_PD.to(torch.float32)
 
 
+def relative_buckets(config: ModelConfig, *, causal: bool) -> Tensor:
+    """The bucket of each distance of a key from its query, from the farthest past on: to the query
+    itself, or as far ahead. Half of the buckets are for one distance each, the others for more and
+    more of them. Distances ahead have the second half of all."""
+    distance_R = torch.arange(1 - config.context, 1 if causal else config.context)
+    num = config.relative_buckets // (1 if causal else 2)
+    exact, far_R = num // 2, distance_R.abs()
+    # In float32, as T5 and MPNet were trained: on a border the rounding decides.
+    ratio_R = torch.log(far_R.clamp(min=1).float() / exact)
+    wide_R = exact + (ratio_R / math.log(config.relative_distance / exact) * (num - exact)).long()
+    bucket_R = torch.where(far_R < exact, far_R, wide_R.clamp(max=num - 1))
+    return bucket_R + num * (distance_R > 0)
+
+
 def rotary_tables(config: ModelConfig) -> RotaryTables:
     size, local = config.rotary_size, None
     if config.local_rotary_base is not None:
         # Windows don't grow with the context: nothing is stretched.
         local = _tables(config.context, rotary_frequencies(size, config.local_rotary_base, None))
-    frequency_F = rotary_frequencies(size, config.rotary_base, config.rotary_scaling)
-    return _tables(config.context, frequency_F)._replace(local=local)
+    scaling = config.rotary_scaling
+    frequency_F = rotary_frequencies(size, config.rotary_base, scaling)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return _tables(config.context, frequency_F, factor)._replace(local=local)
 
 
-def _tables(context: int, frequency_F: Tensor) -> RotaryTables:
+def _tables(context: int, frequency_F: Tensor, factor: float = 1.0) -> RotaryTables:
     position_P = torch.arange(context, dtype=torch.float32)
     angle_PF = torch.outer(position_P, frequency_F)
-    return RotaryTables(angle_PF.cos(), angle_PF.sin())
+    return RotaryTables(angle_PF.cos() * factor, angle_PF.sin() * factor)
 
 
 def tables_of(rotary: RotaryTables | None, config: ModelConfig, layer: int) -> RotaryTables | None:
-    """The rotary tables of a layer."""
+    """The rotary tables of a layer; None if it has no positions."""
+    if not config.is_rotary(layer):
+        return None
     if rotary is not None and rotary.local is not None and config.window_of(layer):
         return rotary.local
     return rotary
@@ -59,7 +77,30 @@ def rotary_frequencies(head_size: int, base: float, scaling: RotaryScaling | Non
         return frequency_F
     if scaling.kind == "linear":
         return frequency_F / scaling.factor
+    if scaling.kind == "longrope":
+        return frequency_F / torch.tensor(scaling.divisors)
+    if scaling.kind == "yarn":
+        return _yarn_frequencies(frequency_F, base, scaling)
     return _llama3_frequencies(frequency_F, scaling)
+
+
+def _yarn_frequencies(frequency_F: Tensor, base: float, scaling: RotaryScaling) -> Tensor:
+    """YaRN's rule: blended between two numbers of turns in the original context, over whole
+    frequencies if truncated."""
+    size = 2 * len(frequency_F)
+
+    def place(turns: float) -> float:
+        return (
+            size * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(base) / 2
+        )
+
+    low, high = place(scaling.high_freq_factor), place(scaling.low_freq_factor)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    index_F = torch.arange(len(frequency_F), dtype=torch.float32)
+    stretched_F = ((index_F - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+    return stretched_F * frequency_F / scaling.factor + (1 - stretched_F) * frequency_F
 
 
 def _llama3_frequencies(frequency_F: Tensor, scaling: RotaryScaling) -> Tensor:

@@ -6,6 +6,7 @@ Does not know: what a layer is made of (model/network/layers.py), how attention 
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +24,26 @@ from quill.model.network.config import ModelConfig
 from quill.model.network.experts import ExpertFeedForward
 from quill.model.network.latent import LatentAttention
 from quill.model.network.layers import (
+    ClassHead,
     CrossAttention,
     DecoderLayer,
     EncoderLayer,
     MaskedHead,
+    ShortConvolution,
     make_norm,
 )
 from quill.model.network.network import Network
-from quill.model.network.positions import RotaryTables, rotary_tables, sinusoidal_table
+from quill.model.network.positions import (
+    RotaryTables,
+    relative_buckets,
+    rotary_tables,
+    sinusoidal_table,
+)
+
+Side = Literal["encoder", "decoder"]
 
 # B batch · T new tokens · S source tokens · P positions · D model size · V vocabulary
+# N heads · R distances
 
 
 class Transformer(Network):
@@ -50,14 +61,24 @@ class Transformer(Network):
         if config.num_segments:
             self.segment_embedding = nn.Embedding(config.num_segments, config.d_model)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
+        if config.family == "seq2seq":  # each side has its own
+            if config.positions == "learned":
+                self.decoder_position_embedding = nn.Embedding(config.context, config.d_model)
+            if config.embedding_norm:
+                self.decoder_embedding_norm = make_norm(config)
+        for side in self._relative_sides():
+            table = nn.Embedding(config.relative_buckets, config.num_heads)
+            self.add_module(f"{side}_relative", table)
         self.compute_tables()
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
-        self.decoder = nn.ModuleList(_decoder_layer(config, i) for i in range(config.num_layers))
+        self.decoder = nn.ModuleList(self.make_layer(i) for i in range(config.num_layers))
         # With the norm after each sum the last layer's output is normalized already.
         ends_normed = config.norm_placement == "post"
         self.encoder_norm = nn.Identity() if ends_normed or not self.encoder else make_norm(config)
         self.decoder_norm = nn.Identity() if ends_normed or not self.decoder else make_norm(config)
-        self.head = MaskedHead(config) if config.masked_head else nn.Identity()
+        self.head: nn.Module = MaskedHead(config) if config.masked_head else nn.Identity()
+        if config.num_classes:
+            self.head = ClassHead(config)
         self.projection: nn.Linear | None = None
         if not config.tied_embeddings:
             self.projection = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -79,6 +100,25 @@ class Transformer(Network):
             if tables.local is not None:
                 self.register_buffer("local_cos_PF", tables.local.cos_PF, persistent=False)
                 self.register_buffer("local_sin_PF", tables.local.sin_PF, persistent=False)
+
+        for side in self._relative_sides():
+            bucket_R = relative_buckets(config, causal=side == "decoder")
+            self.register_buffer(f"{side}_bucket_R", bucket_R, persistent=False)
+
+    def _relative_sides(self) -> list[Side]:
+        """The stacks whose attention has a bias by distance."""
+        sides: dict[Side, int] = {
+            "encoder": self.config.num_encoder_layers,
+            "decoder": self.config.num_layers,
+        }
+        return [side for side, num in sides.items() if num and self.config.relative_buckets]
+
+    def relative(self, side: Side) -> Tensor | None:
+        """The bias of each head by distance, (N, R), which all layers of a stack share."""
+        if not self.config.relative_buckets:
+            return None
+        weight = self.get_parameter(f"{side}_relative.weight")
+        return F.embedding(self.get_buffer(f"{side}_bucket_R"), weight).T.contiguous()
 
     @property
     def rotary(self) -> RotaryTables | None:
@@ -125,7 +165,7 @@ class Transformer(Network):
     ) -> Tensor:
         """The encoder's last hidden state at every token, of a batch or of packed texts. Without
         `segments` all tokens are of the first."""
-        x = self._embed(source, attn_impl, segments)
+        x = self.embed(source, attn_impl, segments)
         for index, layer in enumerate(self.encoder):
             x = layer(x, index, attn_impl)
         y: Tensor = self.encoder_norm(x)
@@ -133,7 +173,8 @@ class Transformer(Network):
 
     def hidden_states(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """The encoder's hidden states of a batch. Without a mask there is no padding."""
-        return self.memory(ids_BT, EncoderAttention(self.config, self.rotary, mask_BT))
+        bias_NR = self.relative("encoder")
+        return self.memory(ids_BT, EncoderAttention(self.config, self.rotary, mask_BT, bias_NR))
 
     def cross_attentions(self) -> list[CrossAttention]:
         """The cross-attention of each decoder layer."""
@@ -142,7 +183,7 @@ class Transformer(Network):
 
     def hidden(self, ids_BT: Tensor, attn_impl: AttentionImplementation) -> Tensor:
         """The decoder's last hidden state at every new token."""
-        x_BTD = self._embed(ids_BT, attn_impl)
+        x_BTD = self.embed(ids_BT, attn_impl, side="decoder")
         for index, layer in enumerate(self.decoder):
             x_BTD = layer(x_BTD, index, attn_impl)
         y_BTD: Tensor = self.decoder_norm(x_BTD)
@@ -153,43 +194,60 @@ class Transformer(Network):
         return self.embedding.weight if self.projection is None else self.projection.weight
 
     def project(self, x_BTD: Tensor) -> Tensor:
-        """Hidden states become logits over the vocabulary."""
+        """Hidden states become logits over the vocabulary, or over classes."""
+        if self.config.num_classes:
+            logits_BTC: Tensor = self.head(x_BTD)
+            return logits_BTC
         logits_BTV = F.linear(self.head(x_BTD), self.output_weight_VD, self.output_bias)
         cap = self.config.logit_soft_cap
         return soft_capped(logits_BTV, cap) if cap else logits_BTV
 
     def uncached(self, cross: CrossKeyValue | None = None) -> UncachedAttention:
-        return UncachedAttention(self.config, self.rotary, cross)
+        return UncachedAttention(self.config, self.rotary, cross, self.relative("decoder"))
 
     def cached(self, cross: CrossKeyValue | None = None) -> CachedAttention:
-        return CachedAttention(self.config, self.rotary, cross)
+        return CachedAttention(self.config, self.rotary, cross, self.relative("decoder"))
 
-    def _embed(
-        self, ids_BT: Tensor, attn_impl: AttentionImplementation, segments: Tensor | None = None
+    def embed(
+        self,
+        ids_BT: Tensor,
+        attn_impl: AttentionImplementation,
+        segments: Tensor | None = None,
+        side: Side = "encoder",
     ) -> Tensor:
+        own = "decoder_" if side == "decoder" and self.config.family == "seq2seq" else ""
         x_BTD = self.embedding(ids_BT)
         positions = attn_impl.begin(ids_BT)
-        if self.config.scale_embeddings:
+        if self.config.embedding_scale is not None:
+            x_BTD = x_BTD * self.config.embedding_scale
+        elif self.config.scale_embeddings:
             x_BTD = x_BTD * math.sqrt(self.config.d_model)
         if self.config.positions == "learned":
-            x_BTD = x_BTD + self.position_embedding(positions)
+            x_BTD = x_BTD + self.get_submodule(f"{own}position_embedding")(positions)
         elif self.config.positions == "sinusoidal":
             x_BTD = x_BTD + F.embedding(positions, self.position_PD)
         if self.config.num_segments:
             segments = torch.zeros_like(ids_BT) if segments is None else segments
             x_BTD = x_BTD + self.segment_embedding(segments)
-        y_BTD: Tensor = self.dropout(self.embedding_norm(x_BTD))
+        if self.config.embedding_norm:
+            x_BTD = self.get_submodule(f"{own}embedding_norm")(x_BTD)
+        y_BTD: Tensor = self.dropout(x_BTD)
         return y_BTD
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """A layer of the decoder, with weights of its own."""
+        config, feed_forward = self.config, None
+        attention: nn.Module | None = None
+        if config.latent is not None:
+            attention = LatentAttention(config, config.latent)
+        elif config.short_conv is not None and config.is_conv(index):
+            attention = ShortConvolution(config, config.short_conv)
+        experts = config.experts
+        if experts is not None and index >= experts.dense_layers:
+            feed_forward = ExpertFeedForward(config, experts)
+        return DecoderLayer(config, attention, feed_forward)
 
     def expert_layers(self) -> list[ExpertFeedForward]:
         """The mixtures of experts that training keeps balanced."""
         modules = [module for module in self.modules() if isinstance(module, ExpertFeedForward)]
         return [module for module in modules if module.experts.balanced]
-
-
-def _decoder_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    attention = None if config.latent is None else LatentAttention(config, config.latent)
-    experts, feed_forward = config.experts, None
-    if experts is not None and index >= experts.dense_layers:
-        feed_forward = ExpertFeedForward(config, experts)
-    return DecoderLayer(config, attention, feed_forward)

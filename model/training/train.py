@@ -201,7 +201,7 @@ def _copy_into_model(checkpoint: Checkpoint) -> Network:
     """
     model = make_network(checkpoint.config)
     check_weights(model, checkpoint.weights)
-    model.load_state_dict(checkpoint.weights)
+    model.load_state_dict(dict(checkpoint.weights))
     return model
 
 

@@ -9,22 +9,23 @@ itself every second, through the same queue. While that call waits too long, hea
 import asyncio
 import contextlib
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from quill.protos import generation_pb2 as pb
+from quill.server.machine.private_folder import PrivateFolder
 
 HEADER = "quill-probe"
 SERVICE = pb.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 METHOD = f"/{SERVICE}/GenerateStream"
 PERIOD_S = 1.0
 MAX_UNACCEPTED_S = 5.0
+# A call that was accepted is started, or rejected after 75% of this: it isn't what the probe looks
+# for. One that isn't accepted expires after it.
+TIMEOUT_S = 5.2
 PROBLEM = "unread"
 
 
@@ -34,13 +35,13 @@ class AcceptProbe:
     def __init__(self, on_health: Callable[[str, bool], None]) -> None:
         self._on_health = on_health
         self.secret = secrets.token_hex(16)
-        self._folder = Path(tempfile.mkdtemp(prefix="quill-"))  # only this user can enter it
+        self._folder = PrivateFolder("quill-probe-")
         self._sent_s: float | None = None  # when the call under way began
         self._last_s = 0.0
 
     @property
     def address(self) -> str:
-        return f"unix:{self._folder / 'probe'}"
+        return f"unix:{self._folder.path / 'probe'}"
 
     @property
     def age_s(self) -> float:
@@ -56,7 +57,7 @@ class AcceptProbe:
                     await self._probe(channel)
                     await asyncio.sleep(PERIOD_S)
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     async def _probe(self, channel: grpc.aio.Channel) -> None:
         began_s = self._sent_s = time.monotonic()
@@ -73,8 +74,9 @@ class AcceptProbe:
 
     async def _call(self, channel: grpc.aio.Channel) -> None:
         call: Any = channel.unary_stream(METHOD, pb.GenerateRequest.SerializeToString)
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the server is stopping
-            async for _ in call(pb.GenerateRequest(), metadata=((HEADER, self.secret),)):
+        sent: Any = {"metadata": ((HEADER, self.secret),), "timeout": TIMEOUT_S}
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it waited too long, or the server stops
+            async for _ in call(pb.GenerateRequest(), **sent):
                 pass
 
 

@@ -1,17 +1,13 @@
 """The gRPC server: its services, its interceptor, its port, its health.
 
-Knows: grpc.aio, TLS, ports, and the private parts of grpc.aio 1.85 that accept calls.
+Knows: grpc.aio, TLS, ports.
 Does not know: when the server starts and stops, what calls do.
 """
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import resource
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +17,7 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.addresses import write_address
+from quill.server.api.accepting import AcceptingServer
 from quill.server.api.grpc_calls import KSERVE, Interceptor
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.key_file import Keyring
@@ -75,9 +72,12 @@ def make_server(
         ("grpc.server_max_unrequested_time_in_server", MAX_UNREAD_S),
         ("grpc.server.max_pending_requests", MAX_UNREAD),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD),
-        ("grpc.so_reuseport", 0),  # a second server on the same port is an error
+        # Only frontends of one server share a port: a second server there is an error.
+        ("grpc.so_reuseport", int(settings.frontends > 1)),
     ]
-    server: grpc.aio.Server = _Server([interceptor], options, interceptor.note_expired)
+    server: grpc.aio.Server = AcceptingServer(
+        [interceptor], options, interceptor.reject_early, interceptor.reject_late
+    )
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -152,101 +152,3 @@ class Health:
         state = states.SERVING if self.is_serving else states.NOT_SERVING
         for service in self._services:
             await self.servicer.set(service, state)
-
-
-# ------------------------------------------------------------------- a patch of grpcio's server
-# Why: grpc.aio accepts calls one by one: of each method, one call in several turns of the event
-# loop. With 600 streams a turn takes tens of milliseconds, so calls waited unread for seconds, and
-# each that was reached was nearly dead. Here several calls of a method are accepted in a turn, what
-# has expired is dropped before any work, and the newest calls are started first.
-# grpc.aio also decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
-# calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls;
-# whoever can connect can do that, with or without a key. A generic handler, the public way to
-# handle unknown methods, is asked only after that decoding. All our methods are registered, so
-# calls of others are accepted here instead: their names aren't decoded, and they end with
-# UNIMPLEMENTED.
-# When it can go: when tests/server/api/test_accepting.py passes with a plain `grpc.aio.server()`,
-# and the path that tests/server/end_to_end/test_fuzz.py sends gets UNIMPLEMENTED from it. The same
-# tests fail where another grpcio needs another patch.
-_aio_server: Any = importlib.import_module("grpc.aio._server")
-_core: Any = importlib.import_module("grpc._cython.cygrpc")
-
-UNKNOWN_METHOD = "/unknown/unknown"  # instead of the name
-NUM_ACCEPTORS = 4  # of each method: calls that are accepted in one turn of the event loop
-MAX_STARTS = 4  # in one turn: a call that was started should end before its deadline
-
-
-class _Core(_core.AioServer):  # type: ignore[misc]
-    """Accepts calls. `_make_request_call_future` is how grpc.aio waits for each method's next."""
-
-    def __init__(
-        self, loop: Any, guards: Sequence[Any], options: Any, on_expired: Callable[[str], None]
-    ) -> None:
-        super().__init__(loop, None, (), guards, options, None)
-        self._own_loop = loop
-        self._guards = tuple(guards)
-        self._handlers: dict[str, Any] = {}
-        self._calls: set[asyncio.Task[None]] = set()
-        self._accepted: deque[tuple[str, Any]] = deque()  # not started yet, the oldest first
-        self._on_expired = on_expired
-
-    def add_registered_method_handlers(self, handlers: dict[str, Any]) -> None:
-        super().add_registered_method_handlers(handlers)
-        self._handlers.update(handlers)
-
-    def _make_request_call_future(self, method: bytes | None) -> Any:
-        """Of a task that accepts all calls, and ends as grpc.aio expects when the server stops."""
-        acceptors = [self._accept(method) for _ in range(1 if method is None else NUM_ACCEPTORS)]
-        return asyncio.gather(*acceptors)
-
-    async def _accept(self, method: bytes | None) -> None:
-        """Until the server stops: then requesting a call raises."""
-        name = UNKNOWN_METHOD if method is None else method.decode()
-        while True:
-            if method is None:
-                state = await self._request_call()
-            else:
-                state = await self._request_registered_call(method)
-            if not self._accepted:
-                self._own_loop.call_soon(self._start_some)
-            self._accepted.append((name, state))
-
-    def _start_some(self) -> None:
-        """Once a turn. Where more calls wait than are started, the newest go first: the oldest have
-        the least time left, and all would miss their deadlines by as much as they waited."""
-        waiting = self._accepted
-        while waiting and self._is_expired(*waiting[0]):
-            self._on_expired(waiting.popleft()[0])
-        if len(waiting) <= MAX_STARTS:
-            while waiting:
-                self._start(*waiting.popleft())
-            return
-        for _ in range(MAX_STARTS):
-            self._start(*waiting.pop())
-        self._own_loop.call_soon(self._start_some)
-
-    def _is_expired(self, name: str, state: Any) -> bool:
-        left_s = _core._ServicerContext(state, None, None, self._own_loop).time_remaining()
-        return left_s is not None and left_s <= 0
-
-    def _start(self, name: str, state: Any) -> None:
-        loop = self._own_loop
-        resolver = _core._MethodResolver([], {} if name == UNKNOWN_METHOD else self._handlers)
-        answer = _core._handle_rpc(name, resolver, self._guards, state, loop, False)
-        task = loop.create_task(_core._schedule_rpc_coro(answer, state, loop, name))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-
-class _Server(_aio_server.Server):  # type: ignore[misc]
-    """As grpc.aio.server() makes one, with a `_Core` that no method name can end."""
-
-    def __init__(
-        self,
-        guards: Sequence[grpc.aio.ServerInterceptor],
-        options: Sequence[tuple[str, Any]],
-        on_expired: Callable[[str], None],
-    ) -> None:
-        self._loop = _core.get_working_loop()
-        arguments = _aio_server._augment_channel_arguments(options, None)
-        self._server = _Core(self._loop, guards, arguments, on_expired)

@@ -264,7 +264,7 @@ def _end(whole: Chunk, served: ServedModel) -> dict[str, Any]:
         "usage": _usage(whole.finish.usage),
         "timings": _timings(whole.finish.timings),
         "request_id": whole.finish.request_id,
-        "model": served.manifest.name,
+        "model": served.name,
     }
 
 
@@ -313,7 +313,7 @@ def model_message(served: ServedModel) -> pb.Model:
         None if served.mask is None or served.text is None else served.text.piece(served.mask)
     )
     return pb.Model(
-        name=manifest.name,
+        name=served.name,
         family=_FAMILIES[manifest.family],
         precision=served.graphs.precision,
         device=served.device,

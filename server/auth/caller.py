@@ -131,8 +131,9 @@ class Quotas:
         wait_s = bucket.wait_s(num_prompt, limit, self._clock())
         if wait_s and not is_admitted:
             reason = f"the API key {caller.name} may use {limit} tokens a minute"
-            left = f"{max(0, int(bucket.level))} are left now and this prompt has {num_prompt}"
-            raise QuotaError(f"{reason}; {left}", wait_s, "key_tokens_per_minute")
+            left = f"{max(0, int(bucket.level))} are left now"
+            more = f" and this prompt has {num_prompt}" if num_prompt else ""
+            raise QuotaError(f"{reason}; {left}{more}", wait_s, "key_tokens_per_minute")
         usage = QuotaUsage(bucket, num_prompt)
         try:
             yield usage

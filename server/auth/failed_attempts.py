@@ -7,6 +7,7 @@ next call later; waiting costs the server nothing.
 """
 
 import asyncio
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class FailedAttempts:
         self._num_held = 0
 
     def delay_s(self, peer: str) -> float:
-        """How long the peer's rejection is held back."""
+        """How long the peer's rejection is held back at least; twice as long at most."""
         now_s = self._clock()
         tokens, then_s = self._buckets.pop(peer, (BURST, now_s))
         tokens = min(BURST, tokens + PER_SECOND * (now_s - then_s))
@@ -36,9 +37,14 @@ class FailedAttempts:
             self._buckets.popitem(last=False)
         return 0.0 if tokens >= 1 or self._num_held >= MAX_HELD else DELAY_S
 
-    async def hold(self, delay_s: float) -> None:
+    async def hold(self, peer: str) -> None:
+        """Until the peer may have its rejection."""
+        delay_s = self.delay_s(peer)
+        if not delay_s:
+            return
         self._num_held += 1
         try:
-            await asyncio.sleep(delay_s)
+            # Clients that were held together don't come back together.
+            await asyncio.sleep(delay_s * random.uniform(1, 2))
         finally:
             self._num_held -= 1

@@ -25,7 +25,7 @@ from quill.server.cluster.plan import (
     write_serve_config,
 )
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.server import line_to_type, proof, quill_command
+from quill.server.serve.command_line import line_to_type, proof, quill_command
 from quill.server.settings import Settings
 
 POLL_S = 0.5

@@ -1,33 +1,24 @@
 """What the replicas of a cluster share: callers' quotas, endpoints, the turns of a rolling reload.
 
-Knows: quotas, tickets, replicas by name, slots. Does not know: Ray, HAProxy, bundles.
+Knows: tickets, replicas by name, slots. Does not know: Ray, HAProxy, bundles.
 
-A ticket stands for one admitted call, or for the tokens of one request. The replica numbers its
-tickets, and closes each at the end. The coordinator closes the tickets of a replica whose
-heartbeats have stopped. A new coordinator starts with full quotas.
+The coordinator closes the tickets of a replica whose heartbeats have stopped. A new coordinator
+starts with full quotas.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from quill.server.auth.caller import Caller, Quotas, QuotaUsage
-from quill.server.errors import QuotaError, RejectionReason
+from quill.server.auth.caller import Caller
+from quill.server.auth.tickets import Tickets
+from quill.server.errors import PlainError
 
 MAX_SILENCE_S = 10.0  # between two heartbeats, which come twice a second
 NUM_SLOTS = 512  # servers that HAProxy's configuration reserves
 POLL_S = 0.1
-
-
-class Rejection(NamedTuple):
-    """A QuotaError as plain data."""
-
-    message: str
-    retry_after_s: float
-    reason: RejectionReason | None
 
 
 class Heartbeat(NamedTuple):
@@ -50,15 +41,9 @@ class Endpoint(NamedTuple):
     is_ready: bool
 
 
-class _Ticket(NamedTuple):
-    held: AbstractContextManager[QuotaUsage | None]
-    usage: QuotaUsage | None
-
-
 @dataclass
 class _Replica:
     seen_s: float
-    tickets: dict[int, _Ticket] = field(default_factory=dict)
     heartbeat: Heartbeat | None = None
 
 
@@ -67,7 +52,7 @@ class Coordinator:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._quotas = Quotas(clock)
+        self._tickets = Tickets(clock)
         self._replicas: dict[str, _Replica] = {}
         self._next_slot = 0
         self._reloading = asyncio.Lock()
@@ -83,23 +68,18 @@ class Coordinator:
                 self._forget(name)
         return list(self._replicas)
 
-    async def open_call(self, replica: str, ticket: int, caller: Caller) -> Rejection | None:
-        return self._open(replica, ticket, self._quotas.call(caller))
+    async def open_call(self, replica: str, ticket: int, caller: Caller) -> PlainError | None:
+        self._replicas.setdefault(replica, _Replica(self._clock()))
+        return self._tickets.open_call(replica, ticket, caller)
 
     async def open_tokens(
         self, replica: str, ticket: int, caller: Caller, num_prompt: int, is_admitted: bool
-    ) -> Rejection | None:
-        return self._open(replica, ticket, self._quotas.tokens(caller, num_prompt, is_admitted))
+    ) -> PlainError | None:
+        self._replicas.setdefault(replica, _Replica(self._clock()))
+        return self._tickets.open_tokens(replica, ticket, caller, num_prompt, is_admitted)
 
     async def close(self, replica: str, ticket: int, num_generated: int, is_read: bool) -> None:
-        known = self._replicas.get(replica)
-        found = None if known is None else known.tickets.pop(ticket, None)
-        if found is None:
-            return  # the coordinator has closed it
-        if found.usage is not None:
-            found.usage.is_read = is_read
-            found.usage.note(num_generated)
-        found.held.__exit__(None, None, None)
+        self._tickets.close(replica, ticket, num_generated, is_read)
 
     async def beat(self, heartbeat: Heartbeat) -> Instruction:
         replica = self._replicas.setdefault(heartbeat.replica, _Replica(0.0))
@@ -107,11 +87,7 @@ class Coordinator:
         before = replica.heartbeat
         slot = heartbeat.slot or (before and before.slot) or self._free_slot()
         replica.heartbeat = heartbeat._replace(slot=slot)
-        for number, num_generated in heartbeat.generated.items():
-            ticket = replica.tickets.get(number)
-            if ticket is not None and ticket.usage is not None:
-                ticket.usage.is_read = num_generated > 0
-                ticket.usage.note(num_generated)
+        self._tickets.note(heartbeat.replica, heartbeat.generated)
         return Instruction(slot, heartbeat.replica == self._turn)
 
     async def endpoints(self, frontend: str) -> list[Endpoint]:
@@ -159,17 +135,6 @@ class Coordinator:
         finally:
             self._turn = None
 
-    def _open(
-        self, replica: str, number: int, held: AbstractContextManager[QuotaUsage | None]
-    ) -> Rejection | None:
-        try:
-            usage = held.__enter__()
-        except QuotaError as error:
-            return Rejection(str(error), error.retry_after_s, error.rejection)
-        known = self._replicas.setdefault(replica, _Replica(self._clock()))
-        known.tickets[number] = _Ticket(held, usage)
-        return None
-
     def _free_slot(self) -> int:
         """In turn: a slot isn't taken again while its last streams may still run."""
         used = {each.heartbeat.slot for each in self._replicas.values() if each.heartbeat}
@@ -179,6 +144,5 @@ class Coordinator:
                 return self._next_slot
 
     def _forget(self, name: str) -> None:
-        replica = self._replicas.pop(name, None)
-        for ticket in replica.tickets.values() if replica is not None else ():
-            ticket.held.__exit__(None, None, None)
+        self._replicas.pop(name, None)
+        self._tickets.close_all(name)

@@ -37,7 +37,7 @@ from quill.server.cluster.replica_server import ReplicaServer
 from quill.server.errors import ServerError, StartError
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import Loader
-from quill.server.telemetry.call_record import set_up_logging
+from quill.server.telemetry.logs import set_up_logging
 
 LOOPBACK = "127.0.0.1"
 ALONE_S = 600.0  # without a replica; the first one may take minutes to load

@@ -45,7 +45,8 @@ class ReplicaServer(Server):
     async def start(self, host: str) -> None:
         """Loads, listens at `host`, and only then joins the cluster."""
         await self.health.begin()
-        await self._open()
+        if await self._load():
+            await self._announce()
         server = self._server = self._make_server()
         settings = replace(self._settings, host=host)
         self.port = open_first(
@@ -96,7 +97,7 @@ class ReplicaServer(Server):
             except StartError:
                 logger.error("no port from %d to %d is free: no metrics", first, ports[-1])
 
-    def _shown_registry(self) -> CollectorRegistry:
+    async def _shown_registry(self) -> CollectorRegistry:
         return labelled(self.metrics.registry, replica=self._member.replica)
 
     def _log_ready(self, family: Family) -> None:

@@ -5,25 +5,14 @@ Knows: asyncio, how many requests wait. Does not know: gRPC, text, steps.
 The engine publishes once a step; here its events are distributed by request. A request's events
 gather in its inbox until its reader takes them all at once, so a slow reader gets fewer, larger
 chunks.
-
-Admission to the queue is decided here, so that a rejection needn't wait for the step that runs.
-Where callers have names, none may have more requests waiting than there are places left. So an
-owner that floods gets half of the queue, two get a third each, and a new one finds a place.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
 
-from quill.server.errors import (
-    DeadlineError,
-    OverloadedError,
-    RejectionReason,
-    SlowReaderError,
-    UnavailableError,
-)
+from quill.server.errors import SlowReaderError, UnavailableError
 from quill.server.outputs import (
     EngineOutputs,
     Event,
@@ -37,89 +26,21 @@ from quill.server.request import Request
 MAX_UNREAD_EVENTS = 16_384  # tokens, mostly: more than a reader that still reads falls behind
 
 
-class Admission:
-    """How many requests wait, whose they are, how fast they start: learnt from events."""
-
-    def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_waiting = max_waiting
-        self._clock = clock
-        self._waiting: dict[str, str] = {}  # the owner of each request
-        self._arrived_first: dict[str, float] = {}  # when requests came to an empty queue
-        self._last_start_s: float | None = None  # None: the queue was empty then
-        self._interval_s = 0.0  # between two starts while somebody waits, smoothed
+class Admission(Protocol):
+    """The queue's limits: of this process (admission.py), or of all frontends of a server."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_waiting(self) -> int: ...
 
-    def expected_wait_s(self, owner: str = "") -> float:
-        """Owners take turns: nobody waits for another's whole backlog."""
-        num_turns = (self._num_waiting_of(owner) + 1) * len({owner, *self._waiting.values()})
-        return min(self.num_waiting, num_turns) * self._interval_s
+    def check_room(self, owner: str) -> None:
+        """Rejects an owner for whom the queue has no place, whatever it would ask for."""
 
-    def admit(self, request: Request) -> None:
-        """Counts the request as waiting, or rejects it."""
-        owner = request.owner
-        if request.deadline_s is not None:
-            self._check_deadline(request.deadline_s - self._clock(), owner)
-        num_left = self._max_waiting - self.num_waiting
-        if num_left <= 0:
-            reason = f"{self.num_waiting} requests are waiting, which is the limit"
-            self._reject(reason, owner, "queue_full")
-        num_own = self._num_waiting_of(owner)
-        if owner and num_own >= num_left:
-            reason = f"{owner} has {num_own} requests waiting; the rest is for others"
-            self._reject(reason, owner, "key_queue_share")
-        if not self._waiting:
-            self._arrived_first[request.request_id] = self._clock()
-        self._waiting[request.request_id] = owner
+    def admit(
+        self, request_id: str, owner: str, deadline_s: float | None
+    ) -> Awaitable[None] | None:
+        """Counts the request as waiting, or rejects it, at once or when it is awaited."""
 
-    def observe(self, batch: EngineOutputs) -> None:
-        """Learns from the engine's events which requests have started."""
-        for event in batch.events:
-            if isinstance(event, StartEvent | FailEvent):
-                self._waiting.pop(event.request_id, None)
-                arrived_s = self._arrived_first.pop(event.request_id, None)
-                if isinstance(event, StartEvent):
-                    self._note_start(arrived_s)
-
-    def _num_waiting_of(self, owner: str) -> int:
-        return sum(each == owner for each in self._waiting.values())
-
-    def _check_deadline(self, left_s: float, owner: str) -> None:
-        if left_s <= 0:
-            raise DeadlineError("the deadline has passed already", "deadline_passed")
-        wait_s = self.expected_wait_s(owner)
-        if left_s < wait_s:
-            raise OverloadedError(
-                f"the deadline is in {left_s:.1f} s and the queue is about {wait_s:.1f} s long. "
-                "Try again later, or allow more time",
-                self._retry_after_s(owner),
-                "deadline_too_short",
-            )
-
-    def _reject(self, reason: str, owner: str, rejection: RejectionReason) -> NoReturn:
-        wait_s = self._retry_after_s(owner)
-        raise OverloadedError(f"{reason}. Try again later", wait_s, rejection)
-
-    def _retry_after_s(self, owner: str) -> float:
-        """Until about half of the queue is gone; never so soon that rejections become a load."""
-        return min(max(self.expected_wait_s(owner) / 2, 0.1), 30.0)
-
-    def _note_start(self, arrived_s: float | None) -> None:
-        """`arrived_s`: when the request arrived, if the queue was empty then.
-
-        Such a request waited for no other, so no start takes longer than that now: whatever delayed
-        the queue before, a pause of the whole machine perhaps, is over.
-        """
-        now_s = self._clock()
-        if self._last_start_s is not None:
-            interval_s = now_s - self._last_start_s
-            smoothed = self._interval_s + 0.2 * (interval_s - self._interval_s)
-            self._interval_s = smoothed if self._interval_s else interval_s
-        if arrived_s is not None:
-            self._interval_s = min(self._interval_s, now_s - arrived_s)
-        self._last_start_s = now_s if self._waiting else None
+    def leave(self, started: Sequence[str], failed: Sequence[str]) -> None: ...
 
 
 class Engine(Protocol):
@@ -206,14 +127,13 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._inboxes)
 
-    @contextmanager
-    def serve(self, request: Request, engine: Engine) -> Iterator[Inbox]:
+    @asynccontextmanager
+    async def serve(self, request: Request, engine: Engine) -> AsyncIterator[Inbox]:
         """Submits a request, or rejects it. Leaving early cancels it."""
         if not self._is_open:
             reason = "the server is loading or stopping. Try another one, or later"
             raise UnavailableError(reason, "stopping")
-        self.admission.admit(request)
-        engine.submit(request)
+        await self._submit(request, engine)
         inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_unread)
         try:
             yield inbox
@@ -222,8 +142,22 @@ class Dispatcher:
                 inbox.cancel()
             self._forget(request.request_id)
 
+    async def _submit(self, request: Request, engine: Engine) -> None:
+        request_id = request.request_id
+        admitted = self.admission.admit(request_id, request.owner, request.deadline_s)
+        try:
+            if admitted is not None:
+                await admitted
+            engine.submit(request)
+        except BaseException:
+            self.admission.leave((), (request_id,))
+            raise
+
     def publish(self, batch: EngineOutputs) -> None:
-        self.admission.observe(batch)
+        started = [each.request_id for each in batch.events if isinstance(each, StartEvent)]
+        failed = [each.request_id for each in batch.events if isinstance(each, FailEvent)]
+        if started or failed:
+            self.admission.leave(started, failed)
         self._observe(batch)
         for event in batch.events:
             inbox = self._inboxes.get(event.request_id)

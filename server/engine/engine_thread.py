@@ -89,7 +89,7 @@ class EngineThread:
         grammar = None
         if request.constraint is not None:
             assert self._grammars is not None, "the frontend rejects these"
-            grammar = self._grammars.start(request.constraint)
+            grammar = self._grammars.start(request.constraint, request.owner)
         self._mailbox.put(
             _Submit(request, self._clock() if arrived_s is None else arrived_s, grammar)
         )
@@ -175,6 +175,8 @@ class EngineThread:
     def _end(self, message: _End) -> None:
         waiting = self._compiling.pop(message.request_id, None)
         if waiting is not None:  # the engine answers it as any that has no token yet
+            assert waiting.grammar is not None
+            waiting.grammar.cancel()
             self._engine.submit(waiting.request, waiting.arrived_s)
         self._engine.end(message.request_id, message.sequence, message.reason)
 

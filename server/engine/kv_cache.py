@@ -2,11 +2,13 @@
 
 Knows: arrays, ONNX Runtime's values. Does not know: graphs, requests, which blocks are in use.
 
-One array for each layer and side, whose first dimension is the block's number. Graphs are given all
+A layer has two sides, keys and values, or a convolution's inputs; layers can differ in shape. One
+array for each side, whose first dimension is the block's number. Graphs are given all
 of them and find a sequence's blocks through a table, so they are bound once. Memory costs only as
 it is touched.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,10 +30,11 @@ from quill.server.machine.onnx_session import (
     output_name,
 )
 
-# Y layers · N blocks · E numbers of one side of a block
+# Y sides of one shape · N blocks · E numbers of one side of a block
 
 DEVICE_ID = 0  # the first card; CUDA_VISIBLE_DEVICES says which that is
 
+Shape = tuple[int, ...]
 CacheArray = npt.NDArray[Any]  # float32 or float16
 
 
@@ -39,29 +42,23 @@ CacheArray = npt.NDArray[Any]  # float32 or float16
 class BlockShape:
     """What one block holds."""
 
-    num_layers: int
     cache_type: CacheType
-    key: tuple[int, ...]
-    value: tuple[int, ...]
+    sides: tuple[Shape, ...]  # keys of layer 0, values of layer 0, keys of layer 1, …
 
     @classmethod
     def of(cls, sizes: Sizes, graphs: Graphs) -> "BlockShape":
-        key, value = graph_contract.block_shapes(
-            graphs.device, sizes.num_kv_heads, sizes.head_size, sizes.value_size
-        )
-        return cls(sizes.num_layers, graphs.cache_type, key, value)
-
-    @property
-    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.key, self.value
+        layers = [
+            graph_contract.block_shapes(graphs.device, *sizes.cached(layer))
+            for layer in range(sizes.num_layers)
+        ]
+        return cls(graphs.cache_type, tuple(side for layer in layers for side in layer))
 
     def side_bytes(self, side: int) -> int:
-        """Of a block of a layer's keys (0) or values (1)."""
         return prod(self.sides[side]) * np.dtype(self.cache_type).itemsize
 
     @property
     def num_bytes(self) -> int:
-        return self.num_layers * (self.side_bytes(0) + self.side_bytes(1))
+        return sum(self.side_bytes(side) for side in range(len(self.sides)))
 
 
 class View(NamedTuple):
@@ -79,27 +76,26 @@ class KVCache:
 
     def __init__(self, num_blocks: int, shape: BlockShape) -> None:
         self._shape = shape
-        dimensions = [(shape.num_layers, num_blocks, prod(side)) for side in shape.sides]
         try:
-            caches: list[CacheArray] = [np.zeros(each, shape.cache_type) for each in dimensions]
+            caches: dict[Shape, CacheArray] = {
+                side: np.zeros((num, num_blocks, prod(side)), shape.cache_type)
+                for side, num in Counter(shape.sides).items()
+            }
         except MemoryError as error:
             raise StartError(_too_many(num_blocks, shape)) from error
-        for cache_YNE in caches:
+        for cache_YNE in caches.values():
             small_pages(cache_YNE)
-        self._caches = caches  # keys, values
+        self._caches = caches  # sides of one shape in one array, in their order
         self._num = num_blocks
 
     def views(self) -> list[View]:
         """To bind to the graphs' caches, in the graphs' order."""
-        return [
-            view_of(cache_YNE[layer].reshape(self._num, *side))
-            for layer in range(self._shape.num_layers)
-            for cache_YNE, side in zip(self._caches, self._shape.sides, strict=True)
-        ]
+        caches = {side: iter(cache_YNE) for side, cache_YNE in self._caches.items()}
+        return [view_of(next(caches[side]).reshape(self._num, *side)) for side in self._shape.sides]
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
-            for cache_YNE in self._caches:
+            for cache_YNE in self._caches.values():
                 cache_YNE[:, target] = cache_YNE[:, source]
 
 
@@ -113,26 +109,23 @@ class DeviceKVCache:
         self._shape = shape
         self._device = device
         self._num = num_blocks
-        num_sides = 2 * shape.num_layers
-        self._copier = open_graph(identity_graph(num_sides), device, 1)
+        self._copier = open_graph(identity_graph(len(shape.sides)), device, 1)
         number = np.dtype(shape.cache_type).type
-        dimensions = [(num_blocks, *side) for side in (shape.key, shape.value)]
         try:
             self._values = [
                 onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-                    dimensions[side % 2], number, device, DEVICE_ID
+                    (num_blocks, *side), number, device, DEVICE_ID
                 )
-                for side in range(num_sides)
+                for side in shape.sides
             ]
         except Exception as error:  # MemoryError, or what a device's allocator raises
             raise StartError(_too_many(num_blocks, shape)) from error
 
     def views(self) -> list[View]:
         number = np.dtype(self._shape.cache_type)
-        shapes = (self._shape.key, self._shape.value)
         return [
-            View(self._device, DEVICE_ID, number, (self._num, *shapes[side % 2]), _address(value))
-            for side, value in enumerate(self._values)
+            View(self._device, DEVICE_ID, number, (self._num, *side), _address(value))
+            for side, value in zip(self._shape.sides, self._values, strict=True)
         ]
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -140,7 +133,7 @@ class DeviceKVCache:
         for source, target in copies:
             binding = self._copier.io_binding()
             for index, value in enumerate(self._values):
-                size = self._shape.side_bytes(index % 2)
+                size = self._shape.side_bytes(index)
                 binding.bind_input(input_name(index), *self._bytes_at(value, source, size))
                 binding.bind_output(output_name(index), *self._bytes_at(value, target, size))
             self._copier.run_with_iobinding(binding)

@@ -239,7 +239,8 @@ class EncoderSession:
         }
         if self._sizes.num_segments:
             inputs[graph_contract.SEGMENTS] = np.zeros(firsts[-1], np.int64)
-        logits_LV = np.empty((len(logits_at_L), self._sizes.vocab_size), np.float32)
+        num_logits = self._sizes.num_classes or self._sizes.vocab_size
+        logits_LV = np.empty((len(logits_at_L), num_logits), np.float32)
         hidden_TD = np.empty((firsts[-1], self._sizes.d_model), np.float32)
         outputs: Inputs = {graph_contract.LOGITS: logits_LV, graph_contract.HIDDEN: hidden_TD}
         self._encoder.run(inputs, outputs)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a sequence has its lookup
 
 MAX_DRAFT = 8
 MAX_STEP_DRAFT = 64  # in a step, or one for each sequence: each has logits
+MAX_STEP_COMPUTED = 1024  # jump-forward tokens: who comes after them waits for another step
 NGRAM = 3  # tokens that must have occurred together before
 LONG = 6  # a match of so many tokens is trusted sooner
 MAX_MATCH = 16
@@ -117,6 +118,7 @@ class Speculation:
         self._max_each = 0
         self._min_rate = 0.0
         self._num_jump_forward = 0  # tokens that the step may still have
+        self._num_computed = 0  # for them, in this step
 
     def begin_step(self, num_decoding: int, num_seqs: int, has_prefill: bool) -> None:
         if not self._is_on:
@@ -127,6 +129,7 @@ class Speculation:
         # The running sequences wait for prompts or for grammars, and not for both.
         jump_forward = 0 if has_prefill else self._budget.num_jump_forward(num_decoding)
         self._num_jump_forward = jump_forward
+        self._num_computed = 0
 
     def draft(self, sequence: "Sequence") -> tuple[list[int], bool]:
         """Draft tokens, and whether they are all that the sequence's grammar allows."""
@@ -148,9 +151,12 @@ class Speculation:
     def _jump_forward(self, sequence: "Sequence", most: int) -> list[int]:
         """The next tokens, as far as the grammar leaves no choice."""
         most = min(most, MAX_DRAFT, self._num_jump_forward)
-        if sequence.matcher is None or most <= 0:
+        matcher = sequence.matcher
+        if matcher is None or most <= 0 or self._num_computed >= MAX_STEP_COMPUTED:
             return []
-        return self._fit(sequence, sequence.matcher.jump_forward()[:most])
+        num_before, tokens = matcher.num_computed, matcher.jump_forward()
+        self._num_computed += matcher.num_computed - num_before
+        return self._fit(sequence, tokens[:most])
 
     def _fit(self, sequence: "Sequence", draft: list[int]) -> list[int]:
         """The draft tokens that there are blocks for."""

@@ -28,7 +28,7 @@ from quill.server.errors import (
     status_name,
 )
 from quill.server.frontend.answer import Answer, Chunk, Result, merge
-from quill.server.frontend.prompts import PromptReader
+from quill.server.frontend.prompts import PromptReader, check_key_limit
 from quill.server.frontend.reader import Arrival, RequestReader
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import EmbedSpec, GenerateSpec, ParsedRequest, renamed
@@ -133,6 +133,10 @@ class Calls:
         """Running and waiting, of all frontends."""
         return len(self.dispatcher)
 
+    def check_room(self, caller: Caller) -> None:
+        """Rejects a caller for whose requests the queue has no place, before any is read."""
+        self.dispatcher.admission.check_room(caller.name)
+
     @raising_context
     async def open(self, context: RequestContext) -> AsyncIterator["Call"]:
         """A call on the model that serves now."""
@@ -141,7 +145,7 @@ class Calls:
             if instance is None:
                 reason = "the server is loading its model. Try again in a few seconds"
                 raise UnavailableError(reason, "loading")
-            record.model = instance.served.manifest.name
+            record.model = instance.served.name
             with instance.call():
                 yield Call(self, context, record, instance)
 
@@ -177,7 +181,7 @@ class Calls:
     def reject(self, context: RequestContext, error: RequestError) -> None:
         """Accounts for a call that ended before it began. It is charged to no quota."""
         record, instance = context.record(), self._instance()
-        record.model = "" if instance is None else instance.served.manifest.name
+        record.model = "" if instance is None else instance.served.name
         _note_error(record, error)
         record.close()
         self.report(record)
@@ -278,7 +282,7 @@ class Call:
 
     async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
-        with self._calls.dispatcher.serve(request, self._instance.engine) as inbox:
+        async with self._calls.dispatcher.serve(request, self._instance.engine) as inbox:
             await self._context.on_accepted()
             answer = Answer(parsed, self.served.text, inbox.end)
             try:
@@ -312,14 +316,28 @@ class Call:
 
     async def tokenize(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         self.text()
-        reader = PromptReader(self.served)
-        return await inline_or_thread(len(text), reader.encode, text, field, add_special_tokens)
+        encode = PromptReader(self.served).encode
+        async with self.charged() as charge:
+            ids = await inline_or_thread(len(text), encode, text, field, add_special_tokens)
+            charge(len(ids))
+        check_key_limit(len(ids), field, self._context.caller.max_prompt_tokens)
+        return ids
+
+    @asynccontextmanager
+    async def charged(self) -> AsyncIterator[Callable[[int], None]]:
+        """Tokens of the tokenizer count as a prompt's do. How many is known when they are there: a
+        caller who has used up more than the key allows waits first."""
+        async with self._calls.limits.tokens(self._context.caller, 0) as usage:
+            yield usage.note
+            usage.is_read = True
 
     async def detokenize(self, ids: list[int], field: str, skip_special_tokens: bool) -> str:
         if len(ids) > MAX_DETOKENIZED:
             rule = f"at most {MAX_DETOKENIZED} are taken at once"
             raise InvalidFieldError(field, f"has {len(ids)} tokens; {rule}")
         PromptReader(self.served).check_ids(field, ids)
+        async with self.charged() as charge:
+            charge(len(ids))
         return await inline_or_thread(2 * len(ids), self.text().decode, ids, skip_special_tokens)
 
     def text(self) -> Text:

@@ -15,11 +15,10 @@ from quill.server.errors import InvalidFieldError, UnsupportedError
 from quill.server.frontend.json_values import JsonError, parse_json
 from quill.server.frontend.served_model import ServedModel
 from quill.server.frontend.spec import Conversation, GenerateSpec, ToolChoice, ToolSpec, ToolUse
-from quill.server.grammar.constraint_source import ToolSchema, tool_constraint
+from quill.server.grammar.constraint_source import ToolSchema, marker_id, tool_constraint
 from quill.server.grammar.json_schema import MAX_DEPTH, nested
 from quill.server.request import MAX_CONSTRAINT_BYTES, Constraint
 from quill.server.text.chat_template import ChatTemplate
-from quill.server.text.tokenizer import Text
 from quill.server.tools import PLAIN, ToolCallFormat
 
 MAX_TOOLS = 128
@@ -80,7 +79,7 @@ def read_tools(
         tools=tools,
         mode=choice.mode,
         tool_call_format=format_,
-        marker_id=_marker_id(format_, served.text),
+        marker_id=marker_id(format_, served.text.split),
         constraint=tool_constraint(
             *(called, format_, served.text.split),
             may_speak=choice.mode == "auto",
@@ -99,11 +98,6 @@ def _tool_call_format(choice: ToolChoice, template: ChatTemplate) -> ToolCallFor
         given = f"is auto, and the model's chat template {reason}"
         raise InvalidFieldError("tool_choice", f"{given}. {rule}")
     return PLAIN
-
-
-def _marker_id(format_: ToolCallFormat, text: Text) -> int | None:
-    first = next(iter(text.split(format_.marker)), "")
-    return first if isinstance(first, int) else None
 
 
 def _tools(specs: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:

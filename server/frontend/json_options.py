@@ -51,7 +51,7 @@ def _read_bias(name: str, value: Any) -> dict[int, float]:
     """JSON's keys are strings."""
     bias = {}
     for token, number in read_object(name, value).items():
-        if not token.isdecimal() or len(token) > 9:
+        if not (token.isascii() and token.isdecimal()) or len(token) > 9:
             raise InvalidFieldError(name, "has a key that isn't a token's id, such as \"42\"")
         bias[int(token)] = read_number(name, number)
     return bias

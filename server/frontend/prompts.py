@@ -68,9 +68,7 @@ class PromptReader:
         if not least <= len(ids) <= most:
             rule = f"it must have from {least} to {most}"
             raise InvalidFieldError(field, f"has {len(ids)} tokens; {rule}")
-        if max_tokens is not None and len(ids) > max_tokens:
-            rule = f"at most {max_tokens} are allowed with this API key"
-            raise InvalidFieldError(field, f"has {len(ids)} tokens; {rule}")
+        check_key_limit(len(ids), field, max_tokens)
         return tuple(ids)
 
     def check_ids(self, field: str, ids: Iterable[int]) -> None:
@@ -130,6 +128,12 @@ class PromptReader:
         if num_characters > most:
             rule = f"for a context of {context} tokens at most {most} are read"
             raise InvalidFieldError(field, f"has {num_characters} characters; {rule}")
+
+
+def check_key_limit(num_tokens: int, field: str, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_tokens > max_tokens:
+        rule = f"at most {max_tokens} are allowed with this API key"
+        raise InvalidFieldError(field, f"has {num_tokens} tokens; {rule}")
 
 
 def _num_characters(message: ChatMessage) -> int:

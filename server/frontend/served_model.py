@@ -4,7 +4,9 @@ Knows: the manifest, the limits that the server was started with.
 Does not know: who is being served, protobuf.
 """
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from quill.export.bundle.manifest import Graphs, Manifest
@@ -16,6 +18,7 @@ from quill.server.request import Limits, Pooling, SamplingParams
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 
+ALIAS = "quill"  # whatever is served
 MAX_SEQUENCES = 16
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -35,6 +38,7 @@ class ServedModel:
     text: Text | None  # None: the model takes and gives token ids only
     template: ChatTemplate | None
     grammars: GrammarChecker | None = None  # None: it can't follow a constraint
+    served_names: tuple[str, ...] = ()  # in place of the bundle's
 
     def __post_init__(self) -> None:
         try:
@@ -43,10 +47,28 @@ class ServedModel:
             raise StartError(f"the bundle's own default {error}. Export the bundle again") from None
 
     @property
+    def name(self) -> str:
+        """As it is reported."""
+        return self.served_names[0] if self.served_names else self.manifest.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it; ALIAS is for scripts that are written before a server is."""
+        return (*(self.served_names or (self.manifest.name,)), ALIAS)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The bundle's name, a hash of the files that are served, the precision."""
+        served = {*self.graphs.file_names, self.manifest.tokenizer}
+        hashes = sorted(each.sha256 for each in self.manifest.files if each.name in served)
+        digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return f"{self.manifest.name}-{digest[:8]}-{self.graphs.precision}"
+
+    @property
     def labels(self) -> dict[str, str]:
         """Of the metric `quill_model_info`."""
         return {
-            "model": self.manifest.name,
+            "model": self.name,
             "family": self.manifest.family,
             "precision": self.graphs.precision,
             "device": self.device,

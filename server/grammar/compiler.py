@@ -20,6 +20,7 @@ import llguidance
 
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.constraint_source import schema_source, source_of, tool_schemas
+from quill.server.grammar.job_queue import JobQueue
 from quill.server.grammar.json_schema import Schema, locate, parse_schema
 from quill.server.grammar.matcher import TokenGrammar, panics_are_errors
 from quill.server.machine.resources import lower_priority
@@ -56,18 +57,19 @@ class Compiler:
     ) -> None:
         self._tokenizer = _tokenizer(tokenizer_json, vocab_size, tuple(stop_ids))
         self._cache = _Cache()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars", lower_priority, (NICENESS,))
+        threads = ThreadPoolExecutor(NUM_THREADS, "grammars", lower_priority, (NICENESS,))
+        self._queue: JobQueue[Grammar] = JobQueue(self.compile_now, threads)
 
     def cached(self, constraint: Constraint) -> TokenGrammar | None:
         """One that was compiled before, and whose lexer isn't full."""
         found = self._cache.get(constraint)
         return None if found is None or found.is_worn_out else found
 
-    def start(self, constraint: Constraint) -> Future[Grammar]:
+    def start(self, constraint: Constraint, owner: str) -> Future[Grammar]:
         """Done already, if the grammar is cached; else by another thread."""
         found = self.cached(constraint)
         if found is None:
-            return self._threads.submit(self.compile_now, constraint)
+            return self._queue.put(constraint, owner)
         done: Future[Grammar] = Future()
         done.set_result(found)
         return done
@@ -82,12 +84,20 @@ class Compiler:
 
     def _compile(self, constraint: Constraint) -> TokenGrammar:
         try:
+            if constraint.kind == "choice":
+                self._check_choices(constraint.text)
             return self._try(source_of(constraint))
         except ValueError as error:
             for field, schema in tool_schemas(constraint).items():  # which of them is it?
                 self._check_alone(field, schema)
             reason = str(error)
             raise _error(constraint.field, reason, self._place(constraint, reason)) from None
+
+    def _check_choices(self, choices: str) -> None:
+        for text in json.loads(choices):
+            for token in self._tokenizer.tokenize_str(text):
+                if self._tokenizer.is_special_token(token):
+                    raise self._not_a_text(token)
 
     def _check_alone(self, field: str, schema: str) -> None:
         try:
@@ -117,26 +127,36 @@ class Compiler:
         with panics_are_errors():
             grammar = TokenGrammar(make, self._tokenizer.vocab_size)
             if not grammar.fresh.is_error():
-                _warm_up(grammar.fresh)
+                self._warm_up(grammar.fresh)
         if grammar.fresh.is_error():
             raise ValueError(grammar.fresh.get_error())
         return grammar
 
+    def _warm_up(self, matcher: llguidance.LLMatcher) -> None:
+        """The first mask takes longest, and copies needn't repeat it. The mask goes first: the
+        library frees the interpreter's lock for it, and the jump-forward tokens use what it found.
+        """
+        matcher.compute_bitmask()
+        jump_forward = matcher.compute_ff_tokens()
+        is_special = self._tokenizer.is_special_token
+        if jump_forward and not is_special(jump_forward[0]):
+            trial = matcher.deep_copy()
+            trial.consume_token(jump_forward[0])
+            if trial.is_error():
+                raise ValueError("the text that it requires has no end, or is too long to compute")
+        if len(jump_forward) > MAX_DETERMINED:
+            num = len(jump_forward)
+            raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
+        if any(map(is_special, jump_forward)):  # from a token of the grammar, or from a text?
+            num_valid = matcher.deep_copy().validate_tokens(jump_forward)
+            rejected = jump_forward[num_valid : num_valid + 1]
+            if any(map(is_special, rejected)):
+                raise self._not_a_text(*rejected)
 
-def _warm_up(matcher: llguidance.LLMatcher) -> None:
-    """The first mask takes longest, and copies needn't repeat it. The mask goes first: the library
-    frees the interpreter's lock for it, and the jump-forward tokens use what it has found out.
-    """
-    matcher.compute_bitmask()
-    jump_forward = matcher.compute_ff_tokens()
-    if jump_forward:
-        trial = matcher.deep_copy()
-        trial.consume_token(jump_forward[0])
-        if trial.is_error():
-            raise ValueError("what must be said has no end, or none that can be foreseen")
-    if len(jump_forward) > MAX_DETERMINED:
-        num = len(jump_forward)
-        raise ValueError(f"{num} tokens without a choice; {MAX_DETERMINED} at most")
+    def _not_a_text(self, token: int) -> ValueError:
+        name = self._tokenizer.decode_str([token])
+        rule = f"Leave it out, or write it as a token in a Lark grammar: <[{token}]>"
+        return ValueError(f"the added token {name} (id {token}) can't be matched as text. {rule}")
 
 
 @functools.lru_cache(maxsize=1)

@@ -31,7 +31,8 @@ from quill.server.grammar.json_schema import (
 from quill.server.request import Constraint
 from quill.server.tools import ToolCallFormat
 
-# Cuts a text at special tokens, which become ids.
+# Cuts a text at added tokens, special or not, which become ids: the library reads some of them as
+# tokens only, and not as the texts that they stand for.
 Split = Callable[[str], Sequence[str | int]]
 
 
@@ -53,7 +54,7 @@ def tool_constraint(
 ) -> Constraint:
     """Calls of these tools. `may_speak`: the model may also write text, before them or instead.
 
-    `split` finds special tokens in what stands around calls: whoever compiles has no tokenizer.
+    `split` finds added tokens in what stands around calls: whoever compiles has no tokenizer.
     """
     calls = [(each.field, format_.head(each.name), each.parameters) for each in tools]
     return Constraint("tools", json.dumps([calls, _start(format_, split, may_speak, several)]))
@@ -181,14 +182,22 @@ def _start(format_: ToolCallFormat, split: Split, may_speak: bool, several: bool
     between = "" if format_.between is None or not several else _sequence(format_.between, split)
     more = f"({between} call)*" if between else ""
     calls = f"{_sequence(format_.before, split)} call {more} {_sequence(format_.after, split)}"
-    marker = _sequence(format_.marker, split)
+    id = marker_id(format_, split)
+    marker = json.dumps(format_.marker) if format_.marker else ""
+    marker = marker if id is None else f"<[{id}]>"
     if not may_speak:
         return [f"start: {marker} {calls}"]
-    if not marker:
+    if not format_.marker:
         return [f"start: WORDS | {calls}", f"WORDS: {_WORDS}"]
-    if isinstance(split(format_.marker)[0], int):  # no text has it
+    if id is not None:  # no text has it
         return [f"start: TEXT | TEXT {marker} {calls}", f"TEXT: {_TEXT}"]
     return [f"start: TEXT | begun {calls}", f"begun[lazy]: TEXT {marker}", f"TEXT: {_TEXT}"]
+
+
+def marker_id(format_: ToolCallFormat, split: Split) -> int | None:
+    """The token that is the whole marker, if there is one."""
+    parts = split(format_.marker)
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], int) else None
 
 
 def _sequence(text: str, split: Split) -> str:

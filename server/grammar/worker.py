@@ -17,11 +17,8 @@ import select
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
-
-import msgspec
 
 from quill.server.errors import InvalidFieldError
 from quill.server.grammar.compiler import Compiler
@@ -29,75 +26,80 @@ from quill.server.grammar.worker_messages import (
     MAX_COMPILE_BYTES,
     MAX_COMPILE_S,
     MAX_WALL_S,
-    VERDICTS,
     Verdict,
     receive_constraint,
     send,
 )
 from quill.server.machine.resources import lower_priority
-from quill.server.request import Constraint
 
 # Two busy threads on two cores double a step's time. A niceness of 5 leaves the model's threads
 # most of it, and a large constraint is compiled within its second all the same.
 NICENESS = 5
-MAX_REASON = 600  # characters: a report fits into a pipe
+MAX_REASON = 600  # characters
 _PR_SET_PDEATHSIG = 1
 
 
 def main(tokenizer: str, vocab_size: str, *stop_ids: str) -> None:
     """Serves the socket that is its standard input, until that is closed."""
     lower_priority(NICENESS)
-    connection = socket.socket(fileno=sys.stdin.fileno())
+    control = socket.socket(fileno=sys.stdin.fileno())
     text = Path(tokenizer).read_text("utf-8")
     compiler = Compiler(text, int(vocab_size), [int(each) for each in stop_ids])
-    with contextlib.suppress(EOFError, ConnectionError):
-        send(connection, Verdict("accepted"))  # it is ready
-        while True:
-            send(connection, _verdict(compiler, receive_constraint(connection), connection))
+    with contextlib.suppress(ConnectionError):
+        send(control, Verdict("accepted"))  # it is ready
+        _serve(control, compiler)
 
 
-def _verdict(compiler: Compiler, constraint: Constraint, connection: socket.socket) -> Verdict:
-    """A child's."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if not child:
-        _compile(compiler, constraint, write_end)
-    os.close(write_end)
-    try:
-        report = _wait(read_end, connection)
-    finally:
-        os.close(read_end)
-        os.kill(child, signal.SIGKILL)  # it has ended already, or it is too slow
-        _, status = os.waitpid(child, 0)
-    if report:
-        return VERDICTS.decode(report)
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if report is None or number == signal.SIGXCPU:
+def _serve(control: socket.socket, compiler: Compiler) -> None:
+    """Each descriptor that comes is a connection that brings a constraint, to a child."""
+    poll, children = select.poll(), dict[int, _Child]()
+    poll.register(control, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor != control.fileno():
+                poll.unregister(descriptor)
+                children.pop(descriptor).end()
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not message:
+                return  # nobody needs this process any more
+            child = _Child(compiler, socket.socket(fileno=descriptors[0]))
+            children[child.descriptor] = child
+            poll.register(child.descriptor, select.POLLIN)
+
+
+class _Child:
+    """A process that compiles one constraint. Its descriptor can be read once it has ended."""
+
+    def __init__(self, compiler: Compiler, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pid = os.fork()
+        if not self._pid:
+            _compile(compiler, connection)
+        self.descriptor = os.pidfd_open(self._pid)
+
+    def end(self) -> None:
+        """One that was killed couldn't send its verdict."""
+        _, status = os.waitpid(self._pid, 0)
+        os.close(self.descriptor)
+        with self._connection, contextlib.suppress(OSError):
+            if os.WIFSIGNALED(status):
+                send(self._connection, _verdict(os.WTERMSIG(status)))
+
+
+def _verdict(number: int) -> Verdict:
+    """By the signal that ended a child. Rust aborts where memory is refused."""
+    if number in (signal.SIGXCPU, signal.SIGALRM):
         return Verdict("slow")
     return Verdict("killed" if number == signal.SIGKILL else "large")
 
 
-def _wait(read_end: int, connection: socket.socket) -> bytes | None:
-    """The child's report; empty if it died. None: its time is over. EOFError: nobody waits."""
-    poll = select.poll()
-    poll.register(read_end, select.POLLIN)
-    poll.register(connection, 0)  # only whether it was closed
-    end_s = time.monotonic() + MAX_WALL_S
-    while (left_s := end_s - time.monotonic()) > 0:
-        ready = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * left_s))]
-        if read_end in ready:
-            return os.read(read_end, select.PIPE_BUF)
-        if ready:
-            raise EOFError
-    return None
-
-
-def _compile(compiler: Compiler, constraint: Constraint, write_end: int) -> NoReturn:
+def _compile(compiler: Compiler, connection: socket.socket) -> NoReturn:
     """The child's whole life."""
     verdict = Verdict("bug")
     try:
         _limit()
-        compiler.compile_now(constraint)
+        compiler.compile_now(receive_constraint(connection))
         verdict = Verdict("accepted")
     except InvalidFieldError as error:
         verdict = Verdict("rejected", error.field, error.reason[:MAX_REASON])
@@ -106,7 +108,8 @@ def _compile(compiler: Compiler, constraint: Constraint, write_end: int) -> NoRe
     except BaseException as error:  # its message may quote the constraint
         verdict = Verdict("bug", reason=type(error).__name__)
     finally:
-        os.write(write_end, msgspec.msgpack.encode(verdict))
+        with contextlib.suppress(OSError):
+            send(connection, verdict)
         os._exit(0)
 
 
@@ -115,6 +118,7 @@ def _limit() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # Rust's last words
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_CPU, math.ceil(MAX_COMPILE_S), grace=1)  # SIGXCPU, then SIGKILL
+    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # SIGALRM
     if sys.platform == "linux":
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
         _set_limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + MAX_COMPILE_BYTES)

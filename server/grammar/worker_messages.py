@@ -4,11 +4,11 @@ Knows: frames of msgpack on a socket. Does not know: llguidance, processes.
 """
 
 import socket
-import struct
 from typing import Literal
 
 import msgspec
 
+from quill.server import frames
 from quill.server.request import Constraint
 
 MAX_COMPILE_S = 1.0  # of processor time
@@ -16,7 +16,6 @@ MAX_WALL_S = 2 * MAX_COMPILE_S  # on a busy machine a second of work takes longe
 # Of address space, beyond what the worker has after its start. The schemas of the benchmarks take
 # 2 MB at most; `\p{L}?`, 1,000 times, takes 83.
 MAX_COMPILE_BYTES = 64 * 2**20
-HEADER = struct.Struct("<I")
 
 # accepted; rejected: the constraint is wrong; slow, large: it is beyond the limits; killed: by
 # somebody else, perhaps by the kernel for want of memory; bug: of ours.
@@ -36,29 +35,13 @@ VERDICTS = msgspec.msgpack.Decoder(Verdict)
 
 
 def send(connection: socket.socket, message: Constraint | Verdict) -> None:
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(HEADER.pack(len(body)) + body)
+    connection.sendall(frames.pack(msgspec.msgpack.encode(message)))
 
 
 def receive_constraint(connection: socket.socket) -> Constraint:
     """EOFError, in both: the other side has gone."""
-    return CONSTRAINTS.decode(_receive(connection))
+    return CONSTRAINTS.decode(frames.receive(connection))
 
 
 def receive_verdict(connection: socket.socket) -> Verdict:
-    return VERDICTS.decode(_receive(connection))
-
-
-def _receive(connection: socket.socket) -> bytes:
-    (length,) = HEADER.unpack(_receive_exactly(connection, HEADER.size))
-    return _receive_exactly(connection, length)
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        part = connection.recv(length - len(found))
-        if not part:
-            raise EOFError
-        found += part
-    return found
+    return VERDICTS.decode(frames.receive(connection))

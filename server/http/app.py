@@ -8,9 +8,9 @@ the page's own address as Origin, or, if it had its name point at this machine, 
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import metadata
-from urllib.parse import urlsplit
 
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry
@@ -35,6 +35,8 @@ from quill.server.telemetry.tracing import HEADERS
 
 logger = logging.getLogger(__name__)
 _CLOSE = (("connection", "close"),)
+Registry = Callable[[], Awaitable[CollectorRegistry]]  # of the whole server, as it is now
+_HOST = re.compile(r"([a-zA-Z0-9.-]+|\[[0-9a-fA-F:.]+\])(:[0-9]*)?")
 
 
 class ModelInfo(Route):
@@ -58,7 +60,7 @@ class App:
         calls: Calls,
         settings: Settings,
         keyring: Keyring | None,
-        registry: CollectorRegistry,
+        registry: Registry,
         is_serving: Callable[[], bool],
     ) -> None:
         self._calls = calls
@@ -140,12 +142,12 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         if "metrics" not in self._settings.allow_unauthenticated:
             self._guard.caller(exchange)
-        await _answer_metrics(exchange, self._registry)
+        await _answer_metrics(exchange, await self._registry())
 
     async def _stats(self, exchange: Exchange) -> None:
         if "metrics" not in self._settings.allow_unauthenticated:
             self._guard.caller(exchange)
-        await exchange.answer_json(stats(self._registry))
+        await exchange.answer_json(stats(await self._registry()))
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer_json({"version": metadata.version("quill")})
@@ -162,7 +164,7 @@ class App:
 class MetricsApp:
     """What the port for metrics serves, whatever the path. `keyring`: None: anybody may read."""
 
-    def __init__(self, registry: CollectorRegistry, keyring: Keyring | None) -> None:
+    def __init__(self, registry: Registry, keyring: Keyring | None) -> None:
         self._registry = registry
         self._keyring = keyring
 
@@ -172,7 +174,7 @@ class MetricsApp:
                 self._keyring.identify(exchange.headers("authorization"))
             if exchange.verb not in ("GET", "HEAD"):
                 raise HttpError(405, "method", "must be GET", [("allow", "GET")])
-            await _answer_metrics(exchange, self._registry)
+            await _answer_metrics(exchange, await self._registry())
         except RequestError as error:
             await _fail(exchange, error)
 
@@ -238,7 +240,5 @@ class Guard:
 
 def _name(host: str) -> str:
     """Without the port; empty if it makes no sense."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    found = _HOST.fullmatch(host)
+    return found[1].lower() if found else ""

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Application = Callable[[Exchange], Awaitable[None]]
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_LINES = 256
 HEAD_TIMEOUT_S = 10.0  # for a handshake, and then for a request's head
 KEEP_ALIVE_S = 30.0  # between two requests
 MAX_CONNECTIONS = 1024
@@ -109,6 +110,9 @@ class Connection(asyncio.Protocol):
             if event is h11.NEED_DATA or event is h11.PAUSED:
                 return
             if isinstance(event, h11.Request):
+                if _is_strange(event):
+                    self._reject_bytes()
+                    return
                 self._begin(event)
             elif self._exchange is not None and isinstance(event, h11.Data):
                 self._exchange.feed(event.data)
@@ -210,6 +214,14 @@ class Connection(asyncio.Protocol):
         oldest.transport.abort()
 
 
+def _is_strange(request: h11.Request) -> bool:
+    """h11 limits a head that comes in parts, and takes HTTP/2.0's first line for HTTP/1.1's."""
+    headers = list(request.headers)
+    num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in headers)
+    is_long = num_bytes > MAX_HEAD_BYTES or len(headers) > MAX_HEAD_LINES
+    return is_long or not request.http_version.startswith(b"1.")
+
+
 def _peer_names(transport: asyncio.Transport) -> list[str]:
     """The client certificate's names, as gRPC has them: the alternative names, else the common."""
     peer = transport.get_extra_info("peercert") or {}
@@ -244,7 +256,9 @@ class HttpServer:
         """The port that it took."""
         settings = self._settings
         sock = open_first(
-            self._ports, lambda port: bind(settings.host, port, self._option), self._option
+            self._ports,
+            lambda port: bind(settings.host, port, self._option, settings.frontends > 1),
+            self._option,
         )
         tls = None if settings.tls is None else _following_context(settings)
         self._listener = await asyncio.get_running_loop().create_server(
@@ -272,11 +286,14 @@ class HttpServer:
             connection.transport.abort()
 
 
-def bind(host: str, port: int, option: str) -> socket.socket:
+def bind(host: str, port: int, option: str, is_shared: bool = False) -> socket.socket:
+    """`is_shared`: with other frontends of the same server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
         sock.setblocking(False)
     except OSError as error:

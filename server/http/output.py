@@ -67,14 +67,13 @@ class AnswerInfo:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, choices: Sequence[Json], **rest: Any) -> Json:
-        name = self.served.manifest.name
         return {
             "id": self.id,
             "object": self.kind,
             "created": self.created,
-            "model": name,
+            "model": self.served.name,
             # The same fingerprint and the same seed give the same tokens.
-            "system_fingerprint": f"{name}-{self.served.graphs.precision}",
+            "system_fingerprint": self.served.fingerprint,
             "seed": self.seed,
             "choices": choices,
             **rest,

@@ -40,12 +40,11 @@ from quill.server.frontend.json_values import (
     wrong_type,
 )
 from quill.server.frontend.reader import RequestReader
-from quill.server.frontend.served_model import ServedModel
+from quill.server.frontend.served_model import ALIAS, ServedModel
 from quill.server.frontend.spec import EmbedInput, EmbedSpec, ParsedRequest, Prompt
 from quill.server.http.errors import HttpError
 from quill.server.http.exchange import Exchange
 
-ALIAS = "quill"  # whatever is served
 MODEL = JsonField("model", STRING, f"the name of the model, as /v1/models has it, or {ALIAS}")
 STARTED = int(time.time())
 MAX_PROMPTS = 2048
@@ -74,9 +73,9 @@ class Route:
 
 
 def check_model(values: Json, served: ServedModel) -> None:
-    name = served.manifest.name
-    if values.get("model", name) not in (name, ALIAS):
-        rule = f"there is {name}, which {ALIAS} means, too"
+    if values.get("model", ALIAS) not in served.names:
+        others = ", ".join(served.names[1:])
+        rule = f"there is {served.name}, which {others} means, too"
         raise HttpError(404, "model", f"isn't served here; {rule}")
 
 
@@ -118,7 +117,7 @@ class Models(Route):
     async def answer(self, values: Json, context: RequestContext, exchange: Exchange) -> None:
         async with self._calls.open(context) as call:
             entry = {
-                "id": call.served.manifest.name,
+                "id": call.served.name,
                 "object": "model",
                 "created": STARTED,
                 "owned_by": "quill",
@@ -175,7 +174,7 @@ def _embeddings_json(
             {"object": "embedding", "index": index, "embedding": write(each)}
             for index, each in enumerate(whole_embeddings(parsed, whole))
         ],
-        "model": served.manifest.name,
+        "model": served.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
@@ -220,7 +219,10 @@ class Tokenize(Route):
         if "messages" in values:
             prompt = Prompt("messages", values["messages"])
             spec = partial(generate_spec, prompt, values, TOOLS, {})
-            return (await call.read(spec, num_bytes)).given_ids
+            async with call.charged() as charge:
+                ids = (await call.read(spec, num_bytes)).given_ids
+                charge(len(ids))
+            return ids
         special = values.get("add_special_tokens", True)
         return await call.tokenize(values["prompt"], "prompt", special)
 

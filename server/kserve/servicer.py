@@ -6,7 +6,7 @@ Knows: grpc.aio, the names of metrics, the order of things in a call. Does not k
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 
@@ -39,7 +39,7 @@ from quill.server.kserve.inference import (
     read_inference,
     timeout_s,
 )
-from quill.server.kserve.tensors import ALIAS, MAX_NAME, VERSION
+from quill.server.kserve.tensors import MAX_NAME, VERSION
 
 EXTENSIONS = ("model_configuration", "statistics", "parameters", "binary_tensor_data")
 # Of one stream at once; others wait to be read. As many calls as a connection may have.
@@ -51,7 +51,7 @@ class InferenceService(kserve_grpc.GRPCInferenceServiceServicer):
     def __init__(
         self,
         calls: Calls,
-        registry: CollectorRegistry,
+        registry: Callable[[], Awaitable[CollectorRegistry]],
         is_serving: Callable[[], bool],
         write_timeout_s: float,
     ) -> None:
@@ -111,9 +111,11 @@ class InferenceService(kserve_grpc.GRPCInferenceServiceServicer):
         self, request: kserve.ModelStatisticsRequest, context: Context
     ) -> kserve.ModelStatisticsResponse:
         async with self._call("ModelStatistics", context) as call:
-            name = request.name or call.served.manifest.name
+            name = request.name or call.served.name
             check_model(name, request.version, call.served)
-            return kserve.ModelStatisticsResponse(model_stats=[statistics(self._registry, name)])
+            return kserve.ModelStatisticsResponse(
+                model_stats=[statistics(await self._registry(), name)]
+            )
 
     async def ModelInfer(
         self, request: kserve.ModelInferRequest, context: Context
@@ -178,10 +180,10 @@ class _Stream:
 
 
 def check_model(name: str, version: str, served: ServedModel) -> None:
-    own = served.manifest.name
-    if name not in (own, ALIAS) or version not in ("", VERSION):
+    if name not in served.names or version not in ("", VERSION):
         given = f"the model {name[:MAX_NAME]!r}, version {version[:MAX_NAME]!r}, isn't here"
-        rule = f"there is {own!r}, which is also {ALIAS!r}, in version {VERSION!r}"
+        others = ", ".join(map(repr, served.names[1:]))
+        rule = f"there is {served.name!r}, which is also {others}, in version {VERSION!r}"
         raise NotFoundError(f"{given}; {rule}")
 
 

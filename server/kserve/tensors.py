@@ -33,7 +33,6 @@ class Tensor:
     length: int = 1
 
 
-ALIAS = "quill"  # whatever is served, by a name that a script can be written with
 VERSION = "1"
 PLATFORM = "onnxruntime_quill"
 BACKEND = "quill"

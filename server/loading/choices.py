@@ -102,9 +102,7 @@ def ideal(family: Family) -> Precision:
 
 
 def how_to_add(precision: str) -> str:
-    return (
-        f"add it to the bundle: quill export CHECKPOINT --out BUNDLE --add --precision {precision}"
-    )
+    return f"add it to the bundle: quill export SOURCE --out BUNDLE --add --precision {precision}"
 
 
 def _against(wanted: Precision, best: Graphs, on_cpu: dict[str, Graphs]) -> str | None:
@@ -123,15 +121,6 @@ def _against(wanted: Precision, best: Graphs, on_cpu: dict[str, Graphs]) -> str 
 
 def takes_cuda(device: str) -> bool:
     return device == "cuda" or (device == "auto" and cuda_problem() is None)
-
-
-def best_here(manifest: Manifest) -> str:
-    """What this machine would serve, but for what was tried and was not good enough."""
-    return next(
-        name
-        for name in preferred(manifest.family, fast_operators=operators_are_fast())
-        if name not in manifest.left_out
-    )
 
 
 def choose_limits(manifest: Manifest, graphs: Graphs, available: int, settings: Settings) -> Limits:

@@ -4,9 +4,11 @@ Knows: the bundle's files beside the graphs. Does not know: the engine, ONNX Run
 """
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
-from quill.export.bundle.manifest import MANIFEST_FILE, Manifest
+from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
+from quill.server.errors import StartError
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Limits
@@ -23,29 +25,37 @@ def manifest_sha256(directory: Path) -> str:
         return ""
 
 
-def describe(
-    directory: Path,
-    manifest: Manifest,
-    precision: str,
-    limits: Limits,
-    runtime_version: str,
-    takes_constraints: bool,
-    settings: Settings,
-) -> ServedModel:
-    graphs = manifest.graphs_in(precision)
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What was loaded, and what was chosen for it. Crosses to frontends in other processes."""
+
+    manifest_sha256: str  # of the manifest that was loaded: the file may have changed since
+    precision: str
+    limits: Limits
+    runtime_version: str
+    takes_constraints: bool
+
+
+def describe(directory: Path, info: EngineInfo, settings: Settings) -> ServedModel:
+    """StartError: the files aren't those that the engine has loaded."""
+    manifest = read_manifest(directory)
+    if manifest_sha256(directory) != info.manifest_sha256:
+        raise StartError(f"{directory} changed while it was loaded. Try again")
+    graphs = manifest.graphs_in(info.precision)
     text = _open_text(directory, manifest)
     return ServedModel(
         manifest=manifest,
         graphs=graphs,
         device=graphs.device,
-        runtime_version=runtime_version,
+        runtime_version=info.runtime_version,
         deterministic=graphs.is_invariant,
-        limits=limits,
+        limits=info.limits,
         max_waiting=settings.max_queue,
         max_message_bytes=settings.max_message_bytes,
         text=text,
         template=_open_template(manifest, text),
-        grammars=_open_checker(directory, manifest) if takes_constraints else None,
+        grammars=_open_checker(directory, manifest) if info.takes_constraints else None,
+        served_names=settings.served_model_name,
     )
 
 
@@ -53,6 +63,8 @@ def _open_text(directory: Path, manifest: Manifest) -> Text | None:
     if manifest.tokenizer is None:
         return None
     bos = manifest.special_tokens.bos if manifest.prepend_bos else None
+    if manifest.family == "seq2seq":
+        bos = manifest.special_tokens.source_bos
     # A source, or a text to embed, ends as those did that the model learnt from.
     ends = {"seq2seq": True, "encoder": manifest.append_eos, "causal": False}[manifest.family]
     eos = manifest.special_tokens.eos if ends else None

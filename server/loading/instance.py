@@ -24,8 +24,7 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.machine.memory import trim_heap
 from quill.server.outputs import EngineOutputs, FinishReason
 from quill.server.request import Request
-
-STOP_S = 30.0  # how long a step under way may take to end
+from quill.server.settings import STOP_S
 
 
 class RunningEngine(Protocol):

@@ -29,7 +29,7 @@ from quill.server.loading.choices import (
     megabytes,
     weight_bytes,
 )
-from quill.server.loading.description import describe, manifest_sha256
+from quill.server.loading.description import EngineInfo, describe, manifest_sha256
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.instance import (
     EngineEvents,
@@ -50,15 +50,11 @@ BUILD_OPERATORS = (sys.executable, "-m", "quill.export.operators.build")
 
 
 class LoadedEngine(NamedTuple):
-    """An engine that has run its first step, and what was chosen for it."""
+    """An engine that has run its first step."""
 
     engine: Engine
     grammars: GrammarCompiler | None  # None: the model can't follow constraints
-    manifest: Manifest
-    manifest_sha256: str
-    precision: str
-    limits: Limits
-    runtime_version: str
+    info: EngineInfo
 
 
 def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
@@ -82,9 +78,15 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
             "the process more, or try a smaller --kv-cache-mb or --context"
         ) from error
     drop_startup_pages()
-    version = onnxruntime.__version__
-    grammars, precision = open_grammars(directory, manifest), choice.graphs.precision
-    return LoadedEngine(engine, grammars, bundle.manifest, sha256, precision, limits, version)
+    grammars = open_grammars(directory, manifest)
+    info = EngineInfo(
+        manifest_sha256=sha256,
+        precision=choice.graphs.precision,
+        limits=limits,
+        runtime_version=onnxruntime.__version__,
+        takes_constraints=grammars is not None,
+    )
+    return LoadedEngine(engine, grammars, info)
 
 
 class Loader:
@@ -96,15 +98,7 @@ class Loader:
 
     def load(self) -> ModelInstance:
         loaded = load_engine(self._directory, self._settings)
-        served = describe(
-            self._directory,
-            loaded.manifest,
-            loaded.precision,
-            loaded.limits,
-            loaded.runtime_version,
-            loaded.grammars is not None,
-            self._settings,
-        )
+        served = describe(self._directory, loaded.info, self._settings)
         return ModelInstance(served, in_thread(loaded.engine, loaded.grammars))
 
     reload = load

@@ -4,7 +4,6 @@ Knows: frames, which requests are unanswered. Does not know: what they are, how 
 started. When the connection ends, every unanswered request fails with UNAVAILABLE at once.
 """
 
-import asyncio
 import logging
 import socket
 import time
@@ -19,20 +18,12 @@ from quill.server.outputs import (
     FinishReason,
     QueueStats,
 )
-from quill.server.process.messages import (
-    TO_FRONTEND,
-    End,
-    Frames,
-    Outputs,
-    Submit,
-    ToEngine,
-    frame,
-)
+from quill.server.process.frame_socket import FrameSocket
+from quill.server.process.messages import TO_FRONTEND, End, Outputs, Submit, frame
 from quill.server.request import Request
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 2**18
 MAX_NAMED = 8  # requests
 
 
@@ -48,17 +39,11 @@ class EngineClient:
     """Belongs to the event loop."""
 
     def __init__(self, sock: socket.socket, process: Process, events: EngineEvents) -> None:
-        self._socket = sock
+        self._frames = FrameSocket(sock, self._receive, self._lose)
         self._process = process
         self._tell = events
-        self._frames = Frames()
-        self._unsent = bytearray()
         self._open: dict[str, int] = {}  # the unfinished sequences of each request
         self._heard_s = 0.0  # when the last frame came, or the first request after a pause
-        self._is_closed = False
-        sock.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._receive)
 
     @property
     def pid(self) -> int:
@@ -79,79 +64,45 @@ class EngineClient:
 
     def submit(self, request: Request) -> None:
         """From here on the request is answered by events, whatever happens."""
-        if self._is_closed:
+        if self._frames.is_closed:
             raise UnavailableError("the server stops, or restarts its engine. Try again later")
         now_s = time.monotonic()
         if not self._open:
             self._heard_s = now_s
         self._open[request.request_id] = request.num_sequences
-        self._send(Submit(request, now_s))
+        self._frames.send(frame(Submit(request, now_s)))
 
     def end(
         self, request_id: str, sequence: int | None = None, reason: FinishReason = "cancelled"
     ) -> None:
         """Ends a request, or one of its sequences, at the next step. Unknown ones are ignored."""
         if request_id in self._open:
-            self._send(End(request_id, sequence, reason))
+            self._frames.send(frame(End(request_id, sequence, reason)))
 
     def stop(self) -> None:
         """Ends what is running with UNAVAILABLE, and then the process."""
-        self._close(UnavailableError("the server is stopping"))
+        if not self._frames.is_closed:
+            self._frames.close()
+            self._fail_all(UnavailableError("the server is stopping"))
         self._process.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Whoever started the process waits for its end, and kills one that hangs."""
         return True
 
-    def _close(self, error: UnavailableError) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
+    def _fail_all(self, error: UnavailableError) -> None:
         failed = tuple(FailEvent(request_id, error) for request_id in self._open)
         self._open.clear()
         self._tell.publish(EngineOutputs(failed, None, QueueStats(0, 0)))
 
-    def _send(self, message: ToEngine) -> None:
-        if self._is_closed:
-            return
-        if not self._unsent:
-            self._loop.add_writer(self._socket, self._send_rest)
-        self._unsent += frame(message)
-
-    def _send_rest(self) -> None:
-        """All messages of one turn of the loop together."""
-        try:
-            num_sent = self._socket.send(self._unsent)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._lose()
-            return
-        del self._unsent[:num_sent]
-        if not self._unsent:
-            self._loop.remove_writer(self._socket)
-
-    def _receive(self) -> None:
-        try:
-            data = self._socket.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._lose()
-            return
-        for body in self._frames.feed(data):
-            message = TO_FRONTEND.decode(body)
-            if isinstance(message, Outputs):
-                self._heard_s = time.monotonic()
-                self._note(message.outputs)
-                self._tell.publish(message.outputs)
-            else:
-                self._tell.on_health(message.is_good)
+    def _receive(self, body: bytes) -> None:
+        message = TO_FRONTEND.decode(body)
+        if isinstance(message, Outputs):
+            self._heard_s = time.monotonic()
+            self._note(message.outputs)
+            self._tell.publish(message.outputs)
+        else:
+            self._tell.on_health(message.is_good)
 
     def _note(self, outputs: EngineOutputs) -> None:
         for event in outputs.events:
@@ -163,9 +114,7 @@ class EngineClient:
                     del self._open[event.request_id]
 
     def _lose(self) -> None:
-        if self._is_closed:
-            return
         num_open = len(self._open)
-        self._close(UnavailableError("the engine's process ended, and is started again"))
+        self._fail_all(UnavailableError("the engine's process ended, and is started again"))
         logger.error("the connection to the engine's process ended; %d requests failed", num_open)
         self._tell.on_gone()

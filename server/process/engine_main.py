@@ -1,15 +1,16 @@
-"""The engine's process: loads one bundle, and serves the frontends that connect to its socket.
+"""The engine's process: loads one bundle, and serves frontends.
 
 Knows: the engine's thread, frames. Does not know: ports, API keys, text, other processes but the
-one that started it. `python -m quill.server.process.engine_main CONTROL LISTENER` gets two file
-descriptors: CONTROL brings the bundle and the settings, and takes Ready or Failed. Its end is the
-signal to stop, so the process never outlives whoever started it.
+one that started it. `python -m quill.server.process.engine_main CONTROL` gets a file descriptor:
+CONTROL brings the bundle and the settings, takes Ready or Failed, and then brings a connected
+socket for each frontend. Its end is the signal to stop, so the process never outlives whoever
+started it.
 """
 
 import contextlib
 import logging
 import os
-import pickle
+import queue
 import signal
 import socket
 import sys
@@ -17,31 +18,22 @@ import threading
 from collections import deque
 from pathlib import Path
 
+import msgspec
+
 from quill.export.errors import ExportError
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.errors import ServerError
+from quill.server.frames import received
 from quill.server.loading.loader import LoadedEngine, load_engine
 from quill.server.outputs import EngineOutputs, Event, FailEvent, FinishEvent
-from quill.server.process.messages import (
-    TO_ENGINE,
-    Failed,
-    Frames,
-    Health,
-    Outputs,
-    Ready,
-    Submit,
-    ToEngine,
-    frame,
-)
-from quill.server.settings import Settings
-from quill.server.telemetry.call_record import set_up_logging
+from quill.server.process.control import TURN_S, Failed, Ready, control_frame, read_start
+from quill.server.process.messages import TO_ENGINE, Health, Outputs, Submit, ToEngine, frame
+from quill.server.settings import STOP_S, Settings
+from quill.server.telemetry.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 2**28  # of one frontend that doesn't read: then it is taken for dead
-RECEIVE_BYTES = 2**16
-STOP_S = 30.0  # how long a step under way may take to end
-TURN_S = 0.001  # how long a thread that works in Python may keep others waiting
 
 
 class Connection:
@@ -102,11 +94,9 @@ class Connection:
                 self._num_unsent -= len(data)
 
     def _receive(self) -> None:
-        frames = Frames()
         try:
-            while data := self._socket.recv(RECEIVE_BYTES):
-                for body in frames.feed(data):
-                    self._server.handle(self, TO_ENGINE.decode(body))
+            for body in received(self._socket):
+                self._server.handle(self, TO_ENGINE.decode(body))
         except OSError:
             pass
         except Exception:
@@ -166,9 +156,11 @@ class EngineServer:
                 connection = self._owner(event)
                 if connection in events:
                     events[connection].append(event)
+        # One frontend counts the step; a server's metrics add up those of all frontends.
+        step, queue = outputs.step, outputs.queue
         for connection, own in events.items():
-            message = EngineOutputs(tuple(own), outputs.step, outputs.queue)
-            connection.send(frame(Outputs(message)))
+            connection.send(frame(Outputs(EngineOutputs(tuple(own), step, queue))))
+            step = queue = None
 
     def _owner(self, event: Event) -> Connection | None:
         connection, num_open = self._open.get(event.request_id, (None, 0))
@@ -191,64 +183,51 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(TURN_S)
-    control, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    directory, settings = _read_start(control)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    directory, settings = read_start(control)
     set_up_logging(settings.log_format)
-    gone = threading.Event()
-    stopping: list[EngineServer] = []
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            control.recv(1)
-        gone.set()
-        if not stopping:  # it loads
-            os._exit(0)
-        listener.shutdown(socket.SHUT_RDWR)
-
-    threading.Thread(target=watch, name="control", daemon=True).start()
+    frontends = _Frontends(control)
     server = _load(control, directory, settings)
-    stopping.append(server)
-    while not gone.is_set():
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            break
+    frontends.is_loading = False
+    while (sock := frontends.connected.get()) is not None:
         server.accept(sock)
     server.stop()
     logging.shutdown()
     os._exit(0)  # a thread may be in a step that hangs
 
 
-def _read_start(control: socket.socket) -> tuple[Path, Settings]:
-    frames = Frames()
-    while data := control.recv(RECEIVE_BYTES):
-        for body in frames.feed(data):
-            start: tuple[Path, Settings] = pickle.loads(body)  # from the process that started us
-            return start
-    os._exit(0)
+class _Frontends:
+    """Receives a connected socket for each frontend, in a thread of its own."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.connected: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self.is_loading = True
+        self._control = control
+        threading.Thread(target=self._receive, name="control", daemon=True).start()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError):
+            while descriptors := socket.recv_fds(self._control, 1, 1)[1]:
+                self.connected.put(socket.socket(fileno=descriptors[0]))
+        if self.is_loading:  # nobody wants the bundle any more
+            os._exit(0)
+        self.connected.put(None)
 
 
 def _load(control: socket.socket, directory: Path, settings: Settings) -> EngineServer:
     try:
         loaded = load_engine(directory, settings)
     except (ServerError, ExportError) as error:
-        control.sendall(frame(Failed(str(error))))
+        control.sendall(control_frame(Failed(str(error))))
         os._exit(1)
     except BaseException as error:
         logger.exception("a bug in loading")
-        control.sendall(frame(Failed(f"{type(error).__name__}: {error}")))
+        control.sendall(control_frame(Failed(f"{type(error).__name__}: {error}")))
         os._exit(1)
     server = EngineServer(loaded)
     server.start()
-    ready = Ready(
-        pid=os.getpid(),
-        manifest_sha256=loaded.manifest_sha256,
-        precision=loaded.precision,
-        limits=loaded.limits,
-        runtime_version=loaded.runtime_version,
-        takes_constraints=loaded.grammars is not None,
-    )
-    control.sendall(frame(ready))
+    info = msgspec.Raw(msgspec.msgpack.encode(loaded.info))
+    control.sendall(control_frame(Ready(os.getpid(), info)))
     return server
 
 

@@ -1,25 +1,21 @@
 """Starts the engine's process, and ends it.
 
-Knows: subprocesses, the socket at which the engine serves. Does not know: the event loop, ONNX.
-The socket is in a directory that only this user can enter.
+Knows: subprocesses, the sockets that an engine gets. Does not know: the event loop, ONNX.
+Engines have no address: whoever may use one is given a connected socket.
 """
 
 import contextlib
-import pickle
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from quill.server.errors import StartError
-from quill.server.process.messages import HEADER, LOADED, Failed, Frames, Ready
+from quill.server.frames import receive
+from quill.server.process.control import LOADED, Failed, Ready, start_frame
 from quill.server.settings import Settings
 
 MODULE = "quill.server.process.engine_main"
-MAX_BACKLOG = 16
-RECEIVE_BYTES = 2**16
 
 
 class EngineProcess:
@@ -31,22 +27,15 @@ class EngineProcess:
     ready: Ready
 
     def __init__(self, directory: Path, settings: Settings) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="quill-"))
-        self.path = str(self._folder / "engine")
         self._control, control = socket.socketpair()
-        listener = socket.socket(socket.AF_UNIX)
         try:
-            with control, listener:
-                listener.bind(self.path)
-                listener.listen(MAX_BACKLOG)
-                fds = control.fileno(), listener.fileno()
+            with control:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, *map(str, fds)],
+                    [sys.executable, "-m", MODULE, str(control.fileno())],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=fds,
+                    pass_fds=(control.fileno(),),
                 )
-            start = pickle.dumps((directory, settings))
-            self._control.sendall(HEADER.pack(len(start)) + start)
+            self._control.sendall(start_frame(directory, settings))
             self.ready = self._wait_until_ready(directory)
         except BaseException:
             self.stop()
@@ -59,7 +48,17 @@ class EngineProcess:
     def stop(self) -> None:
         """Soon: a step under way ends first."""
         self._control.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def connect(self) -> socket.socket:
+        """A connection for a frontend. OSError: the process has ended."""
+        own, other = socket.socketpair()
+        with other:
+            try:
+                socket.send_fds(self._control, [b"+"], [other.fileno()])
+            except OSError:
+                own.close()
+                raise
+        return own
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end after `stop`; what doesn't end in time is killed. False: it was."""
@@ -80,14 +79,11 @@ class EngineProcess:
         return in_words(self._process.wait())
 
     def _wait_until_ready(self, directory: Path) -> Ready:
-        frames = Frames()
-        with contextlib.suppress(ConnectionError):
-            while data := self._control.recv(RECEIVE_BYTES):
-                for body in frames.feed(data):
-                    message: Ready | Failed = LOADED.decode(body)
-                    if isinstance(message, Failed):
-                        raise StartError(message.reason)
-                    return message
+        with contextlib.suppress(ConnectionError, EOFError):
+            message: Ready | Failed = LOADED.decode(receive(self._control))
+            if isinstance(message, Failed):
+                raise StartError(message.reason)
+            return message
         how = in_words(self._process.wait())
         raise StartError(f"the engine's process ended while it loaded {directory}: {how}")
 

@@ -1,80 +1,126 @@
-"""`quill serve`'s own process: starts the engine's and the frontend's, and starts them again.
+"""`quill serve`'s own process: starts the engine's and the frontends', and starts them again.
 
-Knows: processes, signals, which engine is used by whom. Does not know: requests, ports' protocols.
+Knows: processes, signals, which frontend wants what. Does not know: requests, ports' protocols.
 
-It imports neither gRPC nor ONNX Runtime, so hardly anything can go wrong in it. A frontend that
-dies is started again at the same ports and finds its engine loaded; the engine cancels what that
-frontend had asked for. An engine that dies is started again when its frontend wants the next one.
+It imports neither gRPC nor ONNX Runtime nor numpy, so hardly anything can go wrong in it. A
+frontend that dies is started again at the same ports and finds its engine loaded; the engine
+cancels what that frontend had asked for. An engine that dies is started again when a frontend wants
+the next one. Of several frontends one reloads, and the others follow it to the new engine.
 """
 
 import asyncio
 import contextlib
 import logging
-import pickle
 import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quill.server.errors import StartError
-from quill.server.process.engine_process import EngineProcess, in_words
-from quill.server.process.messages import (
-    HEADER,
+from quill.server.process.control import (
     TO_SUPERVISOR,
+    Answer,
+    Collect,
     Engine,
     Failed,
-    Frames,
     FromSupervisor,
     Load,
+    Newer,
     Release,
+    Report,
+    Samples,
     Serving,
-    frame,
+    control_frame,
+    start_frame,
 )
+from quill.server.process.counts import Counts
+from quill.server.process.engine_process import in_words
+from quill.server.process.engines import Engines
+from quill.server.process.frame_socket import FrameSocket
+from quill.server.process.ports import Ports
 from quill.server.settings import Settings
+from quill.server.telemetry.merged_metrics import MergedMetrics
 
 logger = logging.getLogger(__name__)
 
 FRONTEND = "quill.server.serve.frontend_main"
-RECEIVE_BYTES = 2**16
-STOP_S = 30.0  # how long an engine's step under way may take to end
-MAX_QUICK_DEATHS = 5  # of frontends, one after another
+MAX_QUICK_DEATHS = 5  # of one frontend, one after another
 QUICK_S = 10.0
+COLLECT_S = 1.0  # how long frontends have to report their metrics
+
+
+class Frontend:
+    """One frontend's process, until it ends."""
+
+    def __init__(
+        self, supervisor: "Supervisor", process: asyncio.subprocess.Process, control: socket.socket
+    ) -> None:
+        self.name = str(process.pid)
+        self.process = process
+        self.is_serving = False
+        self.reported = asyncio.Event()
+        self.frames = FrameSocket(control, lambda body: supervisor.handle(self, body), lambda: None)
+
+    def tell(self, message: FromSupervisor) -> None:
+        self.frames.send(control_frame(message))
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
 
 
 class Supervisor:
     """One server. `run` returns the exit code."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
+        if settings.frontends > 1:
+            self._ports = Ports(settings)
+            settings = self._ports.settings
         self._directory = directory
         self._settings = settings
-        self._frontend: asyncio.subprocess.Process | None = None
+        self._engines = Engines(directory, settings)
+        self._counts = Counts(settings.max_queue)
+        self._metrics = MergedMetrics()
+        self._frontends: dict[int, Frontend] = {}  # those that run
+        self._newest = 0  # the engine that all frontends shall have
         self._is_stopping = False
         self._was_ready = False
-        self._engines: dict[int, EngineProcess] = {}
-        self._newest = 0
-        self._watches: set[asyncio.Task[None]] = set()
-        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
-        first = asyncio.ensure_future(self._engine_after(0))  # while the frontend starts
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        first = asyncio.ensure_future(self._engines.newest_after(0))  # while frontends start
         first.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             return await self._run_frontends()
         finally:
-            await asyncio.gather(*map(self._end, list(self._engines)))
+            await self._engines.close()
 
     async def _run_frontends(self) -> int:
-        """Until one ends that was told to, or that can't start."""
+        """Until those have ended that were told to; one that can't start ends all."""
+        keeping = [
+            asyncio.ensure_future(self._keep_frontend(index))
+            for index in range(self._settings.frontends)
+        ]
+        done, others = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+        if not self._is_stopping:
+            self._stop()
+        if others:
+            await asyncio.wait(others)
+        return next(filter(None, (task.result() for task in (*done, *others))), 0)
+
+    async def _keep_frontend(self, index: int) -> int:
         num_quick = 0
         while True:
             began_s = time.monotonic()
-            code = await self._run_frontend()
+            code = await self._run_frontend(index)
             if self._is_stopping or not self._was_ready:
                 return code
             num_quick = num_quick + 1 if time.monotonic() - began_s < QUICK_S else 0
@@ -82,82 +128,81 @@ class Supervisor:
                 raise StartError(f"the frontend's process ends again and again: {in_words(code)}")
             logger.error("the frontend's process ended %s: it is started again", in_words(code))
 
-    async def _run_frontend(self) -> int:
+    async def _run_frontend(self, index: int) -> int:
         own, control = socket.socketpair()
-        own.setblocking(False)
-        with own:
-            with control:
-                self._frontend = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", FRONTEND, str(control.fileno())),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(control.fileno(),),
-                    start_new_session=True,  # a terminal's Ctrl-C reaches it through us alone
-                )
-            start = pickle.dumps((self._directory, self._settings, sys.argv[0]))
-            serving = asyncio.ensure_future(self._serve(own, HEADER.pack(len(start)) + start))
-            code = await process.wait()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        self._frontend = None
-        for number in self._engines.keys() - {self._newest}:  # that were retiring
-            await self._end(number)
+        with control:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", FRONTEND, str(control.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(control.fileno(),),
+                start_new_session=True,  # a terminal's Ctrl-C reaches it through us alone
+            )
+        frontend = self._frontends[index] = Frontend(self, process, own)
+        if self._is_stopping:  # it wasn't there to be told
+            frontend.signal(signal.SIGTERM)
+        frontend.frames.send(start_frame(self._directory, self._settings, sys.argv[0], index))
+        code = await process.wait()
+        del self._frontends[index]
+        frontend.frames.close()
+        frontend.reported.set()
+        self._engines.forget(frontend.name)
+        self._counts.forget(frontend.name)
+        self._metrics.forget(frontend.name)
         return code
 
-    async def _serve(self, control: socket.socket, start: bytes) -> None:
-        """A frontend's messages."""
-        loop, frames = asyncio.get_running_loop(), Frames()
-        with contextlib.suppress(ConnectionError):
-            await loop.sock_sendall(control, start)
-            while data := await loop.sock_recv(control, RECEIVE_BYTES):
-                for body in frames.feed(data):
-                    message = TO_SUPERVISOR.decode(body)
-                    if isinstance(message, Load):
-                        await loop.sock_sendall(control, frame(await self._answer(message)))
-                    elif isinstance(message, Release):
-                        await self._release(message.number)
-                    else:
-                        self._note_ready(message)
+    def handle(self, frontend: Frontend, body: bytes) -> None:
+        message = TO_SUPERVISOR.decode(body)
+        if isinstance(message, Load):
+            self._begin(self._load(frontend, message.after))
+        elif isinstance(message, Release):
+            self._engines.release(message.number, frontend.name)
+        elif isinstance(message, Serving):
+            self._note_ready(frontend, message)
+        elif isinstance(message, Collect):
+            self._begin(self._collect(frontend, message.number))
+        elif isinstance(message, Samples):
+            self._metrics.note(frontend.name, message.metrics)
+            frontend.reported.set()
+        else:
+            answer = self._counts.handle(frontend.name, message)
+            if answer is not None:
+                frontend.tell(answer)
 
-    async def _answer(self, message: Load) -> FromSupervisor:
+    async def _load(self, frontend: Frontend, after: int) -> None:
         try:
-            return await self._engine_after(message.after)
+            number, process = await self._engines.newest_after(after, frontend.name)
+            connected = process.connect()
         except StartError as error:
-            return Failed(str(error))
-
-    async def _engine_after(self, number: int) -> Engine:
-        async with self._loading:
-            process = self._engines.get(self._newest)
-            if self._newest <= number or process is None or not process.is_alive:
-                process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
-                self._newest += 1
-                self._engines[self._newest] = process
-                watch = asyncio.ensure_future(self._watch(self._newest, process))
-                self._watches.add(watch)
-                watch.add_done_callback(self._watches.discard)
-            return Engine(self._newest, process.path, process.ready)
-
-    async def _watch(self, number: int, process: EngineProcess) -> None:
-        how = await asyncio.to_thread(process.wait)
-        if self._engines.get(number) is process:  # nobody told it to
-            del self._engines[number]
-            process.stop()
-            logger.error("the engine's process ended %s", how)
-
-    async def _release(self, number: int) -> None:
-        """The newest one stays for the next frontend, unless that is what the server stops for."""
-        if number != self._newest or self._is_stopping:
-            await self._end(number)
-
-    async def _end(self, number: int) -> None:
-        process = self._engines.pop(number, None)
-        if process is None:
+            frontend.tell(Failed(str(error)))
             return
-        process.stop()
-        if not await asyncio.to_thread(process.join, STOP_S):
-            logger.error("an engine's process hung in a step and was killed")
+        except OSError:
+            frontend.tell(Failed("the engine's process has ended"))
+            return
+        if frontend.frames.is_closed:
+            connected.close()
+            self._engines.release(number, frontend.name)
+            return
+        frontend.frames.send_with(control_frame(Engine(number, process.ready)), connected)
+        if number > self._newest:
+            self._newest = number
+            for other in self._frontends.values():
+                if other is not frontend:
+                    other.tell(Newer(number))
 
-    def _note_ready(self, serving: Serving) -> None:
-        self._was_ready = True
+    async def _collect(self, asking: Frontend, number: int) -> None:
+        """Of a frontend that doesn't answer in time, what it said last."""
+        frontends = list(self._frontends.values())
+        for each in frontends:
+            each.reported.clear()
+            each.tell(Report())
+        waits = [asyncio.ensure_future(each.reported.wait()) for each in frontends]
+        _, late = await asyncio.wait(waits, timeout=COLLECT_S)
+        for wait in late:
+            wait.cancel()
+        asking.tell(Answer(number, None, self._metrics.merged()))
+
+    def _note_ready(self, frontend: Frontend, serving: Serving) -> None:
+        self._was_ready = frontend.is_serving = True
         self._settings = replace(
             self._settings,
             port=serving.port,
@@ -166,10 +211,17 @@ class Supervisor:
         )
 
     def _stop(self) -> None:
-        self._is_stopping = True
-        self._pass_on(signal.SIGTERM)
+        self._is_stopping = self._engines.is_closing = True
+        for frontend in self._frontends.values():
+            frontend.signal(signal.SIGTERM)
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        if self._frontend is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._frontend.send_signal(number)
+    def _reload(self) -> None:
+        """One does; the others follow it."""
+        serving = [each for each in self._frontends.values() if each.is_serving]
+        for frontend in serving[:1]:
+            frontend.signal(signal.SIGHUP)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

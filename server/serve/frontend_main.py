@@ -6,28 +6,30 @@ directory and the settings.
 """
 
 import asyncio
-import contextlib
-import os
-import pickle
+import gc
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from quill.export.errors import ExportError
 from quill.server.api.grpc_server import allow_connections
 from quill.server.errors import ServerError, StartError
 from quill.server.machine.systemd import keep_notified, notify
-from quill.server.process.loader import SupervisedLoader, Supervisor
-from quill.server.process.messages import HEADER, Serving
-from quill.server.serve.server import Server
+from quill.server.process.control import TURN_S, Samples, Serving, read_start
+from quill.server.process.loader import SupervisedLoader
+from quill.server.process.shared_counts import SharedAdmission, SupervisedQuotas, merged_metrics
+from quill.server.process.supervisor_link import SupervisorLink
+from quill.server.serve.server import Server, Shared
 from quill.server.settings import Settings
-from quill.server.telemetry.call_record import set_up_logging
+from quill.server.telemetry.logs import set_up_logging
+from quill.server.telemetry.metrics import families_of, registry_of
 
-# How long a thread that works in Python may keep others waiting. While a body of 4 MiB was read,
-# the median gap of 8 streams was 30 ms with Python's own 5 ms, and 20 with this; 14 without one.
-TURN_S = 0.001
+# Python's own 700, 10, 10 cost 38% of the event loop's time under 600 streams: each call makes
+# some hundred objects, and what was loaded at the start was gone through again and again.
+GC_THRESHOLDS = (10_000, 20, 50)
 # A call of which gRPC hears late that it is over must not keep the process.
 MAX_ENDING_S = 1.0
 
@@ -37,37 +39,36 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     sys.setswitchinterval(TURN_S)
     control = socket.socket(fileno=int(sys.argv[1]))
-    directory, settings, sys.argv[0] = _read_start(control)
+    directory, settings, sys.argv[0], index = read_start(control)
     set_up_logging(settings.log_format)
     allow_connections()
     try:
-        asyncio.run(serve(directory, settings, control))
+        asyncio.run(serve(directory, settings, control, index))
     except (ServerError, ExportError) as error:
         print(f"quill: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
-def _read_start(control: socket.socket) -> tuple[Path, Settings, str]:
-    with control.dup().makefile("rb") as stream:
-        header = stream.read(HEADER.size)
-        if len(header) < HEADER.size:
-            os._exit(0)
-        (length,) = HEADER.unpack(header)
-        start: tuple[Path, Settings, str] = pickle.loads(stream.read(length))  # from our supervisor
-        return start
-
-
-async def serve(directory: Path, settings: Settings, control: socket.socket) -> None:
-    """Until a signal comes, or the supervisor has gone."""
+async def serve(directory: Path, settings: Settings, control: socket.socket, index: int) -> None:
+    """Until a signal comes, or the supervisor has gone. `index`: which of the frontends it is."""
     loop = asyncio.get_running_loop()
 
     def stop_at_once() -> None:
         server.stop()
         server.stop()
 
-    supervisor = Supervisor(control, lambda: _soon(loop, stop_at_once))
-    server = Server(SupervisedLoader(directory, settings, supervisor), settings)
+    link = SupervisorLink(control, stop_at_once)
+    loader = SupervisedLoader(directory, settings, link)
+    server = Server(loader, settings, shared=_shared(link, settings, index))
     health = server.health
+
+    def follow(number: int) -> None:
+        """Another frontend has a newer engine."""
+        if 0 < loader.number < number:
+            server.reload_soon()
+
+    link.on_newer = follow
+    link.on_report = lambda: server.begin(_report(server, link))
 
     def stop() -> None:
         notify("STOPPING=1")
@@ -78,7 +79,7 @@ async def serve(directory: Path, settings: Settings, control: socket.socket) -> 
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGHUP, server.reload_soon)
-    telling = asyncio.gather(_tell_ready(server, supervisor), keep_notified(server.ready, is_well))
+    telling = asyncio.gather(_tell_ready(server, link), keep_notified(server.ready, is_well))
     try:
         await server.run()
         telling.cancel()
@@ -90,14 +91,26 @@ async def serve(directory: Path, settings: Settings, control: socket.socket) -> 
             loop.remove_signal_handler(number)
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-        loop.call_soon_threadsafe(call)
+def _shared(link: SupervisorLink, settings: Settings, index: int) -> Shared | None:
+    if settings.frontends == 1:
+        return None
+
+    async def registry() -> CollectorRegistry:
+        return registry_of(await merged_metrics(link))
+
+    return Shared(SupervisedQuotas(link), SharedAdmission(link), registry, index == 0)
 
 
-async def _tell_ready(server: Server, supervisor: Supervisor) -> None:
+async def _report(server: Server, link: SupervisorLink) -> None:
+    link.tell(Samples(await asyncio.to_thread(families_of, server.metrics.registry)))
+
+
+async def _tell_ready(server: Server, link: SupervisorLink) -> None:
     await server.ready.wait()
-    supervisor.tell(Serving(server.port, server.http_port, server.metrics_port))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    link.tell(Serving(server.port, server.http_port, server.metrics_port))
 
 
 async def _let_calls_end() -> None:

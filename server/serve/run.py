@@ -1,6 +1,6 @@
 """`quill serve`: from the command's arguments to a server that runs until a signal ends it.
 
-Knows: settings, which bundle. Does not know: gRPC, engines, what a server consists of.
+Knows: settings, which source. Does not know: gRPC, engines, what a server consists of.
 """
 
 import argparse
@@ -8,16 +8,16 @@ import asyncio
 import sys
 
 from quill.server.process.supervisor import Supervisor
-from quill.server.serve.default_model import prepared_bundle
+from quill.server.serve.prepare import prepared_bundle
 from quill.server.settings import check_exposure, read_settings
-from quill.server.telemetry.call_record import set_up_logging
+from quill.server.telemetry.logs import set_up_logging
 
 
 def run(args: argparse.Namespace) -> None:
     settings = read_settings(args)
     set_up_logging(settings.log_format)
     check_exposure(settings)
-    directory = args.bundle or prepared_bundle(settings.device, settings.precision)
+    directory = prepared_bundle(args.source, settings.device, settings.precision)
     code = asyncio.run(Supervisor(directory, settings).run())
     if code:
         sys.exit(code if code > 0 else 128 - code)

@@ -6,22 +6,22 @@ Knows: the order of starting and stopping, signals. Does not know: what calls do
 import asyncio
 import contextlib
 import logging
-import shlex
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from quill.export.precisions import Family
-from quill.server.addresses import reachable, write_address
+from quill.server.addresses import write_address
 from quill.server.api.accept_probe import AcceptProbe
 from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.caller import RateLimits
 from quill.server.auth.key_file import Keyring
 from quill.server.auth.tls import certificate_expiry
+from quill.server.engine.admission import QueueAdmission
 from quill.server.engine.dispatcher import Admission, Dispatcher
 from quill.server.errors import ReloadError
 from quill.server.frontend.call import Calls
@@ -31,6 +31,7 @@ from quill.server.http.connection import HttpServer
 from quill.server.kserve.servicer import InferenceService
 from quill.server.loading.instance import ModelLoader, Reloader
 from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
+from quill.server.serve.command_line import http_url, line_to_type
 from quill.server.settings import Settings
 from quill.server.telemetry.call_record import Record
 from quill.server.telemetry.metrics import Metrics
@@ -44,6 +45,16 @@ QUIET_S = 0.05
 MAX_QUIET_S = 1.0
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the frontends of a server share, as one of them has it."""
+
+    limits: RateLimits
+    admission: Admission
+    registry: Callable[[], Awaitable[CollectorRegistry]]  # with the metrics of all
+    is_first: bool  # which tells the user where the server is
+
+
 class Server:
     """One server, from the opening of its port to its end. Belongs to one event loop."""
 
@@ -52,13 +63,17 @@ class Server:
         loader: ModelLoader,
         settings: Settings,
         limits: RateLimits | None = None,
+        shared: Shared | None = None,
     ) -> None:
+        """`shared`: this is one of several frontends."""
         self._loader = loader
         self._settings = settings
+        self._shared = shared
         self.health = Health(SERVICE)
         self.metrics = Metrics(max_keys=settings.max_key_labels)
         self._tracing = open_tracing() if settings.tracing else None
-        self.dispatcher = Dispatcher(Admission(settings.max_queue), self.metrics.observe)
+        admission = QueueAdmission(settings.max_queue) if shared is None else shared.admission
+        self.dispatcher = Dispatcher(admission, self.metrics.observe)
         self._watch()
         self.reloader = Reloader(
             self.dispatcher.publish,
@@ -71,7 +86,7 @@ class Server:
             self.dispatcher,
             lambda: self.reloader.instance,
             self._report,
-            limits,
+            limits if shared is None else shared.limits,
             settings.share_prefix_cache,
         )
         self._probe = AcceptProbe(self.health.note_soon)
@@ -88,7 +103,7 @@ class Server:
         self._keyring = None if settings.api_keys is None else Keyring(settings.api_keys)
         self._http: HttpServer | None = None
         self._metrics_http: HttpServer | None = None
-        self._reloads: set[asyncio.Task[ServedModel]] = set()
+        self._tasks_begun: set[asyncio.Task[None]] = set()
 
     def _watch(self) -> None:
         """What metrics find out when they are read."""
@@ -130,20 +145,31 @@ class Server:
 
     def reload_soon(self) -> None:
         """The same, for a signal: the log says how it went."""
-        task = asyncio.ensure_future(self.reload())
-        self._reloads.add(task)
-        task.add_done_callback(self._end_reload)
+        self.begin(self._reload_logged())
 
-    def _end_reload(self, task: "asyncio.Task[ServedModel]") -> None:
-        self._reloads.discard(task)
-        if not task.cancelled() and not isinstance(task.exception(), ReloadError | None):
-            logger.error("a bug in reloading", exc_info=task.exception())
+    async def _reload_logged(self) -> None:
+        with contextlib.suppress(ReloadError):
+            await self.reload()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Beside the calls."""
+        task = asyncio.ensure_future(work)
+        self._tasks_begun.add(task)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: "asyncio.Task[None]") -> None:
+        self._tasks_begun.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a bug in the server", exc_info=task.exception())
 
     async def run(self) -> None:
-        server = await self._listen()
+        """Others serve while one of several frontends loads: callers mustn't come to it yet."""
+        server = await self._listen() if self._shared is None else None
         watching = asyncio.gather(self.reloader.watch(), self._probe.run())
         try:
-            if await self._open():
+            if await self._load():
+                server = server or await self._listen()
+                await self._announce()
                 await self._stopping.wait()
                 await self._drain()
         finally:
@@ -169,7 +195,7 @@ class Server:
             self._keyring,
             calls,
             TextGeneration(calls, timeout_s),
-            InferenceService(calls, self.metrics.registry, lambda: health.is_serving, timeout_s),
+            InferenceService(calls, self._registry, lambda: health.is_serving, timeout_s),
             Administration(calls, None if self._keyring is None else self._asked_to_reload),
             health.servicer,
             self._probe.secret,
@@ -183,12 +209,11 @@ class Server:
         if not self._settings.http_ports:
             return
         settings, health = self._settings, self.health
-        registry = self.metrics.registry
-        app = App(self.calls, settings, self._keyring, registry, lambda: health.is_serving)
+        app = App(self.calls, settings, self._keyring, self._registry, lambda: health.is_serving)
         self._http = HttpServer(app, settings, settings.http_ports)
         self.http_port = await self._http.open()
 
-    async def _open(self) -> bool:
+    async def _load(self) -> bool:
         """Loads the model while health says NOT_SERVING. False: stopped before it was ready."""
         loading = asyncio.ensure_future(self.reloader.take_over(self._loader.load))
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -200,11 +225,15 @@ class Server:
         served = loading.result().served
         self.metrics.set_model(served.limits, served.labels)
         self.dispatcher.open()
+        return True
+
+    async def _announce(self) -> None:
+        """That it serves."""
         await self._open_metrics()
         await self.health.note("loading", False)
-        self._log_ready(served.manifest.family)
+        if self.reloader.instance is not None:
+            self._log_ready(self.reloader.instance.served.manifest.family)
         self.ready.set()
-        return True
 
     async def _open_metrics(self) -> None:
         if self._settings.metrics_ports:
@@ -213,7 +242,7 @@ class Server:
     async def _serve_metrics(self, ports: Sequence[int]) -> None:
         settings = self._settings
         keyring = None if "metrics" in settings.allow_unauthenticated else self._keyring
-        app = MetricsApp(self._shown_registry(), keyring)
+        app = MetricsApp(self._shown_registry, keyring)
         self._metrics_http = HttpServer(app, settings, ports, "--metrics-port")
         self.metrics_port = await self._metrics_http.open()
 
@@ -221,10 +250,16 @@ class Server:
         if self._metrics_http is not None:
             await self._metrics_http.close()
 
-    def _shown_registry(self) -> CollectorRegistry:
-        return self.metrics.registry
+    async def _registry(self) -> CollectorRegistry:
+        """With the metrics of all frontends."""
+        return self.metrics.registry if self._shared is None else await self._shared.registry()
+
+    async def _shown_registry(self) -> CollectorRegistry:
+        return await self._registry()
 
     def _log_ready(self, family: Family) -> None:
+        if self._shared is not None and not self._shared.is_first:
+            return
         settings, metrics = self._settings, None
         if self.metrics_port is not None:
             metrics = http_url(settings, self.metrics_port, "/metrics")
@@ -255,7 +290,7 @@ class Server:
         for wait in waits:
             wait.cancel()
 
-    async def _close(self, server: grpc.aio.Server) -> None:
+    async def _close(self, server: grpc.aio.Server | None) -> None:
         """What is still running, or on its way to us, ends with UNAVAILABLE."""
         self.closing.set()
         await self.reloader.close()
@@ -267,7 +302,8 @@ class Server:
         if self._http is not None:
             await self._http.close()
         disconnect_all(self.port)
-        await server.stop(1.0)
+        if server is not None:
+            await server.stop(1.0)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         if self.ready.is_set():
@@ -284,41 +320,3 @@ def _print(line: str) -> None:
     """A full disk, or a reader who has left, is no reason not to serve."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
-
-
-_WORDS: dict[Family, tuple[str, str]] = {
-    "causal": ("generate", "Once upon a time"),
-    "seq2seq": ("generate", "Restart the server"),
-    "encoder": ("embed", "The state of the union"),
-}
-
-
-def http_url(settings: Settings, port: int, path: str = "") -> str:
-    scheme = "http" if settings.tls is None else "https"
-    return f"{scheme}://{write_address(reachable(settings.host), port)}{path}"
-
-
-def line_to_type(settings: Settings, port: int, family: Family) -> str:
-    """On this machine, as it is but for the names of files."""
-    # Some shells take brackets for a pattern.
-    address = shlex.quote(write_address(reachable(settings.host), port))
-    command, text = _WORDS[family]
-    return " ".join([quill_command(), command, "--address", address, *proof(settings), f'"{text}"'])
-
-
-def proof(settings: Settings) -> list[str]:
-    """What a command must be given to be let in."""
-    needed = []
-    if settings.tls is not None:
-        needed += ["--ca", "CA.pem"]
-        if settings.tls.client_ca is not None:
-            needed += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
-    if settings.api_keys is not None:
-        needed += ["--api-key-file", "FILE"]
-    return needed
-
-
-def quill_command() -> str:
-    """How this very program was called, so that the line can be typed as it is."""
-    called = Path(sys.argv[0])
-    return sys.argv[0] if called.stem == "quill" and called.suffix == "" else "quill"

@@ -1,17 +1,14 @@
-"""One call from its arrival to its end, in numbers, and how the log shows it.
+"""One call from its arrival to its end, in numbers.
 
-Knows: tokens, times, how a call ended, logging. Does not know: texts: a prompt is never logged.
+Knows: tokens, times, how a call ended. Does not know: texts: a prompt is never logged.
 """
 
-import asyncio
-import json
 import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
-from typing import TextIO
+from dataclasses import dataclass, field
+from typing import Any
 
 from quill.server.errors import RejectionReason
 from quill.server.outputs import FinishEvent
@@ -80,53 +77,10 @@ class Record:
         logger.info("request", extra={"fields": self._fields()})
 
     def _fields(self) -> dict[str, object]:
-        fields = asdict(self)
+        fields: dict[str, Any] = dict(vars(self))
         for name in ("arrived_s", "submitted_s", "trace_headers", "model"):
             del fields[name]
         fields["finish_reasons"] = ",".join(self.finish_reasons)
         for name in ("compile_ms", "queue_ms", "first_token_ms", "total_ms"):
             fields[name] = None if fields[name] is None else round(fields[name], 1)
         return {name: value for name, value in fields.items() if value not in (None, "")}
-
-
-class TextFormatter(logging.Formatter):
-    """For people: time, level, message, then name=value."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        fields = getattr(record, "fields", {})
-        return line + "".join(f" {name}={value}" for name, value in fields.items())
-
-
-class JsonFormatter(logging.Formatter):
-    """For machines: one object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        written = datetime.fromtimestamp(record.created).astimezone()
-        entry: dict[str, object] = {
-            "time": written.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-        }
-        entry |= getattr(record, "fields", {})
-        if record.exc_info:
-            entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """False for the traceback that gRPC logs of each call that was cancelled before it began, as
-    happens when a server stops. Each call has a line of its own."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, asyncio.CancelledError)
-
-
-def set_up_logging(log_format: str, stream: TextIO | None = None) -> None:
-    """To stderr, unless another stream is given: stdout is for what a person asked for."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    handler.addFilter(is_news)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -18,12 +18,16 @@ PROBLEMS = (
 )  # while health is NOT_SERVING
 
 
+Merge = Literal["sum", "max", "min"]
+
+
 class Row(NamedTuple):
     kind: Literal["counter", "gauge", "histogram", "summary"]
     name: str  # a counter's without `_total`
     labels: tuple[str, ...]
     help: str
     is_optional: bool = False  # exists only where it is watched
+    merge: Merge | None = None  # how frontends' values become one; None: see merged_metrics.py
 
 
 # fmt: off
@@ -57,28 +61,29 @@ TABLE = (
     Row("counter", "quill_grammar_cache_misses", (), "constraints that the worker compiled"),
     Row("counter", "quill_embeddings", (), "texts embedded"),
     Row("counter", "quill_engine_restarts", (),
-        "ends of the engine's process that nobody asked for: it was started again"),
+        "ends of the engine's process that nobody asked for: it was started again",
+        merge="max"),
 
-    Row("gauge", "quill_serving", (), "1 while health is SERVING, else 0"),
+    Row("gauge", "quill_serving", (), "1 while health is SERVING, else 0", merge="min"),
     Row("gauge", "quill_health_problem", ("problem",),
         "1 while it is why health is NOT_SERVING: " + ", ".join(PROBLEMS)),
     Row("gauge", "quill_requests_waiting", (),
-        "requests in the queue, at the moment of the scrape"),
-    Row("gauge", "quill_requests_running", (), "requests with a running sequence"),
-    Row("gauge", "quill_sequences_running", (), "sequences that are running"),
+        "requests in the queue, at the moment of the scrape", merge="sum"),
+    Row("gauge", "quill_requests_running", (), "requests with a running sequence", merge="sum"),
+    Row("gauge", "quill_sequences_running", (), "sequences that are running", merge="sum"),
     Row("gauge", "quill_max_num_seqs", (), "sequences that can run at once"),
     Row("gauge", "quill_max_queue", (), "requests that may wait (--max-queue)"),
     Row("gauge", "quill_kv_blocks", (),
         "blocks of the KV cache, 16 positions each; for an encoder: places for texts in "
         "a step"),
-    Row("gauge", "quill_kv_blocks_used", (), "KV blocks of running sequences"),
-    Row("gauge", "quill_kv_cache_usage", (), "share of the KV blocks in use, 0 to 1"),
+    Row("gauge", "quill_kv_blocks_used", (), "KV blocks of running sequences", merge="sum"),
+    Row("gauge", "quill_kv_cache_usage", (), "share of the KV blocks in use, 0 to 1", merge="sum"),
     Row("gauge", "quill_build_info", ("version", "python"),
         "1; the labels are the server's versions"),
     Row("gauge", "quill_model_info", ("model", "family", "precision", "device", "runtime"),
         "1; the labels are the model that serves now"),
     Row("gauge", "quill_certificate_expiry_timestamp_seconds", (),
-        "when the certificate of --tls-cert expires, in Unix time", is_optional=True),
+        "when the certificate of --tls-cert expires, in Unix time", is_optional=True, merge="min"),
     Row("gauge", "quill_oldest_unread_call_seconds", (),
         "how long a stream waits until it is accepted, by a call of the server's own every second",
         is_optional=True),

@@ -19,6 +19,7 @@ from prometheus_client import (
     ProcessCollector,
     Summary,
 )
+from prometheus_client.registry import Collector
 
 from quill.server.errors import REJECTION_REASONS
 from quill.server.outputs import (
@@ -34,6 +35,7 @@ from quill.server.outputs import (
 )
 from quill.server.request import Limits
 from quill.server.telemetry.call_record import OPERATIONS, Record
+from quill.server.telemetry.merged_metrics import Family, Sample
 from quill.server.telemetry.metric_table import PROBLEMS, TABLE, Row
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -212,6 +214,40 @@ class Metrics:
     def _time(self, name: str, value_s: float, *labels: str) -> None:
         times = self._times[name]
         (times.labels(*labels) if labels else times).observe(value_s)
+
+
+def families_of(registry: CollectorRegistry) -> list[Family]:
+    """For another process."""
+    return [
+        Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [Sample(each.name, dict(each.labels), each.value) for each in metric.samples],
+        )
+        for metric in registry.collect()
+    ]
+
+
+class _Given(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def registry_of(families: list[Family]) -> CollectorRegistry:
+    """That shows what other processes reported."""
+    metrics = []
+    for family in families:
+        metric = Metric(family.name, family.help, family.kind)
+        for each in family.samples:
+            metric.add_sample(each.name, each.labels, each.value)
+        metrics.append(metric)
+    registry = CollectorRegistry()
+    registry.register(_Given(metrics))
+    return registry
 
 
 def stats(registry: CollectorRegistry) -> dict[str, Any]:

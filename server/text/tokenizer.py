@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,11 @@ class Text:
         self._bos = bos
         self._eos = eos
         added = self._parsing.get_added_tokens_decoder()
+        self._added = {token.content: id for id, token in added.items()}
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._any_added = _any_of(self._added)
+        self._any_special = _any_of(self._special)
         decoder = json.loads(tokenizer_json).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._falls_back = "ByteFallback" in _types(decoder)
@@ -110,8 +111,9 @@ class Text:
         return text
 
     def split(self, text: str) -> list[str | int]:
-        """A text cut at special tokens, which become ids."""
-        return [self._special.get(part, part) for part in self._parts(text) if part]
+        """A text cut at added tokens, special or not, which become ids."""
+        parts = re.split(f"({self._any_added.pattern})", text)
+        return [self._added.get(part, part) for part in parts if part]
 
     @_panics_caught()
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -185,6 +187,12 @@ def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Of two that begin alike, the longer one."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -28,7 +28,7 @@ NO_ANALYZER = (
 
 def tokenizer(server: Server, directory: Path) -> Path:
     """The default bundle's, as AIPerf reads one. It makes up prompts with it."""
-    code = "from quill.loadtest.bench.models import default_bundle; print(default_bundle())"
+    code = "from quill.loadtest.bench.models import bundle_of; print(bundle_of(None))"
     bundle = os.environ.get(BUNDLE) or server.ours(code).strip()
     shutil.copy(Path(bundle, "tokenizer.json"), directory)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -11,13 +11,14 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.exportability import check_exportable, exportability
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import ALL_PRECISIONS, Precision
-from quill.model.network.config import Experts, Latent, ModelConfig
+from quill.model.network.config import Experts, Latent, ModelConfig, ShortConv
 from tests.export.tiny import make_checkpoint
 from tests.tiny_networks import ENCODER, GPT, LLAMA, RECURRENT, SEQ2SEQ
 
 EVERY = set(ALL_PRECISIONS)
 CPU = {"fp32", "quill4", "quill8"}
 EXPERTS = Experts(number=4, per_token=2, d_expert=32)
+CONV = ShortConv(taps=3, layers=(1,))
 LATENT = Latent(rank=32, rope_size=16, nope_size=16, value_size=16)
 
 
@@ -39,6 +40,8 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
             "a model with latent attention has no fp16 graphs",
         ),
         (changed(LLAMA, window=20), CPU, "a model with a window has no fp16 graphs"),
+        (changed(LLAMA, attention_sinks=True), CPU, "a model with attention sinks has no fp16"),
+        (changed(LLAMA, short_conv=CONV), CPU, "a model with short convolutions has no fp16"),
         (changed(LLAMA, d_ff=100), {"fp32", "fp16"}, "d_ff is 100; quantized weights need"),
         (changed(LLAMA, head_size=8), set(), "head size is 8; Quill's attention needs a multiple"),
         (changed(LLAMA, head_size=656), set(), "of 16 up to 640"),

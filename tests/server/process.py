@@ -51,9 +51,7 @@ class ServerProcess:
     @property
     def children(self) -> dict[int, str]:
         """Of the supervisor: what each runs."""
-        paths = Path(f"/proc/{self.pid}/task").glob("*/children")
-        pids = [int(pid) for path in paths for pid in path.read_text().split()]
-        return {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+        return children_of(self.pid)
 
     @property
     def engine_pid(self) -> int:
@@ -61,8 +59,17 @@ class ServerProcess:
         return max(pid for pid, line in self.children.items() if "engine_main" in line)
 
     @property
+    def frontend_pids(self) -> set[int]:
+        return {pid for pid, line in self.children.items() if "frontend_main" in line}
+
+    @property
     def frontend_pid(self) -> int:
-        return max(pid for pid, line in self.children.items() if "frontend_main" in line)
+        return max(self.frontend_pids)
+
+    @property
+    def worker_pid(self) -> int:
+        """Of the grammar worker of the newest frontend."""
+        return max(children_of(self.frontend_pid))
 
     @property
     def port(self) -> int:
@@ -80,10 +87,12 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of all that have these labels."""
+        return read_samples(self.metrics_page()).value(name, **labels)
+
+    def metrics_page(self, timeout_s: float = TIMEOUT_S) -> str:
         assert self._metrics_url is not None
-        with urllib.request.urlopen(self._metrics_url, timeout=TIMEOUT_S) as reply:
-            page = reply.read().decode()
-        return read_samples(page).value(name, **labels)
+        with urllib.request.urlopen(self._metrics_url, timeout=timeout_s) as reply:
+            return str(reply.read().decode())
 
     def num_ended(self, outcome: str) -> float:
         return self.metric("quill_requests_total", outcome=outcome)
@@ -136,11 +145,22 @@ class ServerProcess:
         raise AssertionError(f"the server ended with {self.process.wait()}: {self.log}")
 
 
+def children_of(pid: int) -> dict[int, str]:
+    """What each runs; one that has just ended runs nothing."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for path in paths for child in path.read_text().split()]
+    return {child: Path(f"/proc/{child}/cmdline").read_text() for child in pids}
+
+
 def ask(server: ServerProcess, seed: int = 3, max_new_tokens: int = 8) -> list[int]:
     """What the server answers; always the same to the same."""
     with Client(server.address, NEVER) as client:
         answer = client.generate(
-            PROMPT, seed=seed, max_new_tokens=max_new_tokens, timeout_s=PATIENCE_S
+            PROMPT,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=True,
+            timeout_s=PATIENCE_S,
         )
     return list(answer.sequences[0].token_ids)
 

@@ -27,7 +27,7 @@ from quill.server.grammar.compiler import Compiler
 from quill.server.loading.instance import ModelInstance
 from quill.server.loading.loader import in_thread
 from quill.server.request import Limits
-from quill.server.settings import Settings, TlsFiles
+from quill.server.settings import PortChoice, Settings, TlsFiles
 from quill.server.telemetry.call_record import Record
 from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
@@ -274,12 +274,12 @@ def running_server(
 class RunningBundle(Running):
     """A server in this process on a real bundle."""
 
-    def __init__(self, directory: Path, precision: str) -> None:
+    def __init__(self, directory: Path, precision: str, http_port: PortChoice = "off") -> None:
         from quill.server.loading.loader import Loader
 
         settings = Settings(
             port=0,
-            http_port="off",
+            http_port=http_port,
             metrics_port="off",
             max_num_seqs=8,
             threads=1,

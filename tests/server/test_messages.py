@@ -1,11 +1,13 @@
 """What crosses between a frontend and the engine's process: the same value at the other end."""
 
+import socket
 from typing import Any
 
 import numpy as np
 import pytest
 
 from quill.server import errors
+from quill.server.frames import MAX_FRAME_BYTES, Frames, pack, receive
 from quill.server.outputs import (
     Alternative,
     EmbeddingEvent,
@@ -27,7 +29,6 @@ from quill.server.process.messages import (
     TO_ENGINE,
     TO_FRONTEND,
     End,
-    Frames,
     Outputs,
     Submit,
     frame,
@@ -101,3 +102,20 @@ def test_frames_may_come_in_any_pieces() -> None:
         assert [
             TO_ENGINE.decode(body) for piece in pieces for body in frames.feed(piece)
         ] == messages
+
+
+def test_one_frame_is_received_whole_and_a_closed_connection_is_an_error() -> None:
+    here, there = socket.socketpair()
+    with here:
+        with there:
+            there.sendall(pack(b"constraint"))
+            assert receive(here) == b"constraint"
+            there.sendall(pack(b"half")[:-1])
+        with pytest.raises(EOFError):
+            receive(here)
+
+
+def test_length_beyond_all_that_we_send_is_a_bug() -> None:
+    header = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(ValueError, match="a frame of"):
+        list(Frames().feed(header))

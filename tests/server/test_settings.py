@@ -133,3 +133,12 @@ def test_other_addresses_need_keys_or_client_certificates() -> None:
 def test_half_of_tls_is_rejected(option: str) -> None:
     with pytest.raises(StartError, match=option):
         settings_for(option, "a")
+
+
+def test_several_names_of_the_model_are_given_by_one_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ["served_model_name"])
+    given = ["--served-model-name", "gpt-4o", "mine", "--served-model-name", "third"]
+    assert read_settings(parser.parse_args(given)).served_model_name == ("gpt-4o", "mine", "third")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--served-model-name", "a\nb"])

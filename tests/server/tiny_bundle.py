@@ -12,7 +12,7 @@ from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.precisions import Precision
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.data.tokenizer import ENCODER_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
-from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence
+from quill.model.network.config import CellKind, ContextKind, ModelConfig, Recurrence, ShortConv
 from quill.model.network.network import Network
 from quill.model.network.networks import make_network
 from quill.server.engine.kv_cache import BlockShape, KVCache
@@ -104,6 +104,13 @@ def make_tiny_bundle(directory: Path, precisions: tuple[Precision, ...] = SERVED
     return _make_bundle(directory, CAUSAL, precisions)
 
 
+def make_tiny_hybrid(directory: Path) -> TinyBundle:
+    """Short convolutions in two of three layers, sinks in the other."""
+    conv = ShortConv(taps=3, layers=(0, 2))
+    config = replace(CAUSAL, num_layers=3, short_conv=conv, attention_sinks=True)
+    return _make_bundle(directory, config, SERVED)
+
+
 def make_tiny_translator(directory: Path) -> TinyBundle:
     return _make_bundle(directory, SEQ2SEQ, SERVED, **TRANSLATOR, stop_ids=(EOS,))
 
@@ -122,13 +129,13 @@ def make_tiny_recurrent(
     return _make_bundle(directory, config, precisions, **TRANSLATOR)
 
 
-def make_talker(directory: Path) -> TinyBundle:
+def make_talker(directory: Path, context: int = CONTEXT) -> TinyBundle:
     """With a tokenizer and a chat template: it takes every kind of prompt."""
     template = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
     rest = {"special_tokens": SpecialTokens(bos=0, eos=0), "stop_ids": (0,)}
-    tokenizer = byte_tokenizer()
+    config = replace(CAUSAL, context=context)
     return _make_bundle(
-        directory, CAUSAL, ("fp32",), tokenizer=tokenizer, chat_template=template, **rest
+        directory, config, ("fp32",), tokenizer=byte_tokenizer(), chat_template=template, **rest
     )
 
 

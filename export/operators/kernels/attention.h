@@ -182,6 +182,12 @@ INLINE void soften(float* scores, int64_t num, float cap) {
   }
 }
 
+INLINE void add_bias(float* scores, const float* bias, int64_t num) {
+  const int64_t whole = num / 16 * 16;  // what follows the bias may not be there
+  for (int64_t i = 0; i < whole; i += 16) store(scores + i, add(load(scores + i), load(bias + i)));
+  for (int64_t i = whole; i < num; i++) scores[i] += bias[i];
+}
+
 // Scores become weights that aren't divided by their sum yet. What isn't finite stays so. The first
 // `skipped` ones, fewer than 16, don't count.
 INLINE void weigh(float* scores, int64_t skipped, int64_t num, float* most, float* total) {
@@ -265,6 +271,7 @@ void attend_rows(const Chunk& chunk, const Query* queries, int64_t num) {
     const int64_t start = queries[r].first / kPositions * kPositions;
     float* scores = weights + r * kRow + start;
     if (chunk.soft_cap > 0) soften(scores, queries[r].num - start, chunk.soft_cap);
+    if (queries[r].bias) add_bias(scores, queries[r].bias + start, queries[r].num - start);
     weigh(scores, queries[r].first - start, queries[r].num - start, new_most + r, total + r);
     for (int64_t i = 0; i < start; i++) weights[r * kRow + i] = 0;
     old_most[r] = queries[r].is_new ? new_most[r] : queries[r].seen[size];
@@ -316,7 +323,7 @@ void attend(const Chunk& chunk, const Query* queries, int64_t num) {
   }
 }
 
-void finish(float* seen, int64_t num_chunks, int64_t size, float* to) {
+void finish(float* seen, int64_t num_chunks, int64_t size, const float* sink, float* to) {
   const float* more = seen;
   for (int64_t chunk = 1; chunk < num_chunks; chunk++) {
     more += room_of_seen(size);
@@ -327,7 +334,12 @@ void finish(float* seen, int64_t num_chunks, int64_t size, float* to) {
     seen[size] = first(both.most);
     seen[size + 1] = seen[size + 1] * first(both.of_old) + more[size + 1] * first(both.of_new);
   }
-  const Floats inverse = all(1.f / seen[size + 1]);
+  Floats inverse = all(1.f / seen[size + 1]);
+  if (sink) {
+    const Merged both = merged(all(seen[size]), all(*sink));
+    const Floats total = fused(all(seen[size + 1]), both.of_old, both.of_new);
+    inverse = divide(both.of_old, fused(all(*sink), all(0.f), total));  // what isn't finite stays so
+  }
   for (int64_t i = 0; i < size; i += 16) store(to + i, multiply(load(seen + i), inverse));
 }
 

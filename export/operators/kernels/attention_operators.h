@@ -1,16 +1,18 @@
 // Quill's operators for attention: T packed tokens of S sequences, keys and values in blocks.
 //
 //   quill::Attention(qkv, key_cache, value_cache, query_starts, past_lengths, block_table,
-//                    cosines?, sines?) -> attended, key_cache, value_cache
+//                    cosines?, sines?, sinks?, bias?) -> attended, key_cache, value_cache
 //   quill::CrossAttention(q, key_cache, value_cache, query_starts, source_lengths, source_table)
 //       -> attended
-//   quill::EncoderAttention(qkv, query_starts, cosines?, sines?) -> attended
+//   quill::EncoderAttention(qkv, query_starts, cosines?, sines?, bias?) -> attended
 //   quill::Store(keys, values, key_cache, value_cache, query_starts, block_table, past_lengths?)
 //       -> key_cache, value_cache
 //
 // Attributes heads, kv_heads, head_size, scale; and if they are there: window (tokens that a token
 // sees, itself included), soft_cap (of scores), value_size (of values that are narrower than keys),
-// rotary_size (the last so many numbers of a head that are turned).
+// rotary_size (the last so many numbers of a head that are turned). A head's sink is a score that has
+// a weight and no value. bias: heads x distances, added to scores. Its last column is of the token
+// itself; in an encoder, where tokens look ahead, its middle.
 //
 // Knows: the runtime. Does not know: threads, how attention is computed.
 // Caches that are given back are meant to be the memory of those that came: then nothing is copied.
@@ -130,6 +132,32 @@ class HeadsOperator {
     return read_data(sines, &heads->sines);
   }
 
+  Status* read_sinks(const Value* value, Heads* heads) const {
+    if (!value) return nullptr;
+    Dims dims;
+    TRY(read_dims(value, &dims));
+    if (dims.num != 1 || dims.sizes[0] != heads_.num) return failed("sinks of other heads");
+    return read_data(value, &heads->sinks);
+  }
+
+  // Of distances as far as any sequence goes.
+  Status* read_bias(const Value* value, const Sequences& all, Heads* heads) const {
+    if (!value) return nullptr;
+    Dims dims;
+    TRY(read_dims(value, &dims));
+    if (dims.num != 2 || dims.sizes[0] != heads_.num || (!all.causal && dims.sizes[1] % 2 == 0)) {
+      return failed("a bias of other heads than its operator's");
+    }
+    heads->bias_width = dims.sizes[1];
+    heads->bias_center = all.causal ? dims.sizes[1] - 1 : dims.sizes[1] / 2;
+    for (int64_t s = 0; s < all.num; s++) {
+      if (all.seen(s, all.tokens(s) - 1) > heads->bias_center + 1) {
+        return failed("a sequence that is longer than its bias");
+      }
+    }
+    return read_data(value, &heads->bias);
+  }
+
   Status* read_caches(const Value* keys, const Value* values, Heads* heads, Dims* dims) const {
     int64_t blocks = 0;
     for (int side = 0; side < 2; side++) {
@@ -206,7 +234,7 @@ template <bool HALVES>
 class Attention : public HeadsOperator {
  public:
   static constexpr const char* kName = "Attention";
-  static constexpr size_t kNumInputs = 8;
+  static constexpr size_t kNumInputs = 10;
   static constexpr size_t kNumOutputs = 3;
   static int input_type(size_t index) {
     if (index == 1 || index == 2) return kCacheType<HALVES>;
@@ -231,6 +259,8 @@ class Attention : public HeadsOperator {
     TRY(read_lengths(given[4], &work.all));
     TRY(read_table(given[5], dims.sizes[0], &work.all));
     TRY(read_tables(given[6], given[7], work.all, &work.heads));
+    TRY(read_sinks(given[8], &work.heads));
+    TRY(read_bias(given[9], work.all, &work.heads));
     TRY(give_back(context, 1, dims, &work.heads));
     TRY(give_out(context, &work));
     return run(context, &work);
@@ -271,7 +301,7 @@ class CrossAttention : public HeadsOperator {
 class EncoderAttention : public HeadsOperator {
  public:
   static constexpr const char* kName = "EncoderAttention";
-  static constexpr size_t kNumInputs = 4;
+  static constexpr size_t kNumInputs = 5;
   static constexpr size_t kNumOutputs = 1;
   static int input_type(size_t index) { return index == 1 ? runtime::kInt32 : runtime::kFloat; }
   static int output_type(size_t) { return runtime::kFloat; }
@@ -288,6 +318,7 @@ class EncoderAttention : public HeadsOperator {
     TRY(read_starts(given[1], work.tokens, &work.all));
     make_blocks(&work);
     TRY(read_tables(given[2], given[3], work.all, &work.heads));
+    TRY(read_bias(given[4], work.all, &work.heads));
     TRY(give_out(context, &work));
     return run(context, &work);
   }

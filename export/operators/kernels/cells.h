@@ -30,6 +30,13 @@ struct RowProduct {
   int64_t inputs, columns;
 };
 
+// A short convolution's weights, taps x channels, the oldest first.
+struct Taps {
+  const float* weights;
+  const float* bias;  // null: there is none
+  int64_t num;
+};
+
 // Who looks at a source's positions.
 struct AdditiveQuery {
   const float* from;

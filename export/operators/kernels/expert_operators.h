@@ -1,7 +1,11 @@
 // Quill's operators that have many matrices of one shape, of which each row needs another.
 //
-//   quill::Experts(x, logits, up, down, balance?)   each token's experts, weighted and added up
-//   quill::HeadLinear(x, records)                   a matrix for each head
+//   quill::Experts(x, logits, up, down, balance?, up_bias?, down_bias?)
+//                                   each token's experts, weighted and added up
+//   quill::HeadLinear(x, records)   a matrix for each head
+//
+// If they are there, the attributes clamp and slope make it a clamped SwiGLU: (value + 1) * gate /
+// (1 + exp(-slope * gate)), with a gate of clamp at the most and a value from -clamp to clamp.
 //
 // Rows that need the same matrix are computed together, so each is read once. A row's product is the
 // same bits in any company, and a token's experts are added up in the order of their scores.
@@ -9,6 +13,7 @@
 // Knows: the runtime, threads. Does not know: how products are computed.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "linear_operators.h"
@@ -28,7 +33,8 @@ struct Stacked {
   const std::vector<Job>* jobs;
   const float* x;  // rows x inputs
   Rounded rounded;
-  float* y;  // rows x outputs
+  float* y;           // rows x outputs
+  const float* bias;  // matrices x columns; null: there is none
   int64_t rows, cuts, parts;
 
   int64_t pairs() const { return (matrix.groups() + 1) / 2; }
@@ -51,25 +57,26 @@ void multiply_jobs(void* data, size_t part) {
     const int64_t last = work.pairs() * (t % work.cuts + 1) / work.cuts;
     Matrix matrix = work.matrix;
     matrix.records += job.matrix * matrix.size();
-    const Output out{nullptr, nullptr, work.y + job.first * matrix.outputs()};
-    if (matrix.bits == 32) {
+    Output out{nullptr, nullptr, work.y + job.first * matrix.outputs()};
+    if (work.bias) (matrix.gated ? out.gate_bias : out.bias) = work.bias + job.matrix * matrix.columns;
+    if (matrix.layout == kFloats) {
       kernels.multiply_floats(matrix, work.x + job.first * matrix.inputs, job.rows, first, last, out);
       continue;
     }
     const int64_t block = job.first * matrix.blocks();
     const Rounded x{work.rounded.q + block * kBlock * matrix.input_bytes(),
                     work.rounded.scale + block, work.rounded.sum + block,
-                    work.rounded.shift + block};
+                    work.rounded.shift + block * matrix.of().scales};
     kernels.multiply(matrix, x, job.rows, first, last, out);
   }
 }
 
 // All rows with the matrix that each needs.
 Status* multiply_all(Context* context, const Matrix& matrix, const std::vector<Job>& jobs,
-                     const float* x, int64_t rows, float* y) {
+                     const float* x, int64_t rows, float* y, const float* bias = nullptr) {
   static thread_local Room room;
-  Stacked work{matrix, &jobs, x, {}, y, rows, 1, 1};
-  if (matrix.bits != 32) {
+  Stacked work{matrix, &jobs, x, {}, y, bias, rows, 1, 1};
+  if (matrix.layout != kFloats) {
     work.rounded = room.for_rows(rows, matrix);
     TRY(share(context, round_rows, rows < kRowsToShare ? 1 : rows / 2, &work));
   }
@@ -86,6 +93,7 @@ struct Choosing {
   const float* x;
   const float* logits;
   const float* balance;
+  const float* biases[2];  // of all experts' matrices; null: there are none
   int64_t tokens, width, parts;
   int32_t* chosen;        // tokens x experts of a token
   float* weights;         // the same
@@ -160,7 +168,7 @@ void group(const Routing& routing, int64_t tokens, const int32_t* chosen,
 class Experts {
  public:
   static constexpr const char* kName = "Experts";
-  static constexpr size_t kNumInputs = 5;
+  static constexpr size_t kNumInputs = 7;
   static constexpr size_t kNumOutputs = 1;
   static int output_type(size_t) { return runtime::kFloat; }
   static int input_type(size_t index) {
@@ -169,27 +177,35 @@ class Experts {
   static int input_kind(size_t index) { return index < 4 ? runtime::kRequired : runtime::kOptional; }
 
   Status* read_attributes(const Info* info) {
-    int64_t width, inner, up_halves, down_halves, sigmoid, normalize;
+    int64_t width, inner, sigmoid, normalize;
     const struct { const char* name; int64_t* to; } attributes[] = {
         {"inputs", &width}, {"d_expert", &inner}, {"number", &routing_.number},
         {"per_token", &routing_.per_token}, {"groups", &routing_.groups},
         {"top_groups", &routing_.top_groups}, {"group_best", &routing_.group_best},
-        {"sigmoid", &sigmoid}, {"normalize", &normalize}, {"bits", &up_.bits},
-        {"up_halves", &up_halves}, {"down_halves", &down_halves},
+        {"sigmoid", &sigmoid}, {"normalize", &normalize}, {"up_layout", &up_.layout},
+        {"up_input_bits", &up_.input_bits}, {"down_layout", &down_.layout},
+        {"down_input_bits", &down_.input_bits},
     };
     for (const auto& each : attributes) TRY(ort->int_attribute(info, each.name, each.to));
     TRY(ort->float_attribute(info, "scale", &routing_.scale));
     routing_.sigmoid = sigmoid != 0, routing_.normalize = normalize != 0;
     if (!is_routing() || !has_width(width) || !has_width(inner)) return failed("no such experts");
-    up_ = {nullptr, width, 2 * inner, up_.bits, up_halves != 0, true};
-    down_ = {nullptr, inner, width, up_.bits, down_halves != 0, false};
+    float clamp = 0, slope = 1;
+    TRY(absent(ort->float_attribute(info, "clamp", &clamp)));
+    TRY(absent(ort->float_attribute(info, "slope", &slope)));
+    if (!(clamp >= 0 && slope > 0 && std::isfinite(clamp + slope))) {
+      return failed("no such gate");
+    }
+    up_ = {nullptr, width, 2 * inner, up_.layout, up_.input_bits, true, clamp, slope};
+    down_ = {nullptr, inner, width, down_.layout, down_.input_bits, false};
     for (const Matrix* each : {&up_, &down_}) {
-      const bool fits = has_size(*each) && (each->bits == 4 || each->bits == 8 || each->bits == 32) &&
-                        !(each->halves && each->bits == 32);
-      if (!fits) return failed("no such experts");
+      const bool fits = each->layout == kFloats || (has_layout(*each) && has_products(*each));
+      if (!has_size(*each) || !fits) return failed("no such experts");
     }
     TRY(records_[0].find(info, 2, routing_.number * up_.size()));
     TRY(records_[1].find(info, 3, routing_.number * down_.size()));
+    TRY(biases_[0].find(info, 5, routing_.number * up_.columns));
+    TRY(biases_[1].find(info, 6, routing_.number * down_.columns));
     return balance_.find(info, 4, routing_.number);
   }
 
@@ -213,6 +229,7 @@ class Experts {
     TRY(records_[0].read(given[2], &up.records));
     TRY(records_[1].read(given[3], &down.records));
     TRY(balance_.read(given[4], &work.balance));
+    for (size_t i = 0; i < 2; i++) TRY(biases_[i].read(given[5 + i], &work.biases[i]));
     TRY(read_data(given[0], &work.x));
     TRY(read_data(given[1], &work.logits));
     TRY(make_output(context, 0, dims.sizes, dims.num, &work.y));
@@ -245,14 +262,14 @@ class Experts {
     grow(&rows, {num, work->width}), grow(&inner, {num, down.inputs});
     work->places = places.data(), work->rows = rows.data();
     TRY(share(context, gather_part, parts, work));
-    TRY(multiply_all(context, up, jobs, rows.data(), num, inner.data()));
-    TRY(multiply_all(context, down, jobs, inner.data(), num, rows.data()));
+    TRY(multiply_all(context, up, jobs, rows.data(), num, inner.data(), work->biases[0]));
+    TRY(multiply_all(context, down, jobs, inner.data(), num, rows.data(), work->biases[1]));
     return share(context, add_part, parts, work);
   }
 
   Routing routing_{};
   Matrix up_{}, down_{};
-  Constant records_[2], balance_;
+  Constant records_[2], balance_, biases_[2];
 };
 
 // Tokens x (heads x inputs) become tokens x (heads x columns), with floats.
@@ -266,7 +283,7 @@ class HeadLinear {
   static int input_kind(size_t) { return runtime::kRequired; }
 
   Status* read_attributes(const Info* info) {
-    matrix_.bits = 32;
+    matrix_.layout = kFloats;
     TRY(ort->int_attribute(info, "heads", &heads_));
     TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
     TRY(ort->int_attribute(info, "columns", &matrix_.columns));

@@ -46,7 +46,7 @@ void multiply_float_tile(const Matrix& matrix, const float* x, int64_t row, int6
   }
   for (int r = 0; r < ROWS; r++) {
     if (matrix.gated) {
-      put(matrix, out, row + r, group / 2, multiply(silu(y[0][r]), y[1][r]));
+      put(matrix, out, row + r, group / 2, gated(matrix, out, group, y[0][r], y[1][r]));
     } else {
       put(matrix, out, row + r, group, y[0][r]);
       if (is_pair) put(matrix, out, row + r, group + 1, y[1][r]);

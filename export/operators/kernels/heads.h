@@ -19,6 +19,10 @@ struct Heads {
   float soft_cap;  // scores become cap * tanh(score / cap); 0: they don't
   const float* cosines;  // positions x half of what is turned; null: heads aren't turned
   const float* sines;
+  const float* sinks;  // of each head, a score that has a weight and no value; null: there are none
+  const float* bias;   // heads x bias_width: added to scores, by how far a key is from its query;
+  int64_t bias_width;  // null: nothing is
+  int64_t bias_center;  // where that of a query's own position is
   bool halves;   // blocks are kept in 16 bits, not 32
   void* keys;    // blocks x kv heads x size x positions: 16 keys lie side by side
   void* values;  // blocks x kv heads x positions x value size
@@ -57,6 +61,7 @@ struct Chunk {
 // What a query has seen: its weighted values, then the largest score and the sum of its weights.
 struct Query {
   const float* from;
+  const float* bias;  // of the chunk's positions; null: they have none
   float* seen;
   int64_t first, num;  // of the chunk's positions it may look at those from the first, one at least
   bool is_new;         // what it has seen so far is nothing

@@ -3,9 +3,11 @@
 // Knows: the layout of matrices, lanes. Does not know: threads, ONNX Runtime.
 #pragma once
 #include <type_traits>
+#include <utility>
 
 #include "lanes.h"
 #include "matrix.h"
+#include "unpacked.h"
 
 namespace quill {
 namespace {
@@ -53,8 +55,9 @@ INLINE int32_t added_up(Ints x) {
   return sum;
 }
 
-template <int BYTES>
-INLINE void round_block(Floats a, Floats b, uint8_t* q, float* scale, float* sum, int32_t* shift) {
+template <int BYTES, int SCALES>
+INLINE void round_block(Floats a, Floats b, int32_t middle, uint8_t* q, float* scale, float* sum,
+                        int32_t* shift) {
   constexpr float levels = BYTES == 1 ? 127.f : 32767.f;
   const float most = largest(a, b);
   const bool is_finite = most <= kLargest;  // otherwise zeros: times a scale that isn't finite
@@ -68,16 +71,21 @@ INLINE void round_block(Floats a, Floats b, uint8_t* q, float* scale, float* sum
     store_words(q, qa);
     store_words(q + 32, qb);
   }
-  const int32_t total = added_up(add(qa, qb));
   *scale = most / levels;
-  *sum = *scale * static_cast<float>(total);
-  *shift = -128 * total;
+  if constexpr (SCALES == 2) {
+    shift[0] = -middle * added_up(qa);
+    shift[1] = -middle * added_up(qb);
+  } else {
+    const int32_t total = added_up(add(qa, qb));
+    *sum = *scale * static_cast<float>(total);
+    *shift = -middle * total;
+  }
 }
 
-template <int BYTES>
-void round_rows(const float* x, const float* gains, float epsilon, int64_t inputs, int64_t first,
-                int64_t last, const Rounded& to) {
-  const int64_t blocks = inputs / kBlock;
+template <int BYTES, int SCALES>
+void round_rows(const Matrix& matrix, const float* x, const float* gains, float epsilon,
+                int64_t first, int64_t last, const Rounded& to) {
+  const int64_t inputs = matrix.inputs, blocks = matrix.blocks();
   for (int64_t row = first; row < last; row++) {
     const float* from = x + row * inputs;
     const Floats inverse = all(gains ? inverse_rms(from, epsilon, inputs) : 1.f);
@@ -88,115 +96,163 @@ void round_rows(const float* x, const float* gains, float epsilon, int64_t input
         a = multiply(multiply(a, inverse), load(gains + at));
         b = multiply(multiply(b, inverse), load(gains + at + 16));
       }
-      round_block<BYTES>(a, b, to.q + index * kBlock * BYTES, to.scale + index, to.sum + index,
-                         to.shift + index);
+      round_block<BYTES, SCALES>(a, b, matrix.of().middle, to.q + index * kBlock * BYTES,
+                                 to.scale + index, to.sum + index, to.shift + index * SCALES);
     }
   }
 }
 
 void round(const Matrix& matrix, const float* x, const float* gains, float epsilon, int64_t first,
            int64_t last, const Rounded& to) {
-  if (matrix.bits == 8) round_rows<2>(x, gains, epsilon, matrix.inputs, first, last, to);
-  else round_rows<1>(x, gains, epsilon, matrix.inputs, first, last, to);
+  const auto chosen = matrix.input_bits == 8
+                          ? (matrix.of().scales == 2 ? round_rows<1, 2> : round_rows<1, 1>)
+                          : (matrix.of().scales == 2 ? round_rows<2, 2> : round_rows<2, 1>);
+  chosen(matrix, x, gains, epsilon, first, last, to);
 }
 
-template <int BITS, bool HALVES>
+// One record of 16 columns, whose inputs have so many bytes each.
+template <int LAYOUT, int BYTES>
 struct Record {
+  static constexpr Layout kLayout = kLayouts[LAYOUT];
+  static constexpr bool kHasMinima = kLayout.middle == 0;
+  // Each takes four bytes of the inputs: four of 8 bits, or two of 16. So many share a scale.
+  static constexpr int kSteps = static_cast<int>(kBlock) * BYTES / 4 / kLayout.scales;
+  // Steps whose sums of two products fit into 16 bits: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, …
+  static constexpr int kWidth = kLayout.codes ? 5 : kLayout.bits;  // of an integer
+  static constexpr int kNarrow = BYTES == 2 ? kSteps : kWidth == 4 ? 8 : kWidth == 5 ? 4 : 2;
+
   const uint8_t* p;
 
-  static constexpr int kHead = BITS == 8 || HALVES ? 64 : 128;
-  static constexpr bool kHasMinima = BITS == 4 || HALVES;
-  static constexpr int kInputBytes = BITS / 4;
-  // Each takes four bytes of the inputs: four of 8 bits, or two of 16.
-  static constexpr int kSteps = kBlock * kInputBytes / 4;
-
-  INLINE Floats of_head(int index) const {
-    if constexpr (HALVES) return load_halves(p + 32 * index);
-    else return load(reinterpret_cast<const float*>(p) + 16 * index);
+  INLINE Floats number(int index) const {
+    return kLayout.codes ? load_bfloats(p) : load_halves(p + 32 * index);
   }
-  INLINE Floats scales() const { return of_head(0); }
-  INLINE Floats minima() const { return of_head(1); }
-
-  // With 8 bits of inputs 4i and 4i + 2, then of the two beside them. With 4 bits of four inputs;
-  // the block's second half is in the high bits of the first.
-  using Weights = std::conditional_t<BITS == 8, Words, Bytes>;
-  INLINE Weights weights(int step) const {
-    if constexpr (BITS == 8) {
-      const Bytes four = load_bytes(p + kHead + 64 * (step / 2));
-      return step % 2 ? odd_words(four) : even_words(four);
-    } else {
-      const Bytes both = load_bytes(p + kHead + 64 * (step % 4));
-      return step < 4 ? low_halves(both) : high_halves(both);
-    }
+  // What a block's sum of products counts for; `d` is number 0.
+  INLINE Floats scale(Floats d, int block, int part) const {
+    if constexpr (kLayout.blocks == 1) return d;
+    else if constexpr (kHasMinima) return multiply(d, load_unsigned(p + kLayout.small_at(block)));
+    else return multiply(d, load_signed(p + kLayout.small_at(block) + 16 * part));
+  }
+  // What the sum of a block's inputs counts for; `m` is number 1.
+  INLINE Floats minimum(Floats m, int block) const {
+    if constexpr (kLayout.blocks == 1) return m;
+    const Floats small = load_unsigned(p + kLayout.small_at(block) + 16);
+    return multiply(multiply(m, all(-1.f)), small);
   }
 
-  // What a block's products are added up in.
-  using Sum = std::conditional_t<BITS == 8, Ints, Pairs>;
-  // Weights of 8 bits are 128 too large: the sum begins with what that makes too much.
-  static INLINE Sum begin(int32_t shift) {
-    if constexpr (BITS == 8) return all(shift);
-    else return no_pairs();
+  // Of four inputs; of 16 bits of the first and third, and then of the two beside them.
+  using Weights = std::conditional_t<BYTES == 2, Words, Bytes>;
+  INLINE Weights weights(int block, int step) const {
+    const uint8_t* body = p + kLayout.body_at(block);
+    const auto load = [=](int i) INLINE_LAMBDA { return load_bytes(body + 64 * i); };
+    Bytes four = unpacked<kLayout.bits>(load, BYTES == 1 ? step : step / 2);
+    if constexpr (kLayout.codes) four = looked_up(kCodes, four);
+    if constexpr (BYTES == 1) return four;
+    else return step % 2 ? odd_words(four) : even_words(four);
+  }
+
+  using Sum = std::conditional_t<BYTES == 2, Ints, Pairs>;
+  static INLINE Sum begin(Ints sum) {
+    if constexpr (BYTES == 2) return sum;
+    else return pairs_after(sum);
   }
   static INLINE Sum dot(Sum sum, Weights w, int32_t x) {
-    if constexpr (BITS == 8) return dot8(sum, w, x);
-    else return dot4(sum, w, x);
+    if constexpr (BYTES == 2) return dot_words(sum, w, x);
+    else return dot_bytes(sum, w, x);
   }
-  static INLINE Ints end(Sum sum) {
-    if constexpr (BITS == 8) return sum;
-    else return widened(sum);
+  static INLINE Ints end(Ints before, Sum sum) {
+    if constexpr (BYTES == 2) return sum;
+    else return with_pairs(before, sum);
   }
 };
 
+// Adds to `y` what some inputs that share a scale give, of a few rows with one or two groups.
+template <typename Of, int GROUPS, int ROWS>
+INLINE void add_part(const Of (&records)[GROUPS], const Floats (&numbers)[GROUPS][2], int block,
+                     int part, const Rounded& x, const uint8_t* q, int64_t width, int64_t index,
+                     int64_t blocks, Floats (&y)[GROUPS][ROWS]) {
+  constexpr Layout of = Of::kLayout;
+  Ints sums[GROUPS][ROWS];
+  UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    const int32_t shift = of.middle ? x.shift[(index + r * blocks) * of.scales + part] : 0;
+    UNROLLED
+    for (int g = 0; g < GROUPS; g++) sums[g][r] = all(shift);
+  }
+  UNROLLED
+  for (int start = 0; start < Of::kSteps; start += Of::kNarrow) {
+    typename Of::Sum narrow[GROUPS][ROWS];
+    UNROLLED
+    for (int g = 0; g < GROUPS; g++) {
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) narrow[g][r] = Of::begin(sums[g][r]);
+    }
+    UNROLLED
+    for (int i = 0; i < Of::kNarrow; i++) {
+      const int step = part * Of::kSteps + start + i;
+      typename Of::Weights w[GROUPS];
+      UNROLLED
+      for (int g = 0; g < GROUPS; g++) w[g] = records[g].weights(block, step);
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        int32_t four;
+        std::memcpy(&four, q + r * width + 4 * step, 4);
+        UNROLLED
+        for (int g = 0; g < GROUPS; g++) narrow[g][r] = Of::dot(narrow[g][r], w[g], four);
+      }
+    }
+    UNROLLED
+    for (int g = 0; g < GROUPS; g++) {
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) sums[g][r] = Of::end(sums[g][r], narrow[g][r]);
+    }
+  }
+  UNROLLED
+  for (int g = 0; g < GROUPS; g++) {
+    const Floats scales = records[g].scale(numbers[g][0], block, part);
+    UNROLLED
+    for (int r = 0; r < ROWS; r++) {
+      const Floats scale = multiply(scales, all(x.scale[index + r * blocks]));
+      y[g][r] = fused(floats(sums[g][r]), scale, y[g][r]);
+    }
+    if constexpr (Of::kHasMinima) {
+      const Floats minima = records[g].minimum(numbers[g][1], block);
+      UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        y[g][r] = fused(minima, all(x.sum[index + r * blocks]), y[g][r]);
+      }
+    }
+  }
+}
+
 // The products of a few rows with one or two neighbouring groups.
-template <int BITS, bool HALVES, int GROUPS, int ROWS>
+template <int LAYOUT, int BYTES, int GROUPS, int ROWS>
 INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t row,
                  Floats (&y)[GROUPS][ROWS]) {
-  using Of = Record<BITS, HALVES>;
-  const int64_t blocks = matrix.blocks(), width = matrix.inputs * Of::kInputBytes;
-  constexpr int64_t bytes = Of::kHead + kBlock * kColumns * BITS / 8;
-  const uint8_t* p = matrix.records + group * blocks * bytes;
+  using Of = Record<LAYOUT, BYTES>;
+  constexpr Layout of = Of::kLayout;
+  const int64_t blocks = matrix.blocks(), width = matrix.inputs * BYTES;
+  const int64_t group_bytes = matrix.inputs / of.inputs() * of.bytes();
+  const uint8_t* p = matrix.records + group * group_bytes;
   const uint8_t* q = x.q + row * width;
   UNROLLED
   for (int g = 0; g < GROUPS; g++) {
     UNROLLED
     for (int r = 0; r < ROWS; r++) y[g][r] = all(0.f);
   }
-  for (int64_t block = 0; block < blocks; block++, p += bytes, q += 4 * Of::kSteps) {
-    const int64_t index = row * blocks + block;  // of the first row's scale
-    typename Of::Sum sums[GROUPS][ROWS];
+  int64_t index = row * blocks;  // of the first row's scale
+  for (const int64_t last = index + blocks; index < last; p += of.bytes()) {
+    Of records[GROUPS];
+    Floats numbers[GROUPS][2];
     UNROLLED
     for (int g = 0; g < GROUPS; g++) {
-      UNROLLED
-      for (int r = 0; r < ROWS; r++) sums[g][r] = Of::begin(x.shift[index + r * blocks]);
+      records[g] = Of{p + g * group_bytes};
+      numbers[g][0] = records[g].number(0);
+      if (Of::kHasMinima) numbers[g][1] = records[g].number(1);
     }
-    UNROLLED
-    for (int step = 0; step < Of::kSteps; step++) {
-      typename Of::Weights w[GROUPS];
+    for (int block = 0; block < of.blocks; block++, index++, q += kBlock * BYTES) {
       UNROLLED
-      for (int g = 0; g < GROUPS; g++) w[g] = Of{p + g * blocks * bytes}.weights(step);
-      UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        int32_t four;
-        std::memcpy(&four, q + r * width + 4 * step, 4);
-        UNROLLED
-        for (int g = 0; g < GROUPS; g++) sums[g][r] = Of::dot(sums[g][r], w[g], four);
-      }
-    }
-    UNROLLED
-    for (int g = 0; g < GROUPS; g++) {
-      const Of record{p + g * blocks * bytes};
-      const Floats scales = record.scales();
-      UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        const Floats scale = multiply(scales, all(x.scale[index + r * blocks]));
-        y[g][r] = fused(floats(Of::end(sums[g][r])), scale, y[g][r]);
-      }
-      if constexpr (Of::kHasMinima) {
-        const Floats minima = record.minima();
-        UNROLLED
-        for (int r = 0; r < ROWS; r++) {
-          y[g][r] = fused(minima, all(x.sum[index + r * blocks]), y[g][r]);
-        }
+      for (int part = 0; part < of.scales; part++) {
+        add_part(records, numbers, block, part, x, q, width, index, blocks, y);
       }
     }
   }
@@ -223,6 +279,21 @@ INLINE Floats silu(Floats x) {
   return divide(x, add(all(1.f), exponential(multiply(x, all(-1.f)))));
 }
 
+// What two neighbouring groups give together.
+INLINE Floats gated(const Matrix& matrix, const Output& out, int64_t group, Floats gate, Floats value) {
+  if (out.gate_bias) {
+    gate = add(gate, load(out.gate_bias + group * kColumns));
+    value = add(value, load(out.gate_bias + (group + 1) * kColumns));
+  }
+  if (matrix.clamp == 0) return multiply(silu(gate), value);
+  const Floats most = all(matrix.clamp), least = all(-matrix.clamp);
+  // What isn't a number stays so.
+  gate = fused(gate, all(0.f), smaller(gate, most));
+  value = fused(value, all(0.f), larger(smaller(value, most), least));
+  const Floats below = exponential(multiply(gate, all(-matrix.slope)));
+  return multiply(divide(gate, add(all(1.f), below)), add(value, all(1.f)));
+}
+
 INLINE void put(const Matrix& matrix, const Output& out, int64_t row, int64_t group, Floats y) {
   const int64_t outputs = matrix.outputs(), at = group * kColumns, left = outputs - at;
   float* to = out.y + row * outputs + at;
@@ -241,23 +312,31 @@ INLINE void put(const Matrix& matrix, const Output& out, int64_t row, int64_t gr
   }
 }
 
-template <int BITS, bool HALVES, int ROWS>
+template <int LAYOUT, int BYTES, int ROWS>
 void multiply_tile(const Matrix& matrix, const Rounded& x, int64_t row, int64_t group,
                    const Output& out) {
   Floats y[2][ROWS];
   const bool is_pair = group + 1 < matrix.groups();
-  if (kSideBySide == 2 && is_pair) {
-    tile<BITS, HALVES, 2, ROWS>(matrix, group, x, row, y);
+  if constexpr (kSideBySide == 2) {
+    if (is_pair) {
+      tile<LAYOUT, BYTES, 2, ROWS>(matrix, group, x, row, y);
+    } else {  // the last of an odd number: row by row, so that there is less to compile
+      for (int r = 0; r < ROWS; r++) {
+        Floats one[1][1];
+        tile<LAYOUT, BYTES, 1, 1>(matrix, group, x, row + r, one);
+        y[0][r] = one[0][0];
+      }
+    }
   } else {
     for (int g = 0; g < 1 + is_pair; g++) {
       Floats one[1][ROWS];
-      tile<BITS, HALVES, 1, ROWS>(matrix, group + g, x, row, one);
+      tile<LAYOUT, BYTES, 1, ROWS>(matrix, group + g, x, row, one);
       for (int r = 0; r < ROWS; r++) y[g][r] = one[0][r];
     }
   }
   for (int r = 0; r < ROWS; r++) {
     if (matrix.gated) {
-      put(matrix, out, row + r, group / 2, multiply(silu(y[0][r]), y[1][r]));
+      put(matrix, out, row + r, group / 2, gated(matrix, out, group, y[0][r], y[1][r]));
     } else {
       put(matrix, out, row + r, group, y[0][r]);
       if (is_pair) put(matrix, out, row + r, group + 1, y[1][r]);
@@ -265,32 +344,55 @@ void multiply_tile(const Matrix& matrix, const Rounded& x, int64_t row, int64_t 
   }
 }
 
-template <int BITS, bool HALVES>
+// Tiles of so many rows at most. Few read small weights with inputs of 16 bits: smaller tiles are
+// compiled faster.
+template <int LAYOUT, int BYTES>
+constexpr int most_rows() {
+  return BYTES == 2 && kLayouts[LAYOUT].bits < 8 && kMaxRows > 3 ? 3 : kMaxRows;
+}
+
+template <int LAYOUT, int BYTES>
 void multiply_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t group,
                    const Output& out) {
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  constexpr int most = most_rows<LAYOUT, BYTES>();
+  const int64_t tiles = (rows + most - 1) / most;
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = rows * t / tiles;
+    const auto multiply = [&](auto num) {
+      if constexpr (num() <= most) multiply_tile<LAYOUT, BYTES, num()>(matrix, x, row, group, out);
+    };
     switch (rows * (t + 1) / tiles - row) {
-      case 1: multiply_tile<BITS, HALVES, 1>(matrix, x, row, group, out); break;
-      case 2: multiply_tile<BITS, HALVES, 2>(matrix, x, row, group, out); break;
-      case 3: multiply_tile<BITS, HALVES, 3>(matrix, x, row, group, out); break;
-      case 4: multiply_tile<BITS, HALVES, 4>(matrix, x, row, group, out); break;
-      case 5: multiply_tile<BITS, HALVES, 5>(matrix, x, row, group, out); break;
-      case 6: multiply_tile<BITS, HALVES, 6>(matrix, x, row, group, out); break;
+      case 1: multiply(std::integral_constant<int, 1>()); break;
+      case 2: multiply(std::integral_constant<int, 2>()); break;
+      case 3: multiply(std::integral_constant<int, 3>()); break;
+      case 4: multiply(std::integral_constant<int, 4>()); break;
+      case 5: multiply(std::integral_constant<int, 5>()); break;
+      case 6: multiply(std::integral_constant<int, 6>()); break;
     }
   }
+}
+
+using MultiplyRows = void (*)(const Matrix&, const Rounded&, int64_t, int64_t, const Output&);
+
+// Weights of 8 bits always meet inputs of 16. Floats are multiplied elsewhere.
+template <int LAYOUT, int BYTES>
+constexpr MultiplyRows rows_of() {
+  if constexpr (LAYOUT == kFloats) return nullptr;
+  else return multiply_rows<LAYOUT, kLayouts[LAYOUT].bits == 8 ? 2 : BYTES>;
+}
+
+// For inputs of 8 bits, and of 16.
+template <int... LAYOUTS>
+MultiplyRows of_layout(const Matrix& matrix, std::integer_sequence<int, LAYOUTS...>) {
+  constexpr MultiplyRows functions[][2] = {{rows_of<LAYOUTS, 1>(), rows_of<LAYOUTS, 2>()}...};
+  return functions[matrix.layout][matrix.input_bits == 16];
 }
 
 // Pair by pair: its weights stay in the nearest cache while all rows pass.
 void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t first, int64_t last,
               const Output& out) {
-  for (int64_t pair = first; pair < last; pair++) {
-    if (matrix.bits == 8 && matrix.halves) multiply_rows<8, true>(matrix, x, rows, 2 * pair, out);
-    else if (matrix.bits == 8) multiply_rows<8, false>(matrix, x, rows, 2 * pair, out);
-    else if (matrix.halves) multiply_rows<4, true>(matrix, x, rows, 2 * pair, out);
-    else multiply_rows<4, false>(matrix, x, rows, 2 * pair, out);
-  }
+  const MultiplyRows rows_with = of_layout(matrix, std::make_integer_sequence<int, kNumLayouts>());
+  for (int64_t pair = first; pair < last; pair++) rows_with(matrix, x, rows, 2 * pair, out);
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "scalars.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -34,12 +36,16 @@ using Floats = __m512;
 using Ints = __m512i;
 using Bytes = __m512i;  // four of each column
 using Words = __m512i;  // two of each column
-using Pairs = __m512i;  // sums of products of 4 bits, over one block
+using Pairs = __m512i;  // sums of products of bytes
 
 INLINE Floats all(float x) { return _mm512_set1_ps(x); }
 INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE Floats load_halves(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+INLINE Floats load_bfloats(const uint8_t* p) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 INLINE void store_halves(uint8_t* p, Floats x) {
@@ -76,14 +82,39 @@ INLINE void store_words(uint8_t* p, Ints x) {
 }
 INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x); }
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-INLINE Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-INLINE Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+// Small integers.
+INLINE Floats load_unsigned(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+INLINE Floats load_signed(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+INLINE Bytes masked(Bytes x, int mask) {
+  return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+// To the right; what comes into a byte from its neighbour is masked afterwards.
+template <int BITS>
+INLINE Bytes shifted(Bytes x) {
+  return _mm512_srli_epi16(x, BITS);
+}
+// The bits of `mask` of a, the others of b.
+INLINE Bytes chosen(int mask, Bytes a, Bytes b) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi8(static_cast<char>(mask)), a, b, 0xca);
+}
+// For each byte, which is below 16, that of a table.
+INLINE Bytes looked_up(const uint8_t* table, Bytes x) {
+  const __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(of), x);
+}
 INLINE Words even_words(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi16(255)); }
 INLINE Words odd_words(Bytes x) { return _mm512_srli_epi16(x, 8); }
-INLINE Pairs no_pairs() { return all(0); }
-INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) { return _mm512_dpbusd_epi32(sum, w, all(x)); }
-INLINE Ints widened(Pairs sum) { return sum; }
-INLINE Ints dot8(Ints sum, Words w, int32_t x) { return _mm512_dpwssd_epi32(sum, w, all(x)); }
+// What products are added up in for a while: after some sum, and together with it.
+INLINE Pairs pairs_after(Ints sum) { return sum; }
+INLINE Ints with_pairs(Ints, Pairs sum) { return sum; }
+INLINE Pairs dot_bytes(Pairs sum, Bytes w, int32_t x) {
+  return _mm512_dpbusd_epi32(sum, w, all(x));
+}
+INLINE Ints dot_words(Ints sum, Words w, int32_t x) { return _mm512_dpwssd_epi32(sum, w, all(x)); }
 
 // The first `num` lanes of a, the others of b.
 INLINE Floats first_of(int64_t num, Floats a, Floats b) {
@@ -112,6 +143,13 @@ INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps
 INLINE Floats load_halves(const uint8_t* p) {
   const __m128i* eights = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(eights)), _mm256_cvtph_ps(_mm_loadu_si128(eights + 1))};
+}
+INLINE __m256 load_eight_bfloats(const uint8_t* p) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+INLINE Floats load_bfloats(const uint8_t* p) {
+  return {load_eight_bfloats(p), load_eight_bfloats(p + 16)};
 }
 INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 INLINE void store_halves(uint8_t* p, Floats x) {
@@ -174,12 +212,31 @@ INLINE void store_words(uint8_t* p, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(words, order));
 }
 INLINE Bytes load_bytes(const uint8_t* p) { return {bits(p), bits(p + 32)}; }
-INLINE Bytes low_halves(Bytes x) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+INLINE Floats load_unsigned(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return floats({_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))});
 }
-INLINE Bytes high_halves(Bytes x) {
-  return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+INLINE Floats load_signed(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return floats({_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
+}
+INLINE Bytes masked(Bytes x, int mask) {
+  const __m256i bits = _mm256_set1_epi8(static_cast<char>(mask));
+  return {_mm256_and_si256(x.a, bits), _mm256_and_si256(x.b, bits)};
+}
+template <int BITS>
+INLINE Bytes shifted(Bytes x) {
+  return {_mm256_srli_epi16(x.a, BITS), _mm256_srli_epi16(x.b, BITS)};
+}
+INLINE Bytes chosen(int mask, Bytes x, Bytes y) {
+  const __m256i bits = _mm256_set1_epi8(static_cast<char>(mask));
+  return {_mm256_or_si256(_mm256_and_si256(bits, x.a), _mm256_andnot_si256(bits, y.a)),
+          _mm256_or_si256(_mm256_and_si256(bits, x.b), _mm256_andnot_si256(bits, y.b))};
+}
+INLINE Bytes looked_up(const uint8_t* table, Bytes x) {
+  const __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m256i both = _mm256_broadcastsi128_si256(of);
+  return {_mm256_shuffle_epi8(both, x.a), _mm256_shuffle_epi8(both, x.b)};
 }
 INLINE Words even_words(Bytes x) {
   const __m256i mask = _mm256_set1_epi16(255);
@@ -192,18 +249,18 @@ INLINE __m256i one_by_one(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
 }
-// A block's eight sums of two products of 15 and 127 fit into 16 bits: 30,480.
-INLINE Pairs no_pairs() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-INLINE Pairs dot4(Pairs sum, Bytes w, int32_t x) {
+// Whoever adds up knows for how long sums of two products fit into 16 bits.
+INLINE Pairs pairs_after(Ints) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE Ints with_pairs(Ints sum, Pairs pairs) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return add(sum, {_mm256_madd_epi16(pairs.a, ones), _mm256_madd_epi16(pairs.b, ones)});
+}
+INLINE Pairs dot_bytes(Pairs sum, Bytes w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
   return {one_by_one(_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, xs))),
           one_by_one(_mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, xs)))};
 }
-INLINE Ints widened(Pairs sum) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
-}
-INLINE Ints dot8(Ints sum, Words w, int32_t x) {
+INLINE Ints dot_words(Ints sum, Words w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
   sum = add(sum, {_mm256_madd_epi16(w.a, xs), _mm256_madd_epi16(w.b, xs)});
   return {one_by_one(sum.a), one_by_one(sum.b)};
@@ -245,16 +302,11 @@ INLINE To each(F f) {
 }
 INLINE Floats all(float x) { return each<Floats>([=](int) { return x; }); }
 INLINE Floats load(const float* p) { return each<Floats>([=](int i) { return p[i]; }); }
-INLINE float from_half(uint32_t h) {
-  const uint32_t sign = (h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
-  if (exponent == 0) return (sign ? -1.f : 1.f) * std::ldexp(static_cast<float>(fraction), -24);
-  const uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
 INLINE Floats load_halves(const uint8_t* p) {
   return each<Floats>([=](int i) { return from_half(p[2 * i] | p[2 * i + 1] << 8); });
+}
+INLINE Floats load_bfloats(const uint8_t* p) {
+  return each<Floats>([=](int i) { return from_bfloat(p[2 * i] | p[2 * i + 1] << 8); });
 }
 INLINE void store(float* p, Floats x) { std::memcpy(p, x.v, sizeof x.v); }
 // Rounded to the nearest, to even if there are two.
@@ -352,12 +404,27 @@ INLINE Bytes load_bytes(const uint8_t* p) {
   std::memcpy(x.v, p, 64);
   return x;
 }
-INLINE Bytes low_halves(Bytes x) {
-  for (uint8_t& byte : x.v) byte &= 15;
+INLINE Floats load_unsigned(const uint8_t* p) {
+  return each<Floats>([=](int i) { return static_cast<float>(p[i]); });
+}
+INLINE Floats load_signed(const uint8_t* p) {
+  return each<Floats>([=](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
+}
+INLINE Bytes masked(Bytes x, int mask) {
+  for (uint8_t& byte : x.v) byte = masked(byte, mask);
   return x;
 }
-INLINE Bytes high_halves(Bytes x) {
-  for (uint8_t& byte : x.v) byte >>= 4;
+template <int BITS>
+INLINE Bytes shifted(Bytes x) {
+  for (uint8_t& byte : x.v) byte = shifted<BITS>(byte);
+  return x;
+}
+INLINE Bytes chosen(int mask, Bytes a, Bytes b) {
+  for (int i = 0; i < 64; i++) a.v[i] = chosen(mask, a.v[i], b.v[i]);
+  return a;
+}
+INLINE Bytes looked_up(const uint8_t* table, Bytes x) {
+  for (uint8_t& byte : x.v) byte = table[byte];
   return x;
 }
 INLINE Words words(Bytes x, int first) {
@@ -367,7 +434,7 @@ INLINE Words words(Bytes x, int first) {
 }
 INLINE Words even_words(Bytes x) { return words(x, 0); }
 INLINE Words odd_words(Bytes x) { return words(x, 1); }
-INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
+INLINE Ints dot_bytes(Ints sum, Bytes w, int32_t x) {
   int8_t four[4];
   std::memcpy(four, &x, 4);
   return each<Ints>([&](int i) {
@@ -375,13 +442,13 @@ INLINE Ints dot4(Ints sum, Bytes w, int32_t x) {
     return sum.v[i] + of[0] * four[0] + of[1] * four[1] + of[2] * four[2] + of[3] * four[3];
   });
 }
-INLINE Ints dot8(Ints sum, Words w, int32_t x) {
+INLINE Ints dot_words(Ints sum, Words w, int32_t x) {
   int16_t two[2];
   std::memcpy(two, &x, 4);
   return each<Ints>([&](int i) { return sum.v[i] + w.v[2 * i] * two[0] + w.v[2 * i + 1] * two[1]; });
 }
-INLINE Pairs no_pairs() { return all(0); }
-INLINE Ints widened(Pairs sum) { return sum; }
+INLINE Pairs pairs_after(Ints sum) { return sum; }
+INLINE Ints with_pairs(Ints, Pairs sum) { return sum; }
 
 INLINE Floats first_of(int64_t num, Floats a, Floats b) {
   return each<Floats>([&](int i) { return i < num ? a.v[i] : b.v[i]; });

@@ -1,7 +1,7 @@
 // Quill's operators that multiply with matrices.
 //
 //   quill::Linear(x, records, gains?, residual?, bias?)   y = norm(x)·w + residual + bias
-//   quill::Embedding(ids, records)                        rows of a matrix of 8 bits
+//   quill::Embedding(ids, records)                        rows of a matrix
 //
 // Knows: the runtime, threads. Does not know: how products are computed.
 #pragma once
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "glue.h"
+#include "unpacked.h"
 
 namespace quill {
 namespace {
@@ -50,17 +51,27 @@ struct Room {
   Rounded for_rows(int64_t rows, const Matrix& matrix) {
     grow(&q, {rows, matrix.blocks(), kBlock * matrix.input_bytes()});
     grow(&sum, {rows, matrix.blocks()});
-    grow(&shift, {rows, matrix.blocks()});
+    grow(&shift, {rows, matrix.blocks(), matrix.of().scales});
     grow(&scale, {rows, matrix.blocks()});
     return {q.data(), scale.data(), sum.data(), shift.data()};
   }
 };
 
-// Both sides are there, and blocks are whole.
+// Both sides are there.
 bool has_size(const Matrix& matrix) {
-  return matrix.inputs > 0 && matrix.inputs <= kMaxWidth &&
-         (matrix.bits == 32 || matrix.inputs % kBlock == 0) && matrix.columns > 0 &&
+  return matrix.inputs > 0 && matrix.inputs <= kMaxWidth && matrix.columns > 0 &&
          matrix.columns <= kMaxWidth;
+}
+
+// The layout is known, and records are whole.
+bool has_layout(const Matrix& matrix) {
+  return matrix.layout >= 0 && matrix.layout < kNumLayouts && matrix.layout != kFloats &&
+         matrix.inputs % matrix.of().inputs() == 0;
+}
+
+// There are products with inputs of so many bits.
+bool has_products(const Matrix& matrix) {
+  return matrix.input_bits == 16 || (matrix.input_bits == 8 && matrix.of().bits < 8);
 }
 
 class Linear {
@@ -73,16 +84,15 @@ class Linear {
   static int input_kind(size_t index) { return index < 2 ? runtime::kRequired : runtime::kOptional; }
 
   Status* read_attributes(const Info* info) {
-    int64_t halves, gated;
+    int64_t gated;
     TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
     TRY(ort->int_attribute(info, "columns", &matrix_.columns));
-    TRY(ort->int_attribute(info, "bits", &matrix_.bits));
-    TRY(ort->int_attribute(info, "halves", &halves));
+    TRY(ort->int_attribute(info, "layout", &matrix_.layout));
+    TRY(ort->int_attribute(info, "input_bits", &matrix_.input_bits));
     TRY(ort->int_attribute(info, "gated", &gated));
     TRY(ort->float_attribute(info, "epsilon", &epsilon_));
-    matrix_.halves = halves != 0;
     matrix_.gated = gated != 0;
-    const bool fits = has_size(matrix_) && (matrix_.bits == 4 || matrix_.bits == 8) &&
+    const bool fits = has_size(matrix_) && has_layout(matrix_) && has_products(matrix_) &&
                       !(matrix_.gated && matrix_.columns % (2 * kColumns));
     if (!fits) return failed("no such matrix");
     TRY(records_.find(info, 1, matrix_.size()));
@@ -148,10 +158,10 @@ class Embedding {
   static int input_kind(size_t) { return runtime::kRequired; }
 
   Status* read_attributes(const Info* info) {
-    matrix_.bits = 8;
     TRY(ort->int_attribute(info, "inputs", &matrix_.inputs));
     TRY(ort->int_attribute(info, "columns", &matrix_.columns));
-    if (!has_size(matrix_)) return failed("no such matrix");
+    TRY(ort->int_attribute(info, "layout", &matrix_.layout));
+    if (!has_size(matrix_) || !has_layout(matrix_)) return failed("no such matrix");
     return records_.find(info, 1, matrix_.size());
   }
 
@@ -177,15 +187,39 @@ class Embedding {
 
  private:
   void copy(const uint8_t* records, int64_t id, float* y) const {
-    const int64_t bytes = matrix_.record_bytes(), lane = id % kColumns;
-    const uint8_t* record = records + id / kColumns * matrix_.blocks() * bytes;
-    for (int64_t block = 0; block < matrix_.blocks(); block++, record += bytes) {
-      float scale;
-      std::memcpy(&scale, record + 4 * lane, 4);
-      const uint8_t* q = record + matrix_.head_bytes() + 4 * lane;
-      for (int i = 0; i < kBlock; i++) {
-        *y++ = scale * static_cast<float>(int{q[i / 4 * 64 + i % 4]} - 128);
+    const Layout& of = matrix_.of();
+    const uint8_t* record = records + id / kColumns * matrix_.group_bytes();
+    for (const float* last = y + matrix_.inputs; y < last; record += of.bytes()) {
+      for (int block = 0; block < of.blocks; block++, y += kBlock) {
+        copy_block(record, block, id % kColumns, y);
       }
+    }
+  }
+
+  // In the order of operations of GGUF's own dequantization.
+  void copy_block(const uint8_t* record, int block, int64_t lane, float* y) const {
+    const Layout& of = matrix_.of();
+    const uint8_t* body = record + of.body_at(block) + 4 * lane;
+    const uint8_t* small = record + of.small_at(block) + lane;
+    const auto number = [=](int i) {
+      const uint8_t* half = record + 32 * i + 2 * lane;
+      const uint32_t bits = half[0] | static_cast<uint32_t>(half[1]) << 8;
+      return of.codes ? from_bfloat(bits) : from_half(bits);
+    };
+    float minimum = of.middle ? 0.f : number(1);
+    if (of.blocks > 1 && !of.middle) minimum = -(minimum * static_cast<float>(small[16]));
+    for (int i = 0; i < kBlock; i++) {
+      float scale = number(0);
+      if (of.blocks > 1 && of.middle) {
+        scale *= static_cast<float>(static_cast<int8_t>(small[i < 16 ? 0 : 16]));
+      } else if (of.blocks > 1) {
+        scale *= static_cast<float>(small[0]);
+      }
+      const auto load = [=](int at) { return body[64 * at + i % 4]; };
+      const uint8_t found = unpacked(of.bits, load, i / 4);
+      const int q = int{of.codes ? kCodes[found] : found} - of.middle;
+      y[i] = scale * static_cast<float>(q);
+      if (!of.middle) y[i] += minimum;
     }
   }
 

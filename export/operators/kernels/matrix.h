@@ -12,28 +12,71 @@ namespace quill {
 constexpr int64_t kBlock = 32;    // neighbouring inputs that share a scale
 constexpr int64_t kColumns = 16;  // outputs that are computed side by side: a group
 
-// Groups of columns x blocks of inputs x records. A record holds the scales of its 16 columns (for
-// 4 bits the minima as well) and then their integers, four neighbouring inputs of each column at a
-// time: what processors multiply and add up in one go.
+// A layout is one of GGUF's kinds of blocks, for 16 columns side by side. Integers have `bits` bits;
+//
+//   weight = scale * (q - middle), or scale * q + minimum if the middle is 0.
+//
+// A record is some blocks of inputs: 16 scales of float16 (and 16 minima), then what its blocks have
+// beside them, then the integers of its blocks. In a record of eight blocks each block and column has
+// two small integers: those that the scale and minus the minimum are multiplied with (unsigned), or
+// with two scales of a block those of its first and last 16 inputs (signed).
+//
+// Codes are those of MXFP4: four bits, a sign and one of eight numbers. A scale is a power of two, of
+// bfloat16, and q is what kCodes has for the code: the middle plus twice the number.
+struct Layout {
+  int bits, middle;
+  int blocks;  // of a record
+  int scales;  // of a block
+  bool codes = false;
+
+  constexpr int inputs() const { return static_cast<int>(kBlock) * blocks; }
+  constexpr int numbers() const { return middle ? 1 : 2; }
+  constexpr int small_at(int block) const { return 32 * (numbers() + block); }
+  constexpr int body_at(int block) const {
+    return small_at(blocks > 1 ? blocks : 0) + 64 * bits * block;
+  }
+  constexpr int bytes() const { return body_at(blocks); }
+};
+
+// In the order of export/quantize/quill_layout.py.
+constexpr int kFloatBits = 32;  // no integers: an input's 16 columns side by side
+constexpr Layout kLayouts[] = {
+    {4, 8, 1, 1},    // q4_0
+    {4, 0, 1, 1},    // q4_1
+    {5, 16, 1, 1},   // q5_0
+    {5, 0, 1, 1},    // q5_1
+    {8, 128, 1, 1},  // q8_0
+    {4, 0, 8, 1},    // q4_k
+    {5, 0, 8, 1},    // q5_k
+    {6, 32, 8, 2},   // q6_k
+    {kFloatBits, 0, 1, 1},
+    {4, 12, 1, 1, true},  // mxfp4
+};
+constexpr int64_t kNumLayouts = sizeof kLayouts / sizeof kLayouts[0];
+constexpr int64_t kFloats = 8;
+static_assert(kLayouts[kFloats].bits == kFloatBits);
+constexpr uint8_t kCodes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// Groups of columns x records.
 struct Matrix {
   const uint8_t* records;
   int64_t inputs;
   int64_t columns;
-  int64_t bits;  // 4: weight = scale * q + minimum. 8: weight = scale * (q - 128). 32: floats
-  bool halves;   // scales and minima have 16 bits, not 32. 8 bits then have minima, too
-  bool gated;    // groups take turns: the output is silu(first) * second
+  int64_t layout;
+  int64_t input_bits;  // that inputs are rounded to; of no meaning with floats
+  bool gated;          // groups take turns: the output is silu(first) * second
+  float clamp = 0;     // gated: (second + 1) * first / (1 + exp(-slope * first)), both within it
+  float slope = 1;
 
+  const Layout& of() const { return kLayouts[layout]; }
   int64_t blocks() const { return inputs / kBlock; }
   int64_t groups() const { return (columns + kColumns - 1) / kColumns; }
   int64_t outputs() const { return gated ? columns / 2 : columns; }
-  int64_t head_bytes() const { return bits == 8 || halves ? 64 : 128; }
-  // Of each input: 4-bit weights meet inputs of 8 bits, and 8-bit weights inputs of 16.
-  int64_t input_bytes() const { return bits / 4; }
-  int64_t record_bytes() const { return head_bytes() + kBlock * kColumns * bits / 8; }
-  int64_t size() const {
-    if (bits == 32) return groups() * inputs * kColumns * 4;  // an input's 16 columns side by side
-    return groups() * blocks() * record_bytes();
+  int64_t input_bytes() const { return input_bits / 8; }
+  int64_t group_bytes() const {
+    return layout == kFloats ? inputs * kColumns * 4 : inputs / of().inputs() * of().bytes();
   }
+  int64_t size() const { return groups() * group_bytes(); }
 };
 
 // Rows of inputs, rounded to integers with one scale for each block.
@@ -41,7 +84,7 @@ struct Rounded {
   uint8_t* q;      // rows x inputs x bytes. Of each four with 16 bits the middle ones are swapped
   float* scale;    // rows x blocks
   float* sum;      // rows x blocks: the sum of what a block's integers stand for
-  int32_t* shift;  // rows x blocks: -128 times the sum of a block's integers
+  int32_t* shift;  // rows x blocks x scales of a block: minus the middle times the sum of integers
 };
 
 // What is added to a product, if anything, and where it goes.
@@ -49,6 +92,7 @@ struct Output {
   const float* bias;
   const float* residual;
   float* y;
+  const float* gate_bias = nullptr;  // added before the gate, in the order of groups
 };
 
 // How a token's experts are chosen, by what its router said of each.
@@ -83,8 +127,9 @@ struct Kernels {
   void (*append)(const Heads& heads, const Token& token);
   // Lets queries look at a chunk together, and adds that to what they have seen.
   void (*attend)(const Chunk& chunk, const Query* queries, int64_t num);
-  // Merges what a query has seen of each chunk, in their order, and divides it by its weights.
-  void (*finish)(float* seen, int64_t num_chunks, int64_t size, float* to);
+  // Merges what a query has seen of each chunk, in their order, and divides it by its weights. `sink`,
+  // which may be null, is a score that has a weight and no value.
+  void (*finish)(float* seen, int64_t num_chunks, int64_t size, const float* sink, float* to);
   // Changes a recurrent state by a token.
   void (*update)(const Cell& cell, const Gates& gates);
   // Multiplies one row with weights that aren't rounded.
@@ -92,6 +137,9 @@ struct Kernels {
   // Lets a query look at a source additively. There is room for a score at each position of its blocks.
   void (*attend_additively)(const Heads& heads, const AdditiveQuery& query, float* scores,
                             float* out);
+  // A token's short convolution with inputs that are in the blocks of its sequence.
+  void (*convolve)(const Heads& heads, const Taps& taps, const int32_t* blocks, int64_t position,
+                   float* out);
 };
 
 Kernels plain_kernels();

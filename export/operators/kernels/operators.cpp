@@ -7,6 +7,7 @@
 #include <new>
 
 #include "attention_operators.h"
+#include "convolution_operators.h"
 #include "expert_operators.h"
 #include "linear_operators.h"
 #include "processor.h"
@@ -47,8 +48,8 @@ Operator describe() {
       return no_memory();
     }
   };
-  op.first_version = [](const Operator*) { return 1; };
-  op.last_version = [](const Operator*) { return 2; };  // with what attention and experts need
+  op.first_version = [](const Operator*) { return 3; };  // layouts of matrices
+  op.last_version = [](const Operator*) { return 3; };
   return op;
 }
 
@@ -87,6 +88,7 @@ EXPORTED runtime::Status* RegisterCustomOps(runtime::Options* options,
       describe<Recurrence>(),       describe<Update>(),                describe<Ends>(),
       describe<Recall>(),           describe<AdditiveAttention>(),
       describe<Experts>(),          describe<HeadLinear>(),
+      describe<ShortConv<true>>(),  describe<ShortConv<false>>(),
   };
   static std::mutex registering;
   static runtime::Domain* domain;

@@ -33,6 +33,7 @@ struct Sequences {
   const int32_t* blocks(int64_t s) const { return table + s * width; }
   // Positions that a sequence's token may look at.
   int64_t seen(int64_t s, int64_t token) const { return lengths[s] + (causal ? token + 1 : 0); }
+  int64_t position(int64_t s, int64_t token) const { return causal ? lengths[s] + token : token; }
   // The first of them.
   int64_t first(int64_t s, int64_t token) const {
     return window ? std::max(seen(s, token) - window, int64_t{0}) : 0;
@@ -157,7 +158,9 @@ class Walk {
         const int64_t before = apart ? all_.first(s, token) / kChunk : 0;
         const int64_t chunks = apart ? chunks_of(all_.seen(s, token)) - before : 1;
         for (int64_t h = 0; h < heads_.group(); h++, seen += step) {
-          kernels_.finish(seen + before * room, chunks, width, out + place(s, token, h) * width);
+          const float* sinks = heads_.sinks;
+          const float* sink = sinks ? sinks + kv_head_ * heads_.group() + h : nullptr;
+          kernels_.finish(seen + before * room, chunks, width, sink, out + place(s, token, h) * width);
         }
       }
     }
@@ -177,6 +180,13 @@ class Walk {
     return (all_.starts[s] + token) * heads_.num + kv_head_ * heads_.group() + h;
   }
 
+  // Of a key that is so far behind its query, and those after it.
+  const float* bias(int64_t h, int64_t distance) const {
+    if (!heads_.bias) return nullptr;
+    const int64_t head = kv_head_ * heads_.group() + h;
+    return heads_.bias + head * heads_.bias_width + heads_.bias_center + distance;
+  }
+
   // Some members look at a chunk that is the same for all of them. Returns how many queries.
   int64_t look(int64_t begin, int64_t end, int64_t c, float* seen, int64_t step, bool apart) const {
     Query queries[kMaxGroup];
@@ -188,7 +198,8 @@ class Walk {
         const int64_t first = all_.first(s, token) - c * kChunk;
         for (int64_t h = 0; h < heads_.group(); h++, passed++) {
           if (left <= 0 || first >= kChunk) continue;
-          queries[num++] = {queries_ + place(s, token, h) * heads_.size, seen + passed * step,
+          queries[num++] = {queries_ + place(s, token, h) * heads_.size,
+                            bias(h, c * kChunk - all_.position(s, token)), seen + passed * step,
                             std::max(first, int64_t{0}), std::min(left, kChunk),
                             apart || c == 0 || first >= 0};
         }

@@ -55,7 +55,8 @@ def other_weights() -> Checkpoint:
     name = "decoder.1.attention.out.weight"
     weights = {**CHECKPOINT.weights, name: CHECKPOINT.weights[name].clone()}
     weights[name][0, 0] += 1e-6
-    return dataclasses.replace(CHECKPOINT, weights=weights)
+    quantized = {each: kept for each, kept in CHECKPOINT.quantized.items() if each != name}
+    return dataclasses.replace(CHECKPOINT, weights=weights, quantized=quantized)
 
 
 @pytest.mark.parametrize(

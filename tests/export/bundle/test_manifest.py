@@ -124,7 +124,7 @@ def test_graphs_are_found_by_precision(bundle: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer format": (lambda m: m.update(format_version=99), "format version 99; .* reads 3"),
+    "newer format": (lambda m: m.update(format_version=99), "format version 99; .* reads 4"),
     "slots": (lambda m: m.update(format_version=1), "format version 1; .* Export the bundle again"),
     "no format": (lambda m: m.pop("format_version"), "format version None"),
     "true for one": (lambda m: m.update(format_version=True), "format version True"),
@@ -194,7 +194,7 @@ def test_what_is_no_manifest_at_all_is_refused(bundle: Path, text: str | bytes) 
 def test_a_directory_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="there is no bundle"):
         read_manifest(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match=r"can't read .*manifest\.json"):
+    with pytest.raises(BundleError, match=r"isn't a bundle: it has no manifest\.json"):
         read_manifest(tmp_path)
     for file in ("run.json", "config.json"):  # of a run or a checkpoint
         (tmp_path / file).touch()

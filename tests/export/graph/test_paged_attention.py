@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from quill.export.bundle.graph_contract import BLOCK, CUDA_BLOCK, cache_names
 from quill.export.graph.attention import ATTENTION
+from quill.export.graph.quill_layers import VERSION
 from quill.export.operators.library import library_path
 from tests.export.graph.paged_attention import Array, PagedAttention, paged_attention
 from tests.export.tiny import Exported
@@ -135,7 +136,7 @@ def run_own(inputs: list[Array], attributes: dict[str, Any]) -> list[Array]:
             for name in outputs
         ],
     )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(domain, 1)]
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(domain, VERSION)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(os.fspath(library_path()))

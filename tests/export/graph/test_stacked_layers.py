@@ -5,6 +5,7 @@ from pathlib import Path
 
 import onnx
 
+from quill.export.graph.quill_layers import VERSION
 from quill.model.network.config import Experts, Latent
 from tests.export.tiny import export, make_checkpoint
 from tests.operators import OWN
@@ -26,13 +27,4 @@ def test_both_are_proven_with_the_latents_that_the_cache_holds(tmp_path: Path) -
         model = onnx.load(exported.directory / graphs.decoder, load_external_data=False)
         names = [node.op_type for node in model.graph.node if node.domain == "quill"]
         assert {"Experts", "HeadLinear", "Attention"} <= set(names)
-        assert {opset.domain: opset.version for opset in model.opset_import}["quill"] == 2
-
-
-def test_graphs_that_need_nothing_new_ask_for_the_first_version(tmp_path: Path) -> None:
-    exported = export(tmp_path / "out", make_checkpoint(LLAMA), "fp32")
-    name = exported.manifest.graphs_in("fp32").decoder
-    assert name is not None
-    path = exported.directory / name
-    model = onnx.load(path, load_external_data=False)
-    assert {opset.domain: opset.version for opset in model.opset_import}["quill"] == 1
+        assert {opset.domain: opset.version for opset in model.opset_import}["quill"] == VERSION

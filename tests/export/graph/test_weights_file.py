@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from quill.export.graph.stand_ins import StandIns
 from quill.export.graph.weights_file import ALIGNMENT, weights_file
 
 
@@ -26,7 +27,7 @@ A, B = np.arange(1000, dtype=np.float32), np.ones((50, 20), np.float32)
 
 def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     model = make_model(a=A, b=B)
-    with weights_file(tmp_path / "weights.bin") as weights:
+    with weights_file(tmp_path / "weights.bin", StandIns(tmp_path)) as weights:
         weights.take(model)
     ir.save(model, tmp_path / "model.onnx")
     found = ir.load(tmp_path / "model.onnx").graph.initializers
@@ -40,7 +41,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_several_graphs_share_is_written_once(tmp_path: Path) -> None:
-    with weights_file(tmp_path / "weights.bin") as weights:
+    with weights_file(tmp_path / "weights.bin", StandIns(tmp_path)) as weights:
         weights.take(make_model(a=A, same=A.reshape(50, 20)))
         weights.take(make_model(another=A.copy()))
     assert (tmp_path / "weights.bin").stat().st_size == A.nbytes
@@ -48,7 +49,7 @@ def test_what_several_graphs_share_is_written_once(tmp_path: Path) -> None:
 
 def test_small_tensors_stay_in_the_graph(tmp_path: Path) -> None:
     model = make_model(small=np.zeros(4, np.float32))
-    with weights_file(tmp_path / "weights.bin") as weights:
+    with weights_file(tmp_path / "weights.bin", StandIns(tmp_path)) as weights:
         weights.take(model)
     assert not isinstance(model.graph.initializers["small"].const_value, ir.ExternalTensor)
     assert (tmp_path / "weights.bin").stat().st_size == 0
@@ -56,5 +57,5 @@ def test_small_tensors_stay_in_the_graph(tmp_path: Path) -> None:
 
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"precious")
-    with pytest.raises(FileExistsError), weights_file(tmp_path / "weights.bin"):
+    with pytest.raises(FileExistsError), weights_file(tmp_path / "weights.bin", StandIns(tmp_path)):
         pass

@@ -41,6 +41,12 @@ class Shape:
     soft_cap: float = 0.0
     value_size: int = 0  # 0: as keys
     rotary_size: int = 0  # 0: all of a head
+    has_sinks: bool = False
+    bias: bool = False  # by distance
+
+    @property
+    def sinks(self) -> Array:
+        return 2 * normal(self.num, seed=5)
 
     @property
     def width(self) -> int:
@@ -72,22 +78,36 @@ def save(directory: Path, shape: Shape, operator: str = "Attention", **changes: 
     """A graph of one operator."""
     num_tables = changes.pop("num_tables", 2) if shape.rotary else 0
     attributes: dict[str, Any] = {"heads": shape.num, "kv_heads": shape.num_kv}
-    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | shape.extras | changes
     inputs, outputs = INPUTS[operator]
     given_back = [f"new_{name}" if name in CACHES else name for name in outputs]
     if "qkv" not in inputs:
         num_tables = 0
     rotary = tables(shape.rotary_size or shape.size)
     constants = dict(zip(TABLES[:num_tables], rotary, strict=False))
+    names = [*inputs, *constants]
+    if shape.has_sinks:
+        names += [""] * (2 - num_tables) + ["sinks"]
+        constants["sinks"] = shape.sinks[: changes.pop("num_sinks", shape.num)]
+    if shape.bias and "qkv" in inputs:
+        num_before = {"Attention": 9, "EncoderAttention": 4}[operator]
+        names += [""] * (num_before - len(names)) + ["bias"]
+        constants["bias"] = biases(shape, operator == "Attention")
+    attributes |= {"head_size": shape.size, "scale": shape.size**-0.5} | shape.extras | changes
     return save_operator(
         directory,
         operator,
-        [*inputs, *constants],
+        names,
         {name: _type(shape, name) for name in inputs},
         {name: _type(shape, name) for name in given_back},
         constants,
         attributes,
     )
+
+
+def biases(shape: Shape, causal: bool) -> Array:
+    """Of each head, by distance; a causal token's own is the last."""
+    both = normal(shape.num, 2 * MAX_POSITIONS - 1, seed=77)
+    return both[:, :MAX_POSITIONS].copy() if causal else both
 
 
 def _type(shape: Shape, name: str) -> int:
@@ -170,8 +190,13 @@ def expected(shape: Shape, q: Array, keys: Array, values: Array, causal: bool) -
             scores = k @ token[head] * shape.size**-0.5
             if shape.soft_cap:
                 scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
+            if shape.bias:
+                here = seen - 1 if causal else index
+                distances = np.arange(first, seen) - here + MAX_POSITIONS - 1
+                scores = scores + biases(shape, causal)[head, distances]
             weights = np.exp(scores - scores.max())
-            out.append(weights / weights.sum() @ v)
+            sink = np.exp(shape.sinks[head] - scores.max()) if shape.has_sinks else 0.0
+            out.append(weights / (weights.sum() + sink) @ v)
     return np.array(out).reshape(len(q), -1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from quill.export.graph.quill_layers import VERSION
 from quill.export.operators.library import library_path
 from quill.export.verify.runner import Array
 
@@ -67,7 +68,7 @@ def save_operator(
     outputs: Mapping[str, int],
     constants: Mapping[str, Array],
     attributes: Mapping[str, Any],
-    version: int = 1,
+    version: int = VERSION,
 ) -> Path:
     """A graph of one operator. `names`: all that it takes, in order; `inputs`, `outputs`: types."""
     node = helper.make_node(operator, list(names), list(outputs), domain="quill")

@@ -31,7 +31,7 @@ HUGE = (2**24 + 32, 2**31 - 1, 2**31, 2**32, 2**38, 2**53, 2**60, 2**62, 2**63 -
 NUMBERS = (*SIZES, *HUGE, *(-size for size in (*SIZES, *HUGE)), -(2**63))
 FLOATS = (0.0, -1.0, 1e30, -1e30, 1e-40, float("nan"), float("inf"), -float("inf"))
 TYPES = ("float32", "float16", "float64", "uint8", "int8", "int32", "int64", "bool")
-OPTIONAL = ("window", "value_size", "rotary_size", "soft_cap")
+OPTIONAL = ("window", "value_size", "rotary_size", "soft_cap", "clamp", "slope")
 Outcomes = Counter[tuple[str, str]]  # by operator, and what came of it
 
 
@@ -128,7 +128,7 @@ class Changer:
         elif action == 3:
             outputs["more"] = "float32"
         else:
-            self._case.version = chance.choice((0, 1, 3, 2**40))
+            self._case.version = chance.choice((0, 1, 2, 4, 2**40))
 
 
 def make_case(seed: int, number: int) -> Case:

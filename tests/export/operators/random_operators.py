@@ -13,11 +13,22 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quill.export.graph.quill_layers import VERSION
+from quill.export.quantize.quill_layout import FLOATS, LAYOUTS, lay_out
 from quill.export.verify.runner import Array
+from quill.model.checkpoint.quantized_weight import FORMATS
+from tests.random_weights import random_rows
 
 IDS = (-1, -16, -(2**31), 2**31 - 1, 2**30, 2**20, 1, 2, 17, 100)
 # Where a tensor comes from; the last three are computed in the graph, and can't be folded away.
 Source = Literal["input", "constant", "default", "sliced", "copied", "empty"]
+
+# By the numbers of layouts: inputs of a record, and bytes of one with 16 columns.
+RECORD_INPUTS = {number: FORMATS[kind].size for kind, number in LAYOUTS.items()} | {FLOATS: 32}
+RECORD_BYTES = {
+    number: lay_out(random_rows(kind, 16, FORMATS[kind].size)).numel()
+    for kind, number in LAYOUTS.items()
+} | {FLOATS: 32 * 16 * 4}
 
 
 @dataclass
@@ -34,7 +45,7 @@ class Case:
     attributes: dict[str, Any]
     inputs: dict[str, Tensor | None]  # in their order; None: it isn't there
     outputs: dict[str, str] = field(default_factory=lambda: {"y": "float32"})
-    version: int = 2
+    version: int = VERSION
 
 
 class Maker:
@@ -49,6 +60,12 @@ class Maker:
 
     def constant(self, *sizes: int) -> Tensor:
         return Tensor(self.floats(*sizes), "constant")
+
+    def layout(self) -> int:
+        return self.chance.choice(list(LAYOUTS.values()))
+
+    def input_bits(self, layout: int) -> int:
+        return 16 if layout == LAYOUTS["q8_0"] else self.chance.choice((8, 16))
 
     def records(self, num_bytes: int) -> Tensor:
         return Tensor(self.numbers.integers(0, 256, num_bytes, np.uint8), "constant")
@@ -105,9 +122,21 @@ class Maker:
 
     def rotary(self, heads: dict[str, Any], num_positions: int) -> dict[str, Tensor | None]:
         if self.chance.random() < 0.5:
-            return {}
+            return {"cosines": None, "sines": None}
         half = heads.get("rotary_size", heads["head_size"]) // 2
         return {name: Tensor(self.floats(num_positions, half)) for name in ("cosines", "sines")}
+
+    def positions(self, heads: dict[str, Any], most: int) -> dict[str, Tensor | None]:
+        """Rotary tables, a bias by distance, both or neither."""
+        rotary = self.rotary(heads, most)
+        if self.chance.random() < 0.5:
+            return rotary
+        absent: dict[str, Tensor | None] = {"cosines": None, "sines": None}
+        return absent | rotary | {"bias": Tensor(self.floats(heads["heads"], 2 * most - 1))}
+
+
+def records_bytes(layout: int, inputs: int, columns: int) -> int:
+    return -(-columns // 16) * (inputs // RECORD_INPUTS[layout]) * RECORD_BYTES[layout]
 
 
 def value_size(heads: dict[str, Any]) -> int:
@@ -116,50 +145,51 @@ def value_size(heads: dict[str, Any]) -> int:
 
 def linear(make: Maker) -> Case:
     chance = make.chance
-    inputs, bits, halves = 32 * chance.randint(1, 4), chance.choice((4, 8)), chance.randint(0, 1)
-    gated = chance.randint(0, 1)
+    layout, gated = make.layout(), chance.randint(0, 1)
+    inputs = RECORD_INPUTS[layout] * chance.randint(1, 3)
     columns = 32 * chance.randint(1, 3) if gated else chance.randint(1, 70)
-    head = 64 if bits == 8 or halves else 128
-    num_bytes = -(-columns // 16) * (inputs // 32) * (head + 64 * bits)
+    num_bytes = records_bytes(layout, inputs, columns)
     x, outputs = make.rows(inputs), columns // (1 + gated)
     tensors: dict[str, Tensor | None] = {"x": Tensor(x), "records": make.records(num_bytes)}
     tensors["gains"] = make.maybe(make.constant(inputs))
     tensors["residual"] = make.maybe(Tensor(make.floats(*x.shape[:-1], outputs)))
     tensors["bias"] = make.maybe(make.constant(outputs))
-    attributes = {"inputs": inputs, "columns": columns, "bits": bits, "halves": halves}
+    attributes = {"inputs": inputs, "columns": columns, "layout": layout}
+    attributes["input_bits"] = make.input_bits(layout)
     return Case("Linear", attributes | {"gated": gated, "epsilon": 1e-5}, tensors)
 
 
 def embedding(make: Maker) -> Case:
-    inputs, columns = 32 * make.chance.randint(1, 4), make.chance.randint(1, 70)
-    records = make.records(-(-columns // 16) * (inputs // 32) * 576)
+    layout, columns = make.layout(), make.chance.randint(1, 70)
+    inputs = RECORD_INPUTS[layout] * make.chance.randint(1, 3)
+    records = make.records(records_bytes(layout, inputs, columns))
     ids = Tensor(make.numbers.integers(0, columns, make.rows(1).shape[:-1]))
-    return Case("Embedding", {"inputs": inputs, "columns": columns}, {"x": ids, "records": records})
+    attributes = {"inputs": inputs, "columns": columns, "layout": layout}
+    return Case("Embedding", attributes, {"x": ids, "records": records})
 
 
 def experts(make: Maker) -> Case:
     chance = make.chance
     groups, of_group = chance.choice((1, 1, 2, 3)), chance.randint(1, 6)
-    top, number, bits = chance.randint(1, groups), groups * of_group, chance.choice((4, 8, 32))
-    width, inner = (32 * chance.randint(1, 2) for _ in range(2))
-    halves = [chance.randint(0, 1) if bits != 32 else 0 for _ in range(2)]
-
-    def size(inputs: int, columns: int, halved: int) -> int:
-        head = 64 if bits == 8 or halved else 128
-        block = 32 * 64 if bits == 32 else head + 64 * bits
-        return number * (columns // 16) * (inputs // 32) * block
-
+    top, number = chance.randint(1, groups), groups * of_group
+    layouts = [chance.choice((make.layout(), FLOATS)) for _ in range(2)]
+    width, inner = (RECORD_INPUTS[layout] * chance.randint(1, 2) for layout in layouts)
     attributes: dict[str, Any] = {"inputs": width, "d_expert": inner, "number": number}
     attributes |= {"groups": groups, "top_groups": top, "group_best": chance.randint(1, of_group)}
-    attributes |= {"per_token": chance.randint(1, of_group * top), "bits": bits, "scale": 1.0}
+    attributes |= {"per_token": chance.randint(1, of_group * top), "scale": 1.0}
     attributes |= {"normalize": chance.randint(0, 1), "sigmoid": chance.randint(0, 1)}
-    attributes |= {"up_halves": halves[0], "down_halves": halves[1]}
+    for name, layout in zip(("up", "down"), layouts, strict=True):
+        attributes |= {f"{name}_layout": layout, f"{name}_input_bits": make.input_bits(layout)}
     x = make.rows(width)
     tensors: dict[str, Tensor | None] = {"x": Tensor(x)}
     tensors["logits"] = Tensor(make.floats(*x.shape[:-1], number))
-    tensors["up"] = make.records(size(width, 2 * inner, halves[0]))
-    tensors["down"] = make.records(size(inner, width, halves[1]))
+    tensors["up"] = make.records(number * records_bytes(layouts[0], width, 2 * inner))
+    tensors["down"] = make.records(number * records_bytes(layouts[1], inner, width))
     tensors["balance"] = make.maybe(make.constant(number))
+    tensors["up_bias"] = make.maybe(make.constant(number * 2 * inner))
+    tensors["down_bias"] = make.maybe(make.constant(number * width))
+    if chance.random() < 0.5:
+        attributes |= {"clamp": chance.choice((0.0, 0.5, 7.0)), "slope": 1.702}
     return Case("Experts", attributes, tensors)
 
 
@@ -176,9 +206,25 @@ def attention(make: Maker) -> Case:
     width = heads["kv_heads"] * value_size(heads)
     width += (heads["heads"] + heads["kv_heads"]) * heads["head_size"]
     tensors: dict[str, Tensor | None] = {"qkv": Tensor(make.floats(sum(counts), width))}
-    tensors |= make.caches(heads, 5, dtype) | where | make.rotary(heads, 350)
+    tensors |= make.caches(heads, 5, dtype) | where | {"cosines": None, "sines": None}
+    tensors["sinks"] = make.maybe(Tensor(make.floats(heads["heads"])))
+    tensors |= make.positions(heads, 350)
     outputs = {"y": "float32", "new_keys": dtype, "new_values": dtype}
     return Case("Attention", heads, tensors, outputs)
+
+
+def short_conv(make: Maker) -> Case:
+    heads, dtype = make.heads(), make.chance.choice(("float16", "float32"))
+    heads = {name: heads[name] for name in ("kv_heads", "head_size", "scale")}
+    heads |= {"heads": heads["kv_heads"], "taps": make.chance.choice((1, 3, 3, 4, 40))}
+    counts, where = make.sequences(5, causal=True)
+    channels = 2 * heads["heads"] * heads["head_size"]
+    tensors: dict[str, Tensor | None] = {"x": Tensor(make.floats(sum(counts), channels))}
+    tensors["kernel"] = make.constant(heads["taps"], channels)
+    tensors |= make.caches(heads, 5, dtype) | where
+    tensors["bias"] = make.maybe(make.constant(channels))
+    outputs = {"y": "float32", "new_keys": dtype, "new_values": dtype}
+    return Case("ShortConv", heads, tensors, outputs)
 
 
 def cross_attention(make: Maker) -> Case:
@@ -190,7 +236,7 @@ def cross_attention(make: Maker) -> Case:
 
 def encoder_attention(make: Maker) -> Case:
     case = attention(make)
-    names = ("qkv", "query_starts", "cosines", "sines")
+    names = ("qkv", "query_starts", "cosines", "sines", "bias")
     tensors = {name: case.inputs[name] for name in names if name in case.inputs}
     return Case("EncoderAttention", case.attributes, tensors)
 
@@ -270,5 +316,6 @@ def additive_attention(make: Maker) -> Case:
 
 OPERATORS: tuple[Callable[[Maker], Case], ...] = (
     *(linear, embedding, experts, head_linear, attention, cross_attention, encoder_attention),
+    short_conv,
     *(store, update, recurrence, ends, recall, additive_attention),
 )

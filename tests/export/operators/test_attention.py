@@ -41,6 +41,10 @@ SHAPES = [
     Shape(num=4, num_kv=2, size=32, window=100, dtype="float32"),
     Shape(num=4, num_kv=4, size=16, window=5, soft_cap=1.5, dtype="float32"),
     Shape(num=5, num_kv=1, size=176, value_size=144, rotary_size=32, dtype="float32"),
+    Shape(num=4, num_kv=2, size=32, window=20, has_sinks=True, dtype="float32"),
+    Shape(num=4, num_kv=2, size=64, has_sinks=True, dtype="float32"),
+    Shape(num=6, num_kv=3, size=32, rotary=False, bias=True, dtype="float32"),
+    Shape(num=6, num_kv=3, size=32, window=40, bias=True, has_sinks=True, dtype="float32"),
 ]
 
 
@@ -134,10 +138,11 @@ def test_a_sequence_gets_the_same_bits_alone_and_batched(
             np.testing.assert_array_equal(out, wholes[index][begun[index] :])
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 300])
-def test_threads_change_no_bit(window: int, tmp_path: Path) -> None:
+def test_threads_change_no_bit(window: int, has_sinks: bool, tmp_path: Path) -> None:
     """One token with a long past is cut into ranges of chunks."""
-    shape = replace(SHAPE, window=window)
+    shape = replace(SHAPE, window=window, has_sinks=has_sinks)
     path, qkv = save(tmp_path, shape), normal(MAX_POSITIONS, SHAPE.width)
     whole = unbatched(path, SHAPE, qkv, num_threads=1)
     np.testing.assert_array_equal(unbatched(path, SHAPE, qkv), whole)
@@ -265,6 +270,12 @@ def test_numbers_that_do_not_fit_are_errors_not_crashes(
     feeds = pool.feeds([Chunk(normal(3, SHAPE.width), 0, range(4))])
     with pytest.raises(Exception, match=words):
         pool.run(feeds | {name: np.array(value, np.int32)})
+
+
+def test_sinks_of_other_heads_are_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path, replace(SHAPE, has_sinks=True), num_sinks=5)
+    with pytest.raises(Exception, match="sinks of other heads"):
+        Pool(path, SHAPE, 3).step(Chunk(normal(3, SHAPE.width), 0, range(3)))
 
 
 def test_a_cache_of_another_shape_is_an_error(tmp_path: Path) -> None:

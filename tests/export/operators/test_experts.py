@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quill.export.graph.stacked_layers import CustomExperts, CustomHeadLinear
-from quill.export.quantize.quantizers import eight_bits, k_quant
+from quill.export.quantize.quantizers import quantize
+from quill.export.quantize.quill_layout import InputBits, OperatorWeight
 from quill.export.verify.runner import Array, open_session
 from quill.model.network.config import Experts, ModelConfig
 from quill.model.network.experts import ExpertFeedForward
@@ -20,10 +21,12 @@ from tests.export.operators.custom_kernels import (
     save_operator,
 )
 from tests.operators import needs_operators
+from tests.random_weights import random_weight
 from tests.tiny_networks import LLAMA
 
 pytestmark = needs_operators
 
+MXFP4 = 5  # in the place of bits: its integers have so many
 PLAIN = Experts(number=5, per_token=2, d_expert=32)
 GROUPED = Experts(
     number=24,
@@ -37,7 +40,9 @@ GROUPED = Experts(
     balanced=True,
 )
 UNSCALED = dataclasses.replace(PLAIN, number=17, per_token=1, normalize=False)
+BIASED = Experts(number=6, per_token=3, d_expert=64, bias=True, clamp=0.3)
 CASES = [(PLAIN, 32), (GROUPED, 32), (UNSCALED, 32), (PLAIN, 8), (GROUPED, 8), (PLAIN, 4)]
+CASES += [(BIASED, 32), (BIASED, 8), (BIASED, MXFP4)]
 
 
 def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, CustomExperts]:
@@ -46,12 +51,21 @@ def mixture(experts: Experts, bits: int) -> tuple[ExpertFeedForward, CustomExper
     layer = ExpertFeedForward(config_with(experts), experts).eval()
     if experts.balanced:
         layer.balance_E.copy_(torch.randn(experts.number) * 0.2)
+    for each in (layer.router, layer.up, layer.down):
+        if each.bias is not None:
+            torch.nn.init.normal_(each.bias, std=0.2)
     if bits == 32:
         return layer, CustomExperts(layer, None, None)
-    find = k_quant if bits == 4 else eight_bits
-    up, down = (find(each.weight.detach()) for each in (layer.up, layer.down))
+    weights = [each.weight.detach() for each in (layer.up, layer.down)]
+    if bits == MXFP4:
+        up, down = (random_weight("mxfp4", *each.shape) for each in weights)
+    else:
+        up, down = (quantize("q4_1" if bits == 4 else "q8_0", each).weight for each in weights)
     layer.up.weight.data, layer.down.weight.data = up.dequantize(), down.dequantize()
-    return layer, CustomExperts(layer, up, down)
+    input_bits: InputBits = 8 if bits < 8 else 16
+    return layer, CustomExperts(
+        layer, OperatorWeight(up, input_bits), OperatorWeight(down, input_bits)
+    )
 
 
 def config_with(experts: Experts) -> ModelConfig:
@@ -62,12 +76,19 @@ def save(directory: Path, own: CustomExperts, **changes: Any) -> Path:
     constants = {"up": own.up, "down": own.down}
     if own.balance_E is not None:
         constants["balance"] = own.balance_E
+    if own.up_bias_N is not None and own.down_bias_N is not None:
+        constants |= {"": torch.empty(0), "up_bias": own.up_bias_N, "down_bias": own.down_bias_N}
     experts = own.experts
     names = ("number", "per_token", "d_expert", "groups", "top_groups", "group_best", "scale")
     attributes: dict[str, Any] = {name: getattr(experts, name) for name in names}
-    attributes |= {"inputs": LLAMA.d_model, "bits": own.bits, "normalize": int(experts.normalize)}
+    attributes |= {"inputs": LLAMA.d_model, "normalize": int(experts.normalize)}
     attributes |= {"sigmoid": int(experts.scoring == "sigmoid")}
-    attributes |= {"up_halves": int(own.halves[0]), "down_halves": int(own.halves[1])} | changes
+    if experts.clamp:
+        attributes |= {"clamp": experts.clamp, "slope": experts.slope}
+    for index, name in enumerate(("up", "down")):
+        attributes[f"{name}_layout"] = own.layouts[index]
+        attributes[f"{name}_input_bits"] = own.input_bits[index]
+    attributes |= changes
     return save_node(directory, "Experts", ["x", "logits"], constants, attributes)
 
 
@@ -84,9 +105,8 @@ def save_node(
         [*inputs, *constants],
         dict.fromkeys(inputs, FLOAT),
         {"y": FLOAT},
-        {name: tensor.numpy() for name, tensor in constants.items()},
+        {name: tensor.numpy() for name, tensor in constants.items() if name},
         attributes,
-        version=2,
     )
 
 
@@ -109,7 +129,8 @@ def test_they_compute_what_pytorch_does_batch_invariantly(
     layer, own = mixture(experts, bits)
     path, feeds = save(tmp_path, own), tokens(layer, 70)
     found = run(path, feeds)
-    layer.router.weight.data *= 30
+    for parameter in layer.router.parameters():
+        parameter.data *= 30
     with torch.no_grad():
         expected = layer(torch.from_numpy(feeds["x"])).numpy()
     assert np.abs(found - expected).max() < (1e-4 if bits == 32 else 0.4) * expected.std()
@@ -118,11 +139,18 @@ def test_they_compute_what_pytorch_does_batch_invariantly(
         np.testing.assert_array_equal(run(path, part, 1), found[list(some)])
 
 
-@pytest.mark.parametrize(("experts", "bits"), CASES[1:4], ids=str)
+@pytest.mark.parametrize(("experts", "bits"), [*CASES[1:4], *CASES[6:]], ids=str)
 def test_all_kernels_compute_the_same_bits(experts: Experts, bits: int, tmp_path: Path) -> None:
     layer, own = mixture(experts, bits)
     path, feeds = save(tmp_path, own), tokens(layer, 23)
     check_all_kernels_agree(path, feeds)
+
+
+def test_biases_of_another_size_are_an_error(tmp_path: Path) -> None:
+    layer, own = mixture(BIASED, 32)
+    own.down_bias_N = torch.zeros(3)
+    with pytest.raises(Exception, match="weights of another size"):
+        run(save(tmp_path, own), tokens(layer, 3))
 
 
 def test_a_token_that_is_not_finite_spoils_no_other(tmp_path: Path) -> None:
@@ -143,7 +171,13 @@ def test_a_token_that_is_not_finite_spoils_no_other(tmp_path: Path) -> None:
         ({"per_token": 6}, "no such experts"),
         ({"groups": 2}, "no such experts"),
         ({"d_expert": 24}, "no such experts"),
-        ({"bits": 16}, "no such experts"),
+        ({"up_layout": 10}, "no such experts"),
+        ({"clamp": -1.0}, "no such gate"),
+        ({"slope": float("inf")}, "no such gate"),
+        ({"down_layout": -1}, "no such experts"),
+        ({"up_layout": 7}, "no such experts"),
+        ({"up_layout": 4, "up_input_bits": 8}, "no such experts"),
+        ({"down_layout": 0, "down_input_bits": 32}, "no such experts"),
         ({"inputs": 80}, "weights of another size"),
     ],
     ids=str,

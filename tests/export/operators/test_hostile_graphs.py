@@ -31,7 +31,8 @@ SIZE = 48
 HEADS: dict[str, Any] = {"heads": 1, "kv_heads": 1, "head_size": SIZE, "scale": 1.0}
 WEIGHTS = [
     *((operators.linear, name) for name in ("records", "gains", "bias")),
-    *((operators.experts, name) for name in ("up", "down", "balance")),
+    *((operators.experts, name) for name in ("up", "down", "balance", "up_bias", "down_bias")),
+    *((operators.short_conv, name) for name in ("kernel", "bias")),
     *((operators.recurrence, name) for name in ("weights", "bias")),
     *((operators.embedding, "records"), (operators.head_linear, "records")),
     (operators.additive_attention, "score"),
@@ -103,9 +104,9 @@ def test_cache_of_as_many_numbers_in_another_shape_has_no_final_annotations() ->
 @pytest.mark.parametrize("sizes", [(0, 2**62, 32), (0, 2**40, 2**40, 32), (2**62, 0, 32)])
 def test_empty_tensor_whose_sizes_overflow_is_refused(sizes: tuple[int, ...]) -> None:
     case = operators.linear(Maker(random.Random(0)))
-    case.attributes |= {"inputs": 32, "columns": 16, "gated": 0, "bits": 8}
+    case.attributes |= {"inputs": 32, "columns": 16, "gated": 0, "layout": 4, "input_bits": 16}
     case.inputs = {"x": Tensor(np.zeros(0, np.float32), "empty", sizes=sizes)}
-    case.inputs |= {"records": Tensor(np.zeros(576, np.uint8), "constant")}
+    case.inputs |= {"records": Tensor(np.zeros(544, np.uint8), "constant")}
     with pytest.raises(Exception, match="more elements than there can be"):
         run(case)
 
@@ -122,6 +123,7 @@ def test_scores_of_other_experts_are_refused() -> None:
         one = len(tensor.array) // operators.experts(Maker(random.Random(0))).attributes["number"]
         tensor.array = np.resize(tensor.array, number * one)
     case.inputs |= {"x": Tensor(np.ones((3, width), np.float32)), "balance": None}
+    case.inputs |= {"up_bias": None, "down_bias": None}
     case.inputs["logits"] = Tensor(np.ones((3, number), np.float32))
     assert run(case)[0].shape == (3, width)
     case.inputs["logits"] = Tensor(np.ones((number, 3), np.float32))

@@ -1,7 +1,7 @@
 """The operators Linear and Embedding: the source's values, batch invariance, no crashes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -13,31 +13,28 @@ from torch.export import Dim
 from quill.export.graph.graphs import Graph
 from quill.export.graph.quill_layers import CustomEmbedding, CustomLinear
 from quill.export.graph.trace import trace
-from quill.export.quantize.quill_layout import lay_out, with_halves
+from quill.export.quantize.quill_layout import InputBits, OperatorWeight, lay_out
 from quill.export.verify.runner import Array, open_session
-from quill.model.checkpoint.quantized_weight import Kind, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import FORMATS, Kind, stack_rows
 from tests.export.operators.custom_kernels import (
     FLOAT,
     check_all_kernels_agree,
     save_operator,
 )
 from tests.operators import needs_operators
+from tests.random_weights import random_rows, random_weight
 
 pytestmark = [needs_operators, pytest.mark.portable]
 
-KINDS: list[Kind] = ["q4_0", "q4_1", "q8_0", "q8_1"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+CASES: list[tuple[Kind, InputBits]] = [(kind, 16) for kind in KINDS]
+CASES += [(kind, 8) for kind in KINDS if kind != "q8_0"]
 
 
-def make_weight(kind: Kind, num_outputs: int, num_inputs: int, seed: int = 0) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (num_outputs, num_inputs // 32)
-    scale = (torch.rand(shape, generator=generator) * 0.1 + 0.01).half().float()
-    minimum = (-scale * 7.3).half().float() if kind in ("q4_1", "q8_1") else None
-    if kind in ("q8_0", "q8_1"):
-        q = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
-        return QuantizedWeight(kind, q.to(torch.int8), scale, minimum)
-    q = torch.randint(0, 256, (num_outputs, num_inputs // 2), generator=generator).to(torch.uint8)
-    return QuantizedWeight(kind, q, scale, minimum)
+def make_weight(
+    kind: Kind, input_bits: InputBits, num_outputs: int, num_inputs: int
+) -> OperatorWeight:
+    return OperatorWeight(random_weight(kind, num_outputs, num_inputs), input_bits)
 
 
 def normal(num_rows: int, width: int, seed: int = 1) -> Array:
@@ -90,66 +87,45 @@ def run(path: Path, *arguments: Array, num_threads: int = 2) -> Array:
 
 # More columns than fill their groups, an odd number of groups, fewer columns than one group.
 @pytest.mark.parametrize("num_outputs", [50, 48, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "input_bits"), CASES)
 def test_a_custom_layer_multiplies_with_the_sources_values(
-    kind: Kind, num_outputs: int, tmp_path: Path
+    kind: Kind, input_bits: InputBits, num_outputs: int, tmp_path: Path
 ) -> None:
-    weight, bias = make_weight(kind, num_outputs, 96), torch.randn(num_outputs)
-    x = exactly_rounded(7, 96, bits=16 if weight.bits == 8 else 8)
-    expected = (torch.from_numpy(x) @ weight.dequantize().T + bias).numpy()
-    found = run(save(CustomLinear(weight, bias), tmp_path, x), x)
+    width = 3 * FORMATS[kind].size
+    of, bias = make_weight(kind, input_bits, num_outputs, width), torch.randn(num_outputs)
+    x = exactly_rounded(7, width, input_bits)
+    expected = (torch.from_numpy(x) @ of.weight.dequantize().T + bias).numpy()
+    found = run(save(CustomLinear(of, bias), tmp_path, x), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
-
-
-def test_scales_that_16_bits_cannot_hold_are_kept_in_32(tmp_path: Path) -> None:
-    weight = make_weight("q4_1", 48, 96)
-    odd = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
-    assert lay_out(weight).halves
-    assert not lay_out(odd).halves
-    x = exactly_rounded(3, 96)
-    expected = (torch.from_numpy(x) @ odd.dequantize().T).numpy()
-    found = run(save(CustomLinear(odd), tmp_path, x), x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
-
-
-def test_scales_made_here_are_rounded_to_16_bits_unless_that_loses_them() -> None:
-    weight = make_weight("q4_1", 48, 96)
-    odd = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1.0001, weight.minimum_NG)
-    assert lay_out(with_halves(odd)).halves
-    torch.testing.assert_close(with_halves(odd).dequantize(), odd.dequantize(), rtol=0, atol=1e-2)
-    assert weight.minimum_NG is not None
-    tiny = QuantizedWeight("q4_1", weight.q, weight.scale_NG * 1e-6, weight.minimum_NG * 1e-6)
-    assert with_halves(tiny) is tiny
 
 
 def test_a_norm_a_residual_and_a_gate_are_computed_as_pytorch_does(tmp_path: Path) -> None:
     """Inputs in blocks of equal size: what the norm leaves of them is rounded exactly again."""
-    weight = make_weight("q4_1", 64, 96)
+    of = make_weight("q4_1", 8, 64, 96)
     norm = nn.RMSNorm(96, eps=1e-5)
     x = exactly_rounded(5, 96)
-    linear = CustomLinear(weight)
+    linear = CustomLinear(of)
     linear.take_norm(norm)
     residual = normal(5, 64)
-    expected = norm(torch.from_numpy(x)) @ weight.dequantize().T + torch.from_numpy(residual)
+    expected = norm(torch.from_numpy(x)) @ of.weight.dequantize().T + torch.from_numpy(residual)
     found = run(save(Summed(linear), tmp_path, x, residual), x, residual)
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
-    gated = CustomLinear(weight, gated=True)
+    gated = CustomLinear(of, gated=True)
     gated.take_norm(norm)
-    gate, value = (norm(torch.from_numpy(x)) @ weight.dequantize().T).chunk(2, dim=-1)
+    gate, value = (norm(torch.from_numpy(x)) @ of.weight.dequantize().T).chunk(2, dim=-1)
     expected = nn.functional.silu(gate) * value
     found = run(save(gated, tmp_path, x), x)
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gated"), [("q4_1", True), ("q4_1", False), ("q8_0", False), ("q8_1", False)]
-)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("kind", "input_bits"), CASES)
 def test_a_row_gets_the_same_bits_alone_and_batched(
-    kind: Kind, gated: bool, tmp_path: Path
+    kind: Kind, input_bits: InputBits, gated: bool, tmp_path: Path
 ) -> None:
-    linear = CustomLinear(make_weight(kind, 1600, 192), gated=gated)
-    linear.take_norm(nn.RMSNorm(192, eps=1e-5))
-    x = normal(300, 192)  # more than are rounded at a time
+    linear = CustomLinear(make_weight(kind, input_bits, 1600, 256), gated=gated)
+    linear.take_norm(nn.RMSNorm(256, eps=1e-5))
+    x = normal(300, 256)  # more than are rounded at a time
     path = save(linear, tmp_path, x)
     batched = run(path, x)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 257):
@@ -158,11 +134,15 @@ def test_a_row_gets_the_same_bits_alone_and_batched(
             np.testing.assert_array_equal(found, batched[-num_rows:])
 
 
-@pytest.mark.parametrize(("kind", "gated"), [("q4_1", True), ("q8_0", False), ("q8_1", True)])
-def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Path) -> None:
-    linear = CustomLinear(make_weight(kind, 96, 192), gated=gated)
-    linear.take_norm(nn.RMSNorm(192, eps=1e-5))
-    x = normal(9, 192)
+@pytest.mark.parametrize(("kind", "input_bits"), CASES)
+def test_all_kernels_compute_the_same_bits(
+    kind: Kind, input_bits: InputBits, tmp_path: Path
+) -> None:
+    """An odd number of groups, unless they gate each other."""
+    gated = kind in ("q4_1", "q6_k")
+    linear = CustomLinear(make_weight(kind, input_bits, 96 if gated else 100, 512), gated=gated)
+    linear.take_norm(nn.RMSNorm(512, eps=1e-5))
+    x = normal(9, 512)
     x[3] *= 1e-35  # next to nothing
     x[4] *= 1e30
     x[5] = 0
@@ -177,7 +157,7 @@ def test_all_kernels_compute_the_same_bits(kind: Kind, gated: bool, tmp_path: Pa
 def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(
     bad: float, tmp_path: Path
 ) -> None:
-    linear = CustomLinear(make_weight("q4_1", 64, 96))
+    linear = CustomLinear(make_weight("q4_1", 8, 64, 96))
     x = normal(5, 96)
     path = save(linear, tmp_path, x)
     good = run(path, x)
@@ -189,13 +169,14 @@ def test_a_row_that_is_not_finite_spoils_no_other_and_is_not_hidden(
 
 
 def test_no_rows_give_no_rows(tmp_path: Path) -> None:
-    path = save(CustomLinear(make_weight("q8_0", 48, 96)), tmp_path, normal(2, 96))
+    path = save(CustomLinear(make_weight("q8_0", 16, 48, 96)), tmp_path, normal(2, 96))
     assert run(path, normal(0, 96)).shape == (0, 48)
 
 
-def test_a_custom_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) -> None:
-    weight = make_weight("q8_0", 50, 96)
-    path = save(CustomEmbedding(weight), tmp_path, np.zeros((2,), np.int64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_custom_embedding_gives_back_the_sources_rows_exactly(kind: Kind, tmp_path: Path) -> None:
+    weight = random_weight(kind, 50, 2 * FORMATS[kind].size)
+    path = save(CustomEmbedding(OperatorWeight(weight, 16)), tmp_path, np.zeros((2,), np.int64))
     ids = np.array([0, 5, 49, 5, 16])
     np.testing.assert_array_equal(run(path, ids), weight.dequantize().numpy()[ids])
     for beyond in (50, -1, 2**40):
@@ -203,10 +184,42 @@ def test_a_custom_embedding_gives_back_the_sources_rows_exactly(tmp_path: Path) 
             run(path, np.array([0, beyond]))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_of_several_kinds_are_as_many_operators(gated: bool, tmp_path: Path) -> None:
+    parts = [random_rows("q5_0", 32, 256), random_rows("q8_0", 16, 256)]
+    parts += [random_rows("q6_k", 16, 256)]
+    of = OperatorWeight(stack_rows(parts), 8)
+    bias = None if gated else torch.randn(64)
+    x, residual = exactly_rounded(5, 256), normal(5, 32 if gated else 64)
+    expected = torch.from_numpy(x) @ of.weight.dequantize().T
+    if gated:
+        expected = nn.functional.silu(expected[:, :32]) * expected[:, 32:]
+    elif bias is not None:
+        expected = expected + bias
+    expected = expected + torch.from_numpy(residual)
+    path = save(Summed(CustomLinear(of, bias, gated=gated)), tmp_path, x, residual)
+    found = run(path, x, residual)
+    # Weights and biases are constants, not computed.
+    operators = [node.op_type for node in ir.load(path).graph]
+    assert operators.count("Linear") == 3
+    assert ("Split" in operators) == gated
+    # Inputs of 16 bits, beside weights of 8, are rounded a little.
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-4 * float(expected.std()))
+
+
+def test_records_take_as_many_bits_as_they_should() -> None:
+    bits = {kind: 8 * lay_out(random_rows(kind, 32, 512)).numel() / (32 * 512) for kind in KINDS}
+    assert bits == {
+        **{"q4_0": 4.5, "q4_1": 5.0, "q5_0": 5.5, "q5_1": 6.0, "q8_0": 8.5},
+        **{"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625, "mxfp4": 4.5},
+    }
+
+
 def hand_made(directory: Path, **changes: Any) -> Path:
     """A graph of one operator that the exporter wouldn't write."""
-    attributes = {"inputs": 96, "columns": 48, "bits": 8, "halves": 0, "gated": 0, "epsilon": 1e-5}
-    records = np.zeros(changes.pop("num_bytes", 3 * 3 * 576), np.uint8)
+    attributes = {"inputs": 96, "columns": 48, "layout": 4, "gated": 0, "epsilon": 1e-5}
+    attributes["input_bits"] = 16
+    records = np.zeros(changes.pop("num_bytes", 3 * 3 * 544), np.uint8)
     gains = np.ones(changes.pop("num_gains", 96), np.float32)
     constant = changes.pop("constant", True)
     changes.pop("width", None)  # of the inputs
@@ -234,8 +247,12 @@ def test_a_graph_made_by_hand_runs(tmp_path: Path) -> None:
         ({"inputs": -32}, "no such matrix"),
         ({"columns": 0}, "no such matrix"),
         ({"columns": 2**40}, "no such matrix"),
-        ({"bits": 5}, "no such matrix"),
-        ({"bits": 32}, "no such matrix"),
+        ({"layout": 8}, "no such matrix"),
+        ({"layout": -1}, "no such matrix"),
+        ({"layout": 7}, "no such matrix"),
+        ({"input_bits": 8}, "no such matrix"),
+        ({"layout": 0, "input_bits": 4}, "no such matrix"),
+        ({"layout": 0, "input_bits": 8}, "weights of another size"),
         ({"gated": 1}, "no such matrix"),
         ({"num_bytes": 1000}, "weights of another size"),
         ({"num_gains": 95}, "weights of another size"),

@@ -28,6 +28,7 @@ SHAPES = [
     Shape(num=4, num_kv=2, size=80, dtype="float32"),
     Shape(num=8, num_kv=8, size=16, dtype="float32", rotary=False),
 ]
+BIASED = Shape(num=4, num_kv=4, size=32, dtype="float32", rotary=False, bias=True)
 
 
 def run(path: Path, feeds: dict[str, Array], num_threads: int = 2) -> list[Array]:
@@ -42,7 +43,7 @@ def encode(path: Path, sources: list[Array], num_threads: int = 2) -> list[Array
 
 
 @pytest.mark.portable
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, BIASED], ids=str)
 def test_an_encoder_looks_at_all_of_its_own_source(shape: Shape, tmp_path: Path) -> None:
     path = save(tmp_path, shape, "EncoderAttention")
     sources = [normal(length, shape.width, seed=length) for length in LENGTHS]
@@ -119,8 +120,8 @@ def test_a_decoder_looks_at_its_source_alone_and_batched(shape: Shape, tmp_path:
 
 @pytest.mark.portable
 def test_all_kernels_compute_the_same_bits(tmp_path: Path) -> None:
-    for operator in ("EncoderAttention", "Store"):
-        shape = SHAPES[1]
+    cases = (("EncoderAttention", SHAPES[1]), ("EncoderAttention", BIASED), ("Store", SHAPES[1]))
+    for operator, shape in cases:
         width = shape.num_kv * shape.size
         pool = Pool(save(tmp_path, shape, "Store"), shape, 10)
         feeds: dict[str, Array] = {"query_starts": starts([150])}
@@ -190,12 +191,17 @@ def test_what_cannot_be_stored_is_an_error_not_a_crash(
 
 @pytest.mark.parametrize(
     ("length", "num_starts", "words"),
-    [(700, 2, "longer than its positions"), (5, 0, "no starts"), (5, 1, "starts of sequences")],
+    [
+        (700, 2, "longer than its positions"),
+        (701, 2, "longer than its bias"),
+        (5, 0, "no starts"),
+        (5, 1, "starts of sequences"),
+    ],
 )
 def test_an_encoder_refuses_what_does_not_fit(
     length: int, num_starts: int, words: str, tmp_path: Path
 ) -> None:
-    shape = SHAPES[1]
+    shape = BIASED if words.endswith("bias") else SHAPES[1]
     feeds = {"qkv": normal(length, shape.width), "query_starts": starts([length])[:num_starts]}
     with pytest.raises(Exception, match=words):
         run(save(tmp_path, shape, "EncoderAttention"), feeds)

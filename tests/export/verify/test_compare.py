@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -11,7 +12,15 @@ from onnx import numpy_helper
 
 from quill.export.bundle.manifest import Graphs
 from quill.export.errors import VerificationError
-from quill.export.verify.compare import Comparison, check_comparisons, compare, probes
+from quill.export.precisions import PRECISIONS
+from quill.export.quantize.quantization import Quantization
+from quill.export.verify.compare import (
+    Comparison,
+    check_comparisons,
+    compare,
+    far_probes,
+    probes,
+)
 from quill.export.verify.held_out import HeldOut, Passage
 from quill.export.verify.pytorch_reference import PyTorchReference, ReferenceOutput
 from quill.export.verify.runner import Runner
@@ -20,28 +29,33 @@ from tests.export.tiny import Exported, changed
 pytestmark = pytest.mark.portable
 
 
-def answers_for(exported: Exported) -> list[ReferenceOutput]:
+class Answers(NamedTuple):
+    reference: PyTorchReference
+    outputs: list[ReferenceOutput]
+
+
+def answers_for(exported: Exported, quantization: Quantization | None = None) -> Answers:
     config = exported.checkpoint.config
     chance = np.random.default_rng(0)
     source = tuple(chance.integers(0, config.vocab_size, 20).tolist())
     passages = [
-        Passage(tuple(chance.integers(0, config.vocab_size, 48).tolist()), source[: 20 - 5 * i])
+        Passage(tuple(chance.integers(0, config.vocab_size, 96).tolist()), source[: 20 - 5 * i])
         for i in range(3)
     ]
     if config.family == "causal":
         passages = [Passage(passage.ids) for passage in passages]
-    return probes(
-        PyTorchReference(exported.checkpoint), HeldOut("random", passages), config.context
-    )
+    reference, text = PyTorchReference(exported.checkpoint, quantization), HeldOut("x", passages)
+    cuts = [*probes(reference, text, config.context), *far_probes(config, text)]
+    return Answers(reference, reference.outputs(cuts, num_cached=len(cuts)))
 
 
 @pytest.fixture(scope="module")
-def llama_answers(llama: Exported) -> list[ReferenceOutput]:
+def llama_answers(llama: Exported) -> Answers:
     return answers_for(llama)
 
 
 @pytest.fixture(scope="module")
-def seq2seq_answers(seq2seq: Exported) -> list[ReferenceOutput]:
+def seq2seq_answers(seq2seq: Exported) -> Answers:
     return answers_for(seq2seq)
 
 
@@ -49,28 +63,29 @@ def runner_for(exported: Exported, directory: Path, graphs: Graphs) -> Runner:
     return Runner(directory, graphs, exported.manifest.sizes, 3, exported.manifest.sizes.context)
 
 
-def test_every_situation_of_a_server_is_compared(
-    llama: Exported, llama_answers: list[ReferenceOutput]
-) -> None:
+def test_every_situation_of_a_server_is_compared(llama: Exported, llama_answers: Answers) -> None:
     runner = runner_for(llama, llama.directory, llama.manifest.graphs_in("fp32"))
-    situations = [comparison.situation for comparison in compare(runner, llama_answers)]
+    situations = [comparison.situation for comparison in compare(runner, *llama_answers)]
     assert situations[:2] == ["in prefill", "hidden states in prefill"]
     assert situations[2:4] == ["in prefill by chunks", "in 64 decode steps"]
     assert situations[4] == "cache, keys of layer 0"
-    assert situations[-2:] == ["in ragged batches", "in mixed steps"]
+    assert "in ragged batches" in situations
+    assert "in mixed steps" in situations
+    assert "at positions 64 to 95" in situations  # the last of the context
+    assert situations[-1] == "cache of positions 64 to 95, values of layer 1"
 
 
 def test_seq2seq_compares_the_parked_source_too(
-    seq2seq: Exported, seq2seq_answers: list[ReferenceOutput]
+    seq2seq: Exported, seq2seq_answers: Answers
 ) -> None:
     runner = runner_for(seq2seq, seq2seq.directory, seq2seq.manifest.graphs_in("fp32"))
-    situations = [comparison.situation for comparison in compare(runner, seq2seq_answers)]
+    situations = [comparison.situation for comparison in compare(runner, *seq2seq_answers)]
     assert situations[0] == "cache of the source, keys of layer 0"
     assert "in mixed steps" in situations
 
 
-def test_probes_have_different_lengths(llama_answers: list[ReferenceOutput]) -> None:
-    lengths = [len(answer.passage.ids) for answer in llama_answers]
+def test_probes_have_different_lengths(llama_answers: Answers) -> None:
+    lengths = [len(answer.passage.ids) for answer in llama_answers.outputs[:3]]
     assert lengths[0] == 96  # the whole context
     assert len(set(lengths)) == 3
 
@@ -156,18 +171,19 @@ def damaged(
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_graph_is_caught(
-    damage: Damage, llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
+    damage: Damage, llama: Exported, llama_answers: Answers, tmp_path: Path
 ) -> None:
     runner = damaged(llama, tmp_path, damage)
     with pytest.raises(VerificationError, match="doesn't compute what PyTorch computes"):
-        check_comparisons(compare(runner, llama_answers), "fp32")
+        check_comparisons(compare(runner, *llama_answers), "fp32", PRECISIONS["fp32"].tolerance)
 
 
-def test_an_undamaged_copy_passes(
-    llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
-) -> None:
+def test_an_undamaged_copy_passes(llama: Exported, llama_answers: Answers, tmp_path: Path) -> None:
     runner = damaged(llama, tmp_path, lambda model: None)
-    assert check_comparisons(compare(runner, llama_answers), "fp32") < 1e-4
+    assert (
+        check_comparisons(compare(runner, *llama_answers), "fp32", PRECISIONS["fp32"].tolerance)
+        < 1e-4
+    )
 
 
 def spoil_the_encoder(model: onnx.ModelProto) -> None:
@@ -175,11 +191,11 @@ def spoil_the_encoder(model: onnx.ModelProto) -> None:
 
 
 def test_a_damaged_encoder_is_caught(
-    seq2seq: Exported, seq2seq_answers: list[ReferenceOutput], tmp_path: Path
+    seq2seq: Exported, seq2seq_answers: Answers, tmp_path: Path
 ) -> None:
     runner = damaged(seq2seq, tmp_path, spoil_the_encoder, "encoder")
     with pytest.raises(VerificationError, match="cache of the source, keys of layer 0"):
-        check_comparisons(compare(runner, seq2seq_answers), "fp32")
+        check_comparisons(compare(runner, *seq2seq_answers), "fp32", PRECISIONS["fp32"].tolerance)
 
 
 def exchange_two_layers(model: onnx.ModelProto) -> None:
@@ -189,11 +205,11 @@ def exchange_two_layers(model: onnx.ModelProto) -> None:
 
 
 def test_a_damaged_integer_graph_is_caught(
-    llama: Exported, llama_answers: list[ReferenceOutput], tmp_path: Path
+    llama: Exported, llama_answers: Answers, tmp_path: Path
 ) -> None:
     runner = damaged(llama, tmp_path, exchange_two_layers, precision="quill4")
     with pytest.raises(VerificationError, match="the quill4 graph"):
-        check_comparisons(compare(runner, llama_answers), "quill4")
+        check_comparisons(compare(runner, *llama_answers), "quill4", PRECISIONS["quill4"].tolerance)
 
 
 def test_a_difference_is_measured_in_spreads_of_its_position() -> None:

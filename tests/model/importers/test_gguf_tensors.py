@@ -7,7 +7,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from quill.model.errors import UnsupportedError
-from quill.model.importers.gguf_tensors import decode_rows
+from quill.model.importers.gguf_tensors import KEPT, Source, decode_rows, decode_stack
+from tests.random_weights import random_rows
 
 ROWS = np.random.default_rng(5).normal(size=(6, 256)).astype(np.float32)
 DEQUANTIZED = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
@@ -23,8 +24,8 @@ def test_rows_become_the_numbers_of_the_gguf_package(kind: Kind) -> None:
     assert np.abs(values.numpy() - ROWS).max() < 0.5
 
 
-@pytest.mark.parametrize("kind", [Kind.Q6_K, Kind.Q4_K, Kind.IQ4_NL], ids=lambda kind: kind.name)
-def test_kinds_that_only_the_gguf_package_knows_are_read_too(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL], ids=lambda kind: kind.name)
+def test_kinds_that_only_the_gguf_package_knows_become_floats(kind: Kind) -> None:
     row_bytes = gguf.quant_shape_to_byte_shape((256,), kind)[0]
     raw = np.random.default_rng(7).integers(0, 60, size=(4, row_bytes), dtype=np.uint8)
     weight = decode_rows(raw, kind, "some.weight")
@@ -32,23 +33,36 @@ def test_kinds_that_only_the_gguf_package_knows_are_read_too(kind: Kind) -> None
     assert weight.values.numpy().tobytes() == gguf.dequantize(raw, kind).tobytes()
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
-def test_kept_blocks_stand_for_the_same_numbers_bit_for_bit(kind: Kind) -> None:
-    weight = decode_rows(gguf.quantize(ROWS, kind), kind, "some.weight")
+@pytest.mark.parametrize("kind", list(KEPT), ids=lambda kind: kind.name)
+def test_kinds_that_are_kept_keep_their_bytes_and_numbers(kind: Kind) -> None:
+    raw = random_rows(KEPT[kind], 3, 512).raw_Nb
+    weight = decode_rows(raw, kind, "some.weight")
     assert weight.quantized is not None
     assert weight.quantized.kind == kind.name.lower()
-    assert weight.quantized.shape == ROWS.shape
-    assert weight.quantized.dequantize().numpy().tobytes() == weight.values.numpy().tobytes()
+    assert weight.quantized.raw.numpy().tobytes() == raw.tobytes()
+    assert weight.values.numpy().tobytes() == gguf.dequantize(raw, kind).tobytes()
 
 
-def test_neighbouring_values_share_a_byte_and_the_first_is_in_the_low_half() -> None:
-    row = (np.arange(32) % 16 - 8).astype(np.float32)[None]
-    weight = decode_rows(gguf.quantize(row, Kind.Q4_0), Kind.Q4_0, "some.weight")
+def test_tensors_of_several_kinds_are_one_matrix_and_keep_their_numbers() -> None:
+    kinds = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]
+    raws = [random_rows(KEPT[kind], 3, 512).raw_Nb for kind in kinds]
+    sources = [Source(raw, kind, "some.weight") for raw, kind in zip(raws, kinds, strict=True)]
+    weight = decode_stack(sources)
     assert weight.quantized is not None
-    values = weight.quantized.values_NI()[0]
-    assert torch.equal(weight.quantized.q[0] & 15, values[0::2])
-    assert torch.equal(weight.quantized.q[0] >> 4, values[1::2])
-    assert torch.equal(weight.values[0], torch.from_numpy(row[0]))
+    assert weight.quantized.kind == "q4_k:3,q6_k:3,q8_0:3"
+    expected = [gguf.dequantize(source.raw_N, source.kind) for source in sources]
+    assert weight.values.numpy().tobytes() == np.concatenate(expected).tobytes()
+
+
+def test_one_tensor_in_full_precision_makes_floats_of_all_it_is_stacked_with() -> None:
+    sources = [
+        Source(random_rows("q6_k", 3, 256).raw_Nb, Kind.Q6_K, "some.weight"),
+        Source(gguf.quantize(ROWS, Kind.F16).view(np.uint8), Kind.F16, "another.weight"),
+    ]
+    weight = decode_stack(sources)
+    assert weight.quantized is None
+    expected = [gguf.dequantize(source.raw_N, source.kind) for source in sources]
+    assert weight.values.numpy().tobytes() == np.concatenate(expected).tobytes()
 
 
 def test_a_kind_that_nobody_dequantizes_is_refused_by_name() -> None:

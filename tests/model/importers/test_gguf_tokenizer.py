@@ -1,5 +1,6 @@
 """The tokenizer out of a GGUF file gives the ids that transformers gives."""
 
+import itertools
 import random
 import unicodedata
 from pathlib import Path
@@ -15,11 +16,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from quill.model.checkpoint.checkpoint import Checkpoint
+from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.data.tokenizer import Tokenizer
 from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
-from quill.model.importers.gguf_tokenizer import PRE_TOKENIZERS
+from quill.model.importers.gguf_tokenizer import PRE_TOKENIZERS, Vocabulary, read_vocabulary
 from tests.model.conftest import TINY_MERGES, TINY_TOKENS, MakeGguf
 
 NUM_STRINGS = 1500
@@ -145,7 +147,9 @@ def test_decoding_gives_the_text_of_transformers_and_the_text_itself(
             assert ours.decode(ids, skip_special=skip) == expected
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", [*("llama-bpe", "llama3", "dbrx"), *("qwen2", "deepseek-r1-qwen", "gpt-4o", "tekken")]
+)
 def test_patterns_are_those_of_transformers(pre: str) -> None:
     assert PRE_TOKENIZERS[pre].pattern == GGUF_PRE_TOKENIZER_SPLITS[pre]
 
@@ -163,11 +167,15 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
 def test_each_pre_tokenizer_cuts_digits_its_own_way(make_gguf: MakeGguf) -> None:
     cut = {
         pre: words(tiny_tokenizer(make_gguf({"tokenizer.ggml.pre": pre})), "the  12 the")
-        for pre in PRE_TOKENIZERS
+        for pre in ("gpt-2", "smollm", "refact", "dbrx", "gpt-4o", "tekken", "llama-bpe", "qwen2")
     }
     assert cut == {
         "gpt-2": ["the", "Ġ", "Ġ", "12", "Ġthe"],
         "smollm": ["the", "ĠĠ", "1", "2", "Ġthe"],
+        "refact": ["the", "ĠĠ", "1", "2", "Ġthe"],
+        "dbrx": ["the", "Ġ", "Ġ", "12", "Ġthe"],
+        "gpt-4o": ["the", "Ġ", "Ġ", "12", "Ġthe"],
+        "tekken": ["the", "Ġ", "Ġ", "1", "2", "Ġthe"],
         "llama-bpe": ["the", "Ġ", "Ġ", "12", "Ġthe"],
         "qwen2": ["the", "Ġ", "Ġ", "1", "2", "Ġthe"],
     }
@@ -209,11 +217,93 @@ def test_eos_eot_and_known_ends_stop_an_answer(make_gguf: MakeGguf) -> None:
     assert read_gguf(GgufFile(make_gguf(metadata))).stop_ids == (0, 2, 5, 6)
 
 
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "  ", "<b>"]
+KINDS = [2, 3, 3, *[6] * 256, 4, 4]
+WORDS = ["▁t", "he", "▁the", "▁a", "aa", "aaa", "▁▁", "an", "▁an", "ab", "ba", "▁b", "th", "▁", "é"]
+WORDS += [*"abcdefghnt.1", "日"]
+PIECES, KINDS = PIECES + WORDS, KINDS + [1] * len(WORDS)
+SCORES = [0.0] * (len(PIECES) - len(WORDS)) + [-float(rank) for rank in range(len(WORDS))]
+
+
+def sentencepiece(text: str, prefix: bool) -> list[str]:
+    """Its algorithm, slow and obvious: the best pair is joined, the first of equals."""
+    text = ("▁" if prefix and text else "") + text.replace(" ", "▁")
+    parts = list(text)
+    while True:
+        scores = [
+            -WORDS.index(left + right) if left + right in WORDS else -1000
+            for left, right in itertools.pairwise(parts)
+        ]
+        if max(scores, default=-1000) == -1000:
+            break
+        best = scores.index(max(scores))
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    as_bytes = [[f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [
+        name
+        for part, names in zip(parts, as_bytes, strict=True)
+        for name in ([part] if part in WORDS else names)
+    ]
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.scores": SCORES,
+        "tokenizer.ggml.token_type": KINDS,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    } | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+
+
+def sentencepiece_vocabulary(architecture: str = "llama", **changes: Any) -> Vocabulary:
+    metadata = sentencepiece_metadata(**changes) | {"general.architecture": architecture}
+    return read_vocabulary(TypedValues(metadata, "a test"), len(PIECES))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scores_and_bytes_make_the_tokens_of_sentencepiece(prefix: bool) -> None:
+    vocabulary = sentencepiece_vocabulary(add_space_prefix=prefix)
+    rng = random.Random(5)
+    for _ in range(500):
+        parts = rng.choices([*"aabth e.n1", "é", "日", "🦜", "\n", "<0x41>", "</s>"], k=8)
+        text = " ".join("".join(parts).split())  # two blanks are a token of their own
+        found = [PIECES[index] for index in vocabulary.tokenizer.encode(text)]
+        assert found == sentencepiece(text, prefix)
+        assert vocabulary.tokenizer.decode(vocabulary.tokenizer.encode(text)) == text
+
+
+def test_special_and_user_defined_tokens_of_sentencepiece() -> None:
+    plain = sentencepiece_vocabulary(add_space_prefix=False)
+    assert (plain.prepend_bos, plain.stop_ids) == (True, (2,))
+    words = [PIECES[i] for i in plain.tokenizer.encode("a  b<b></s>", parse_special=True)]
+    assert words == ["a", "  ", "b", "<b>", "</s>"]
+    phi = sentencepiece_vocabulary("phi3")
+    ids = phi.tokenizer.encode("</s>\n a<s> b", parse_special=True)
+    assert [PIECES[i] for i in ids] == ["</s>", "▁a", "<s>", "▁▁", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": [0.0]}, "scores, one a token"),
+        ({"precompiled_charsmap": [1]}, "precompiled_charsmap"),
+    ],
+)
+def test_a_sentencepiece_vocabulary_that_is_damaged_or_unknown_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        sentencepiece_vocabulary(**changes)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "model 'llama'"),
-        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
+        ({"tokenizer.ggml.model": "t5"}, "model 't5'"),
+        ({"tokenizer.ggml.pre": "bloom"}, "pre-tokenizer 'bloom'"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer 'default'"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertForMaskedLM, BertForPreTraining, BertModel
@@ -13,22 +14,22 @@ from transformers import BertForMaskedLM, BertForPreTraining, BertModel
 from quill.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.huggingface_directory import read_huggingface
-from quill.model.importers.import_weights import find_source
+from quill.model.importers.import_weights import open_checkpoint
 from quill.model.network.attention import EncoderAttention
 from quill.model.network.transformer import Transformer
-from tests.model.huggingface_models import bert, saved
+from tests.model.huggingface_models import SIZES, bert, change_config, randomised, saved
 
 TOLERANCE = 1e-4
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "union", "state", "of", "##s"]
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(length: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two rows, the second of them shorter, with two segments."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(300, (2, 40), generator=generator)
+    ids = torch.randint(300, (2, length), generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, 23:] = 0
-    return ids, mask, (torch.arange(40) > 11).long().expand(2, -1)
+    mask[1, length // 2 + 3 :] = 0
+    return ids, mask, (torch.arange(length) > 11).long().expand(2, -1)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,47 @@ def test_logits_are_those_of_transformers(
     real = mask.bool()
     assert expected.std() > 0.3
     assert (found - expected)[real].abs().max() < TOLERANCE
+
+
+ROBERTA = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66}
+DISTILBERT = {"dim": 48, "n_heads": 3, "n_layers": 3, "hidden_dim": 80}
+DISTILBERT |= {"vocab_size": 300, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Bert", {"type_vocab_size": 2}),
+        ("Roberta", ROBERTA),
+        ("XLMRoberta", ROBERTA),
+        ("DistilBert", DISTILBERT),
+        ("MPNet", ROBERTA | {"max_position_embeddings": 202, "layer_norm_eps": 1e-5}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Model", "ForMaskedLM", "ForSequenceClassification"])
+def test_berts_descendants_compute_what_transformers_computes(
+    tmp_path: Path, name: str, settings: dict[str, Any], kind: str
+) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    sizes |= {"num_attention_heads": 3} | settings
+    sizes = (settings if "dim" in settings else sizes) | {"num_labels": 5}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    theirs = randomised(getattr(transformers, f"{name}{kind}")(config))
+    ours = read_huggingface(saved(theirs, tmp_path)).build()
+    assert isinstance(ours, Transformer)
+    ids, mask, _ = batch(length=200 if name == "MPNet" else 40)  # so that distances share buckets
+    ids = ids.clamp(min=2)  # the padding's id is no token
+    ids[mask == 0] = settings.get("pad_token_id", 0)
+    with torch.inference_mode():
+        out = theirs(ids, attention_mask=mask)
+        found = ours.hidden_states(ids, mask.bool())
+        found = found if kind == "Model" else ours.project(found)
+    expected = out.last_hidden_state if kind == "Model" else out.logits
+    assert expected.std() > (0.1 if kind == "ForSequenceClassification" else 0.3)
+    if kind == "ForSequenceClassification":
+        found, expected = found[:, :1], expected[:, None]
+        mask = mask[:, :1]
+    assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("old_names", [False, True])
@@ -168,10 +210,25 @@ def test_pooling_is_read_from_a_sentence_embedding_directory(
     normalize: bool,
 ) -> None:
     directory = sentence_directory(tmp_path / "theirs", *modules, **settings)
-    save_checkpoint(tmp_path / "ours", find_source(str(directory)).read(lambda names: names))
+    save_checkpoint(tmp_path / "ours", open_checkpoint(directory))
     checkpoint = load_checkpoint(tmp_path / "ours")
     assert (checkpoint.pooling, checkpoint.normalize) == (pooling, normalize)
     assert (checkpoint.prepend_bos, checkpoint.append_eos) == (True, True)
+
+
+def test_a_sentence_embedding_model_that_names_a_head_which_was_not_saved_has_none(
+    tmp_path: Path,
+) -> None:
+    directory = sentence_directory(
+        tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True
+    )
+    change_config(directory, architectures=["BertForMaskedLM"])
+    checkpoint = read_huggingface(directory)
+    assert not checkpoint.config.masked_head
+    assert checkpoint.special_tokens.mask is None
+    (directory / "modules.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks cls\.predictions\."):
+        read_huggingface(directory)
 
 
 @pytest.mark.parametrize(
@@ -209,3 +266,12 @@ def test_modules_stay_inside_the_directory(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("1_Pooling", "../1_Pooling"))
     with pytest.raises(CheckpointError, match="isn't inside the directory"):
         read_huggingface(tmp_path)
+
+
+def test_indices_of_positions_that_older_files_hold_take_no_part(tmp_path: Path) -> None:
+    expected = read_huggingface(saved(bert(BertModel), tmp_path)).build()
+    path = tmp_path / "model.safetensors"
+    indices = {"embeddings.position_ids": torch.arange(64).unsqueeze(0)}
+    save_file(load_file(path) | indices, path, metadata={"format": "pt"})
+    found = read_huggingface(tmp_path).build()
+    assert found.state_dict().keys() == expected.state_dict().keys()

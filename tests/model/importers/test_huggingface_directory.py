@@ -103,10 +103,10 @@ def test_rotary_scaling_in_the_spelling_of_transformers_4_is_read(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_becomes_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_half_precision_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
     saved(llama().to(dtype), tmp_path)
     reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert all(w.dtype == torch.float32 for w in read_huggingface(tmp_path).weights.values())
+    assert all(w.dtype == dtype for w in read_huggingface(tmp_path).weights.values())
     assert difference(tmp_path, reference) < TOLERANCE
 
 
@@ -114,6 +114,13 @@ def test_shards_are_joined(tmp_path: Path) -> None:
     model = llama()
     saved(model, tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert difference(tmp_path, model) < TOLERANCE
+
+
+def test_a_decoder_saved_without_its_head_is_read(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    path = saved(model, tmp_path) / "model.safetensors"
+    save_file({name.removeprefix("model."): each for name, each in load_file(path).items()}, path)
     assert difference(tmp_path, model) < TOLERANCE
 
 

@@ -16,30 +16,58 @@ from tests.model.huggingface_models import SIZES, bert, change_config, gpt2, lla
 from tests.model.successors import SUCCESSORS
 
 GEMMA_3, DEEPSEEK = SUCCESSORS["gemma 3"], SUCCESSORS["deepseek-v3"]
+STABLELM, SMOLLM3 = SUCCESSORS["stablelm"], SUCCESSORS["smollm3"]
+GPT_OSS, LFM2 = SUCCESSORS["gpt-oss"], SUCCESSORS["lfm2"]
+QWEN2_MOE, GRANITE = SUCCESSORS["qwen2-moe"], SUCCESSORS["granite"]
 UNSUPPORTED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (llama, {"architectures": ["T5Model"]}, "T5Model; Quill reads LlamaForCausalLM"),
     (llama, {"architectures": ["GPT2Model"]}, "GPT2Model"),
     (llama, {"architectures": "REMOVED"}, "not named"),
     (llama, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    (llama, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config, of mxfp4"),
+    (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "quantization_config, of awq"),
+    (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0"),
+    (LFM2, {"layer_types": ["conv", "linear_attention", "conv"]}, "layers of linear_attention"),
+    (LFM2, {"block_multiple_of": 0}, "block_multiple_of is 0"),
+    (LFM2, {"architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM; Quill reads"),
+    (LFM2, {"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM; Quill reads"),
+    (LFM2, {"architectures": ["Qwen3_5ForCausalLM"]}, "Qwen3_5ForCausalLM; Quill reads"),
     (llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    (llama, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
     (llama, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    (llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual True"),
+    (STABLELM, {"qk_layernorm": True}, "qk_layernorm True"),
+    (SMOLLM3, {"no_rope_layers": [0, 0, 1]}, r"no_rope_layers are \[0, 0, 1\]"),
+    (QWEN2_MOE, {"shared_expert_intermediate_size": 33}, "shared_expert_intermediate_size is 33"),
     (llama, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     (llama, {"use_sliding_window": True}, "use_sliding_window"),
     # It has priority over rope_parameters, as in transformers.
-    (llama, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'"),
+    (llama, {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk'"),
     (llama, {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "each kind of layer"),
     (gpt2, {"activation_function": "gelu_fancy"}, "'gelu_fancy'"),
     (gpt2, {"scale_attn_weights": False}, "scale_attn_weights"),
     (gpt2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    (bert, {"architectures": ["RobertaModel"], "pad_token_id": 5}, "pad_token_id 5"),
+    (
+        bert,
+        {"architectures": ["MPNetModel"], "pad_token_id": 1, "relative_attention_num_buckets": 8},
+        "num_buckets 8",
+    ),
+    (bert, {"architectures": ["ModernBertModel"]}, "ModernBertModel"),
     (bert, {"is_decoder": True}, "is_decoder True; Quill knows False"),
     (bert, {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
     (bert, {"hidden_act": "mish"}, "hidden_act is 'mish'; Quill knows gelu"),
     (bert, {"tie_word_embeddings": False}, "tie_word_embeddings False"),
 ]
 INVALID: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (GRANITE, {"logits_scaling": 0}, "logits_scaling isn't positive"),
+    (LFM2, {"conv_L_cache": 0}, "taps is 0"),
+    (LFM2, {"conv_L_cache": 4}, r"conv\.conv\.weight .* \(64, 1, 3\).* \(64, 1, 4\)"),
+    (LFM2, {"layer_types": ["conv"]}, "1 layer_types for 3 layers"),
+    (GPT_OSS, {"swiglu_alpha": 0}, "slope of the experts is 0"),
+    (GRANITE, {"residual_multiplier": 0}, "residual_scale is 0"),
+    (llama, {"rope_parameters": {"rope_type": "longrope", "short_factor": 1}}, "short_factor"),
+    (llama, {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "1 divisors"),
     (GEMMA_3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
     (GEMMA_3, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1.0"),
     (GEMMA_3, {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern is 0"),
@@ -119,7 +147,7 @@ def test_missing_misshapen_unknown_and_mistyped_tensors_are_refused_by_name(tmp_
     with pytest.raises(CheckpointError, match=rf"{name} .*\(80, 47\).*\(80, 48\)"):
         read_huggingface(tmp_path)
     change_tensors(tmp_path, {name: torch.zeros(80, 48, dtype=torch.int8)})
-    with pytest.raises(UnsupportedError, match=rf"{name} .* type I8"):
+    with pytest.raises(UnsupportedError, match=rf"{name} .* type int8"):
         read_huggingface(tmp_path)
     change_tensors(tmp_path, {name: torch.zeros(80, 48), "model.layers.0.extra": torch.zeros(1)})
     with pytest.raises(UnsupportedError, match=r"no place for: model\.layers\.0\.extra"):
@@ -137,11 +165,50 @@ def test_an_output_that_is_tied_but_has_numbers_of_its_own_is_refused(tmp_path: 
             read_huggingface(tmp_path)
 
 
-def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    saved(llama(), tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+class Harmful:
+    """What a pickle can do: call anything."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("harmed"),))
+
+
+def test_a_pickle_that_would_run_code_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (saved(llama(), tmp_path) / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Harmful()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match=r"pickle .*Save the model again as safetensors"):
         read_huggingface(tmp_path)
+    assert not Path("harmed").exists()
+    for content in ([torch.zeros(1)], {"a": 1}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UnsupportedError, match="something else than tensors"):
+            read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_pickles_of_tensors_are_read(tmp_path: Path, is_old: bool) -> None:
+    saved(llama(), tmp_path)
+    expected = dict(read_huggingface(tmp_path).weights)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(tensors, path, _use_new_zipfile_serialization=not is_old)
+    weights = read_huggingface(tmp_path).weights
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(
+    tmp_path: Path, value: float
+) -> None:
+    saved(llama().to(torch.bfloat16), tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(tmp_path, {name: torch.full((80, 48), value, dtype=torch.bfloat16)})
+    weights = read_huggingface(tmp_path).weights
+    with pytest.raises(CheckpointError, match=f"{name} has a NaN or an infinity"):
+        dict(weights)
 
 
 def test_a_directory_without_weights_or_without_config_is_an_error(tmp_path: Path) -> None:
@@ -149,7 +216,7 @@ def test_a_directory_without_weights_or_without_config_is_an_error(tmp_path: Pat
         read_huggingface(tmp_path)
     saved(llama(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no weights: none of model\.safetensors"):
         read_huggingface(tmp_path)
 
 

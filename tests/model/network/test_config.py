@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quill.model.errors import ConfigError
-from quill.model.network.config import ModelConfig, Recurrence, RotaryScaling
+from quill.model.network.config import ModelConfig, Recurrence, RotaryScaling, ShortConv
 from quill.model.network.presets import PRESETS, preset
 
 CAUSAL = preset("tiny")
@@ -47,6 +47,9 @@ RECURRENT = preset("gru-bahdanau-tiny")
             {"positions": "learned", "rotary_scaling": RotaryScaling(kind="linear", factor=2.0)},
             "rotary_scaling is set but positions are learned",
         ),
+        ({"relative_buckets": 8}, "relative_buckets is 8 in a causal model"),
+        ({"relative_buckets": 2}, "relative_buckets is 2; it must be from 4"),
+        ({"relative_buckets": 32, "relative_distance": 31}, "relative_distance is 31"),
         ({"num_encoder_layers": 2}, "a causal model with 2 encoder layers"),
         ({"num_segments": 2}, "a causal model with num_segments 2 and masked_head False"),
         ({"family": "encoder"}, "an? encoder model with 0 encoder layers"),
@@ -61,7 +64,9 @@ def test_contradictions_are_refused_by_name(changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'; it must be one of linear, llama3"),
+        ({"kind": "ntk", "factor": 2.0}, "kind is 'ntk'; it must be one of linear, llama3, yarn"),
+        ({"kind": "longrope", "factor": 2.0}, "a divisor for each frequency"),
+        ({"kind": "yarn", "factor": 2.0, "attention_factor": -1.0}, "isn't positive"),
         ({"kind": "linear", "factor": 0.5}, r"factor is 0\.5"),
         ({"kind": "linear", "factor": math.nan}, "factor is nan"),
         ({"kind": "llama3", "factor": 2.0, "low_freq_factor": 9.0}, r"low_freq_factor 9\.0"),
@@ -140,6 +145,13 @@ LATENT = {"rank": 16, "rope_size": 8, "nope_size": 8, "value_size": 8}
             "4 experts can't be cut into 3 groups",
         ),
         ({"experts": {"number": 4, "per_token": 1}}, r"experts\.d_expert is missing"),
+        ({"experts": {"number": 4, "per_token": 1, "d_expert": 8, "clamp": -1.0}}, "clamp of the"),
+        ({"latent": LATENT, "attention_sinks": True, "head_size": 16}, "and attention_sinks"),
+        ({"short_conv": {"taps": 17, "layers": [0]}}, "taps is 17"),
+        ({"short_conv": {"taps": 3, "layers": []}}, "needs one at least"),
+        ({"short_conv": {"taps": 3, "layers": [1, 0]}}, r"layers \[1, 0\]"),
+        ({"short_conv": {"taps": 3, "layers": [0, 99]}}, r"layers \[0, 99\]; there are"),
+        ({"short_conv": {"taps": 3, "layers": [0]}, "d_model": 40}, "a multiple of 32, not 40"),
         ({"latent": LATENT | {"rope_size": 10}}, "nope_size \\+ rope_size, 18"),
         ({"latent": LATENT | {"rank": 0}}, "rank is 0"),
         ({"colour": "red", "age": 3}, "age is unknown"),
@@ -162,6 +174,14 @@ def test_rotary_scaling_survives_json() -> None:
     scaling = RotaryScaling(kind="llama3", factor=8.0, original_context=4096)
     config = dataclasses.replace(CAUSAL, rotary_scaling=scaling)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_short_convolutions_survive_json() -> None:
+    conv = ShortConv(taps=3, layers=(0,))
+    config = dataclasses.replace(CAUSAL, d_model=64, short_conv=conv)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.cached_of(0) == (2, 16, 16)
+    assert config.cached_of(1) == config.cached
 
 
 def test_missing_settings_are_listed() -> None:

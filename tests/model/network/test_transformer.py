@@ -75,6 +75,11 @@ def test_cached_and_uncached_agree_for_every_kind_of_network(
             assert_cached_agrees(model)
 
 
+def test_cached_and_uncached_agree_where_scores_have_a_bias_by_distance() -> None:
+    relative = {"relative_buckets": 8, "relative_distance": 12, "attention_scale": 1.0}
+    assert_cached_agrees(build(SEQ2SEQ, positions="none", embedding_norm=True, **relative))
+
+
 def test_cached_and_uncached_agree_where_heads_are_wider_than_the_model() -> None:
     assert_cached_agrees(build(SMALL, num_heads=6, num_kv_heads=3, head_size=10))
 

@@ -1,64 +1,173 @@
-"""Calls are accepted faster than one in a turn of the event loop, and the expired are counted."""
+"""Calls are accepted faster than one in a turn of the event loop, and the late are counted."""
 
 import asyncio
+import gc
+import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
-from quill.server.api import grpc_server
-from tests.server.running import Running, running_server
+from quill.server.api import accept_queue, accepting
+from quill.server.errors import OverloadedError
+from tests.server.process import wait_until
+from tests.server.running import SERVING, Running, health_of, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
 NUM_CALLS = 64
 MAX_ROUNDS = 20
+REQUEST = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
 
 
-async def most_in_a_turn(running: Running, is_blocked: threading.Event) -> int:
-    """How many calls were accepted in one turn, from the end of a pause of the whole loop on."""
-    loop, dispatcher = asyncio.get_running_loop(), running.server.dispatcher
+async def most_in_a_turn(count: Callable[[], int], is_blocked: threading.Event) -> int:
+    """How many calls were counted in one turn, from the end of a pause of the whole loop on."""
+    loop = asyncio.get_running_loop()
     is_blocked.wait(TIMEOUT_S)
-    most, before = 0, len(dispatcher)
+    most, before = 0, count()
     end_s = loop.time() + TIMEOUT_S
-    while len(dispatcher) < NUM_CALLS and loop.time() < end_s:
+    while count() < NUM_CALLS and loop.time() < end_s:
         await asyncio.sleep(0)
-        most, before = max(most, len(dispatcher) - before), len(dispatcher)
+        most, before = max(most, count() - before), count()
+    return most
+
+
+def send_during_a_pause(running: Running, count: Callable[[], int]) -> int:
+    """The most of NUM_CALLS that were counted in one turn."""
+    began = threading.Event()
+    turns = asyncio.run_coroutine_threadsafe(most_in_a_turn(count, began), running._loop)
+    with grpc.insecure_channel(running.address) as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        stub = pb_grpc.TextGenerationStub(channel)
+        calls = [stub.GenerateStream(REQUEST) for _ in range(NUM_CALLS)]
+        began.set()
+        most = turns.result(TIMEOUT_S)
+        for call in calls:
+            call.cancel()
     return most
 
 
 def test_several_streams_are_accepted_in_one_turn() -> None:
     """grpc.aio's own loop accepts one, or two at the most."""
-    request = pb.GenerateRequest(prompt="abc", max_new_tokens=4)
     for _ in range(MAX_ROUNDS):
         with running_server(max_waiting=2 * NUM_CALLS) as running:
             running.session.hold()
-            began = threading.Event()
-            turns = asyncio.run_coroutine_threadsafe(most_in_a_turn(running, began), running._loop)
-            with grpc.insecure_channel(running.address) as channel:
-                grpc.channel_ready_future(channel).result(TIMEOUT_S)
-                stub = pb_grpc.TextGenerationStub(channel)
-                calls = [stub.GenerateStream(request) for _ in range(NUM_CALLS)]
-                began.set()
-                most = turns.result(TIMEOUT_S)
-                for call in calls:
-                    call.cancel()
+            most = send_during_a_pause(running, lambda: len(running.server.dispatcher))
         if most > 2:
             return
     raise AssertionError(f"at most {most} were accepted in a turn")
 
 
-def test_a_call_that_has_expired_unread_is_dropped_and_counted(
+def test_one_turn_of_the_loop_reads_all_wakeups_of_grpcs_poller() -> None:
+    """grpc.aio's own handler reads one byte of them. When the socket is full, the poller thread
+    blocks, and each turn handles one event, however many wait: streams were unserved for minutes.
+    """
+    with running_server() as running:
+        selector: Any = running._loop._selector  # type: ignore[attr-defined]
+        readers = [key.data[0] for key in selector.get_map().values()]
+        assert accepting._handle_all in [each._callback for each in readers if each]
+    read_socket, write_socket = socket.socketpair()
+    with read_socket, write_socket:
+        read_socket.setblocking(False)
+        for _ in range(200):
+            write_socket.send(b"1")
+        num_handled: list[int] = []
+        accepting._handle_all(read_socket.fileno(), lambda: num_handled.append(1))
+        with pytest.raises(BlockingIOError):
+            read_socket.recv(1)
+        accepting._handle_all(read_socket.fileno(), lambda: num_handled.append(1))
+    assert len(num_handled) == 2
+
+
+def test_a_call_that_waited_too_long_is_rejected_unread_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expired = [True]
-    monkeypatch.setattr(grpc_server._Core, "_is_expired", lambda *_: bool(expired))
-    request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+    monkeypatch.setattr(accept_queue, "MAX_WAIT_S", 0.0)
     with running_server() as running, grpc.insecure_channel(running.address) as channel:
         stub = pb_grpc.TextGenerationStub(channel)
-        with pytest.raises(grpc.RpcError):
-            list(stub.GenerateStream(request, timeout=TIMEOUT_S))
-        assert running.next_record("DEADLINE_EXCEEDED").method == "GenerateStream"
-        expired.clear()
-        assert list(stub.GenerateStream(request, timeout=TIMEOUT_S))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = rpc_status.from_call(caught.value)
+        assert status is not None
+        assert any(each.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for each in status.details)
+        record = running.next_record("RESOURCE_EXHAUSTED")
+        assert (record.method, record.rejection) == ("GenerateStream", "unread")
+        assert health_of(running) == SERVING  # which is never late
+        monkeypatch.setattr(accept_queue, "MAX_WAIT_S", 30.0)
+        assert list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+
+
+def test_a_call_that_has_expired_unread_is_dropped_and_counted() -> None:
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        stub, has_expired = pb_grpc.TextGenerationStub(channel), threading.Event()
+        running._loop.call_soon_threadsafe(has_expired.wait, TIMEOUT_S)  # the loop stands still
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.GenerateStream(REQUEST, timeout=0.05))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        has_expired.set()
+        record = running.next_record("DEADLINE_EXCEEDED")
+        assert (record.method, record.rejection) == ("GenerateStream", "unread")
+        assert list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+
+
+def test_a_full_queue_rejects_a_call_before_its_message_is_read() -> None:
+    method = "/quill.v1.TextGeneration/GenerateStream"
+    with running_server(max_waiting=1) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            stub = pb_grpc.TextGenerationStub(channel)
+            held = stub.GenerateStream(REQUEST)
+            send: Any = channel.unary_stream(method)
+            running.wait_for_waiting(1)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(send(b"no message", timeout=TIMEOUT_S))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert running.next_record("RESOURCE_EXHAUSTED").rejection == "queue_full"
+            held.cancel()
+
+
+def test_a_full_queue_rejects_more_calls_in_a_turn_than_are_started() -> None:
+    """So a rejection doesn't wait for the turns that newer calls take."""
+    for _ in range(MAX_ROUNDS):
+        with running_server(max_waiting=1) as running:
+            running.session.hold()
+            with grpc.insecure_channel(running.address) as channel:
+                held = pb_grpc.TextGenerationStub(channel).GenerateStream(REQUEST)
+                running.wait_for_waiting(1)
+                most = send_during_a_pause(running, running.records.qsize)
+                held.cancel()
+        if most > accepting.MAX_STARTS:
+            return
+    raise AssertionError(f"at most {most} were rejected in a turn")
+
+
+def test_a_rejected_call_leaves_nothing_to_the_cyclic_garbage_collector() -> None:
+    """After some thousand rejections it stopped the event loop for 70 ms."""
+
+    def num_errors() -> int:
+        return sum(type(each) is OverloadedError for each in gc.get_objects())
+
+    with running_server(max_waiting=1) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            stub = pb_grpc.TextGenerationStub(channel)
+            held = stub.GenerateStream(REQUEST)
+            running.wait_for_waiting(1)
+            gc.collect()
+            before = num_errors()
+            gc.disable()
+            try:
+                for _ in range(8):
+                    with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+                        list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+                wait_until(lambda: num_errors() <= before, "the last rejection has ended")
+            finally:
+                gc.enable()
+            held.cancel()

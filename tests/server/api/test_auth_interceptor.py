@@ -175,6 +175,20 @@ def test_tokens_a_minute_are_prompts_and_answers_and_others_go_on(
     assert ask(running, keys.alice) == "de"
 
 
+def test_tokens_of_the_tokenizer_count_as_those_of_prompts(running: Running, keys: Keys) -> None:
+    with limited(running, keys, tokens_per_minute=120) as client:  # 20 at once, then 2 a second
+        client.tokenize("x" * 40, timeout_s=TIMEOUT_S)
+        for call in (
+            lambda: client.tokenize("a", timeout_s=TIMEOUT_S),
+            lambda: client.detokenize([5], timeout_s=TIMEOUT_S),
+            lambda: client.generate("a", max_new_tokens=1, timeout_s=TIMEOUT_S),
+        ):
+            with pytest.raises(CallError, match="120 tokens a minute") as caught:
+                call()
+            assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.retry_after_s == pytest.approx(10, abs=3)
+
+
 def test_answer_counts_while_it_comes_and_after_its_client_left(
     running: Running, keys: Keys
 ) -> None:
@@ -231,6 +245,8 @@ def test_longest_prompt_of_a_key_is_held_to_in_every_kind_of_call(
             list(client.stream([1, 2, 3, 4, 5, 6], max_new_tokens=2, timeout_s=TIMEOUT_S))
         with pytest.raises(CallError, match=f"text {rule}"):
             client.score("abcdef", timeout_s=TIMEOUT_S)
+        with pytest.raises(CallError, match=f"text {rule}"):
+            client.tokenize("abcdef", timeout_s=TIMEOUT_S)
         with pytest.raises(CallError, match=r"messages has \d+ tokens; at most 5 are"):
             client.generate(
                 [{"role": "user", "content": "abcdef"}], max_new_tokens=2, timeout_s=TIMEOUT_S

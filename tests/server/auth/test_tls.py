@@ -194,3 +194,19 @@ def test_key_that_everybody_can_read_is_a_warning(
     server_credentials(files)
     warnings = [each for each in caplog.records if each.levelname == "WARNING"]
     assert [each.getMessage().count(str(files.key)) for each in warnings] == [2] * num_warnings
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_remarked_on"), [(0o600, False), (0o640, False), (0o644, True)]
+)
+def test_key_that_every_user_can_read_is_remarked_on(
+    signed: Signed,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    mode: int,
+    is_remarked_on: bool,
+) -> None:
+    files = write(tmp_path, signed)
+    files.key.chmod(mode)
+    server_credentials(files)
+    assert (f"chmod o-r {files.key}" in caplog.text) == is_remarked_on

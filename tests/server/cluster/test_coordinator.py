@@ -15,7 +15,6 @@ from quill.server.cluster.coordinator import (
     Coordinator,
     Endpoint,
     Heartbeat,
-    Rejection,
 )
 from quill.server.cluster.membership import Membership
 from quill.server.errors import QuotaError, ReloadError
@@ -62,7 +61,7 @@ async def test_concurrent_calls_are_counted_over_replicas() -> None:
     coordinator = Coordinator()
     assert await coordinator.open_call("a", 1, PAIR) is None
     assert await coordinator.open_call("b", 1, PAIR) is None
-    assert isinstance(await coordinator.open_call("a", 2, PAIR), Rejection)
+    assert await coordinator.open_call("a", 2, PAIR) is not None
     await coordinator.close("b", 1, 0, False)
     assert await coordinator.open_call("a", 2, PAIR) is None
 
@@ -81,7 +80,7 @@ async def test_tickets_of_a_silent_replica_are_closed() -> None:
     assert [each.address for each in await coordinator.endpoints(FRONTEND)] == ["10.0.0.1:98"]
     assert await coordinator.open_call("b", 2, PAIR) is None
     await coordinator.close("a", 1, 0, False)  # it was only slow
-    assert isinstance(await coordinator.open_call("b", 3, PAIR), Rejection)
+    assert await coordinator.open_call("b", 3, PAIR) is not None
 
 
 @in_a_loop
@@ -91,11 +90,11 @@ async def test_heartbeats_charge_tokens_and_the_end_charges_the_rest() -> None:
     await coordinator.beat(heartbeat("a", generated={1: 40}))
     rejection = await coordinator.open_tokens("b", 1, TOKENS, 20, False)
     assert rejection is not None
-    assert rejection.retry_after_s == pytest.approx(1.0), "10 are left, and 10 come a second"
+    assert rejection[2]["retry_after_s"] == pytest.approx(1.0), "10 are left, and 10 come a second"
     await coordinator.close("a", 1, 150, True)
     rejection = await coordinator.open_tokens("b", 1, TOKENS, 1, False)
     assert rejection is not None
-    assert rejection.retry_after_s == pytest.approx(10.1), "an overdraft is owed"
+    assert rejection[2]["retry_after_s"] == pytest.approx(10.1), "an overdraft is owed"
 
 
 @in_a_loop

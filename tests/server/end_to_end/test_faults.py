@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -17,30 +17,13 @@ from tests.server.process import (
     PROMPT,
     ServerProcess,
     ask,
-    server_process,
     wait_until,
 )
-from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 100
+SERVER_OPTIONS = ("--watchdog", "0.5")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def server(
-    tiny_bundle: TinyBundle, faults: Faults, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with server_process(
-        tiny_bundle.directory, log, "--watchdog", "0.5", environment=faults.environment
-    ) as running:
-        yield running
 
 
 def code_of(call: Callable[[], object]) -> grpc.StatusCode:

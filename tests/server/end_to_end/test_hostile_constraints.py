@@ -1,11 +1,14 @@
 """Constraints that are meant to kill or stall a server: another caller doesn't notice them."""
 
 import itertools
+import os
 import resource
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,15 @@ from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
-from tests.server.process import NEVER, PATIENCE_S, ServerProcess, server_process
-from tests.server.tiny_bundle import TinyBundle, make_talker
+from tests.server.process import (
+    NEVER,
+    PATIENCE_S,
+    ServerProcess,
+    children_of,
+    server_process,
+    wait_until,
+)
+from tests.server.tiny_bundle import TinyBundle
 
 MAX_GROWTH = 100 * 2**20  # of a serving process
 HEADROOM = 500 * 2**20  # of address space: with less than a hostile constraint wants
@@ -35,11 +45,6 @@ REPRODUCERS = {
     "what is forced": pb.Constraint(regex="(ab ){50000}"),
     "memory": pb.Constraint(regex=r"\p{L}?" * 999),
 }
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
-    return make_talker(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture
@@ -71,6 +76,10 @@ def limit(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (size + HEADROOM, size + HEADROOM))
 
 
+def serving_pids(running: ServerProcess) -> tuple[int, ...]:
+    return running.pid, running.frontend_pid, running.engine_pid
+
+
 def harm(running: ServerProcess, access: list[Access], hostile: list[pb.Constraint]) -> None:
     with (
         Client(running.address, NEVER, access=access[0]) as attacker,
@@ -78,7 +87,7 @@ def harm(running: ServerProcess, access: list[Access], hostile: list[pb.Constrai
     ):
         new = (pb.Constraint(regex=f"[0-9]{{4}}|u{number}") for number in itertools.count())
         assert {status_of(each, next(new)) for each in (attacker, victim)} == {"OK"}
-        pids = running.pid, running.engine_pid
+        pids = serving_pids(running)
         before = [memory_bytes(pid) for pid in pids]
         for pid in pids:
             limit(pid)
@@ -98,7 +107,7 @@ def harm(running: ServerProcess, access: list[Access], hostile: list[pb.Constrai
         print(outcomes, f"{len(durations_s)} others, at most {max(durations_s):.2f} s")
         assert set(outcomes) <= FINE, outcomes
         assert max(durations_s) < MAX_S
-        assert (running.pid, running.engine_pid) == pids, "no process but the worker's dies"
+        assert serving_pids(running) == pids, "no process but the worker's dies"
         growth = [memory_bytes(pid) - old for pid, old in zip(pids, before, strict=True)]
         print("growth in MB:", [each // 2**20 for each in growth])
         assert max(growth) < MAX_GROWTH
@@ -114,6 +123,44 @@ def test_hostile_constraints_harm_nobody(server: tuple[ServerProcess, list[Acces
     hostile = list(hostile_constraints().values())
     assert len(hostile) >= 200
     harm(*server, hostile[:: len(hostile) // NUM_QUICK])
+
+
+def worker_pids(running: ServerProcess) -> list[int]:
+    lines = children_of(running.frontend_pid)
+    return [pid for pid, line in lines.items() if "grammar.worker" in line]
+
+
+def test_worker_that_is_killed_again_and_again_changes_no_answer(
+    server: tuple[ServerProcess, list[Access]],
+) -> None:
+    running, access = server
+    constraints = [pb.Constraint(regex=f"[a-z ]{{30,60}}|u{number}") for number in range(16)]
+    with (
+        Client(running.address, NEVER, access=access[0]) as client,
+        Client(running.address, NEVER, access=access[1]) as other,
+    ):
+
+        def answer(constraint: pb.Constraint) -> str:
+            given = client.generate(
+                "Go on:", constraint=constraint, seed=5, max_new_tokens=64, timeout_s=PATIENCE_S
+            )
+            return given.sequences[0].text
+
+        pids, killed, durations_s = serving_pids(running), set[int](), []
+        with ThreadPoolExecutor(len(constraints)) as threads:
+            answers = [threads.submit(answer, each) for each in constraints]
+            for number in range(3):
+                wait_until(lambda: bool(worker_pids(running)), "the worker starts")
+                (pid,) = worker_pids(running)
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+                began_s = time.monotonic()
+                assert status_of(other, pb.Constraint(regex=f"new{number}")) == "OK"
+                durations_s.append(time.monotonic() - began_s)
+        print("a new constraint after a kill, s:", durations_s)
+        assert max(durations_s) < MAX_S
+        assert [answer(each) for each in constraints] == [each.result() for each in answers]
+        assert (serving_pids(running), len(killed)) == (pids, 3)
 
 
 @pytest.mark.hostile

@@ -3,11 +3,13 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
+from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
@@ -24,47 +26,53 @@ from tests.server.process import (
 from tests.server.tiny_bundle import TinyBundle
 
 LENGTH = 100
+SERVED = "talker"  # which takes constraints
+SERVER_OPTIONS = ("--max-num-seqs", "32")
+NUM_STREAMS = 16
 PATIENT = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def server(
-    tiny_bundle: TinyBundle, faults: Faults, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with server_process(tiny_bundle.directory, log, environment=faults.environment) as running:
-        yield running
+def tokens_of(stream: Iterator[pb.GenerateChunk]) -> list[int]:
+    return [token for chunk in stream for token in chunk.token_ids]
 
 
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("victim", ["engine_pid", "frontend_pid"])
+@pytest.mark.parametrize("victim", ["engine_pid", "frontend_pid", "worker_pid"])
 def test_streams_of_a_process_that_is_killed_end_or_resume_with_the_same_tokens(
     server: ServerProcess, faults: Faults, victim: str
 ) -> None:
-    expected, port = ask(server, seed=5, max_new_tokens=LENGTH), server.port
-    faults.start("slow")
-    pid = getattr(server, victim)
+    expected = [ask(server, seed, LENGTH) for seed in range(NUM_STREAMS)]
+    is_worker, port = victim == "worker_pid", server.port
     with Client(server.address, NEVER) as plain, Client(server.address, PATIENT) as patient:
-        broken = plain.stream(PROMPT, seed=5, max_new_tokens=LENGTH, timeout_s=PATIENCE_S)
-        resuming = patient.stream(PROMPT, seed=5, max_new_tokens=LENGTH, resume=True)
+        before, after = (pb.Constraint(regex=f"{victim}{each}") for each in "ab")
+        plain.generate(PROMPT, constraint=before, max_new_tokens=1)  # the worker compiles it
+        pid = getattr(server, victim)
+        faults.start("slow")
+        broken = plain.stream(
+            PROMPT, seed=5, max_new_tokens=LENGTH, ignore_eos=True, timeout_s=PATIENCE_S
+        )
+        resuming = [
+            patient.stream(PROMPT, seed=seed, max_new_tokens=LENGTH, ignore_eos=True, resume=True)
+            for seed in range(NUM_STREAMS)
+        ]
         next(broken)
-        tokens = list(next(resuming).token_ids)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(CallError) as caught:
-            list(broken)
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
-        faults.end("slow")
-        for chunk in resuming:
-            tokens += chunk.token_ids
-    assert tokens == expected
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            # All have their first token while the others' first ones are on their way.
+            begun = list(pool.map(lambda stream: list(next(stream).token_ids), resuming))
+            os.kill(pid, signal.SIGKILL)
+            if is_worker:
+                list(broken)
+            else:
+                with pytest.raises(CallError) as caught:
+                    list(broken)
+                assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+            faults.end("slow")
+            rest = list(pool.map(tokens_of, resuming))
+        patient.generate(PROMPT, constraint=after, max_new_tokens=1)
+    assert [first + more for first, more in zip(begun, rest, strict=True)] == expected
     assert (getattr(server, victim) != pid, server.port) == (True, port)
     if victim == "engine_pid":
         assert server.metric("quill_engine_restarts_total") == 1

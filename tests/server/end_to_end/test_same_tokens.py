@@ -28,7 +28,7 @@ from quill.server.sampling.sampler import position_logprobs
 from quill.server.tools import TOOL_CALL_FORMATS
 from tests.operators import CROWDS, SERVED
 from tests.server.random_requests import Answers, restless_clock, together
-from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, rounding_error
+from tests.server.tiny_bundle import CONTEXT, EOS, TinyBundle, make_tiny_hybrid, rounding_error
 
 VOCAB_SIZE = 512
 BOS = END_OF_TEXT = 0
@@ -61,7 +61,7 @@ CONSTRAINTS = (
     ),
     None,
 )
-Kind = Literal["causal", "constrained", "seq2seq"]
+Kind = Literal["causal", "hybrid", "constrained", "seq2seq"]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,15 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(path.read_text(), VOCAB_SIZE, [END_OF_TEXT])
 
 
+@pytest.fixture(scope="module")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
+    return make_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "hybrid")
+
+
 @pytest.fixture
 def bundle(kind: Kind, request: pytest.FixtureRequest) -> TinyBundle:
-    name = "tiny_translator" if kind == "seq2seq" else "tiny_bundle"
-    found: TinyBundle = request.getfixturevalue(name)
+    names = {"seq2seq": "tiny_translator", "hybrid": "tiny_hybrid"}
+    found: TinyBundle = request.getfixturevalue(names.get(kind, "tiny_bundle"))
     return found
 
 
@@ -163,7 +168,9 @@ def _requests(kind: Kind, rng: random.Random, num: int) -> list[Request]:
 
 @pytest.mark.parametrize("precision", SERVED)
 @pytest.mark.parametrize("max_num_seqs", CROWDS)
-@pytest.mark.parametrize(("kind", "num"), [("causal", 40), ("constrained", 24), ("seq2seq", 40)])
+@pytest.mark.parametrize(
+    ("kind", "num"), [("causal", 40), ("hybrid", 24), ("constrained", 24), ("seq2seq", 40)]
+)
 def test_batched_requests_get_the_tokens_of_requests_alone(
     bundle: TinyBundle, grammars: Compiler, precision: str, max_num_seqs: int, kind: Kind, num: int
 ) -> None:
@@ -204,14 +211,15 @@ def test_cached_prefix_gives_the_tokens_of_a_computed_one(tiny_bundle: TinyBundl
 
 @pytest.mark.portable
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+@pytest.mark.parametrize("kind", ["causal", "hybrid", "seq2seq"])
 def test_engine_gives_the_tokens_of_the_reference_decoder(
     bundle: TinyBundle, kind: Kind, temperature: float
 ) -> None:
     """PyTorch rounds otherwise than ONNX Runtime, so samples at an edge might differ: none does."""
     rng = random.Random(7)
-    is_causal = kind == "causal"
-    stop_ids = frozenset({1, 2} if is_causal else {EOS, *range(100, 120)})
+    is_causal = kind != "seq2seq"
+    stops = {"causal": [1, 2], "hybrid": range(60), "seq2seq": [EOS, *range(100, 120)]}
+    stop_ids = frozenset(stops[kind])
     requests = [
         Request(
             request_id=str(number),

@@ -1,7 +1,10 @@
 """A translation model over the wire: what works as for any model, and what is refused in words."""
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -69,6 +72,17 @@ def test_tokens_of_a_text_are_those_that_the_encoder_reads(client: Client) -> No
     model = client.model()
     assert model.family == pb.FAMILY_SEQ2SEQ
     assert model.deterministic is False, "the tiny bundle was exported without measuring it"
+
+
+def test_a_source_begins_as_the_model_learnt_it(
+    tiny_translator: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(tiny_translator.directory, tmp_path / "bundle")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["special_tokens"]["source_bos"] = 7
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with served_bundle(bundle) as client:
+        assert client.tokenize("ab") == [7, *source_ids("ab")]
 
 
 def test_a_source_fills_the_context_and_no_more(client: Client) -> None:

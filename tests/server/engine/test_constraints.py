@@ -1,5 +1,6 @@
 """What an answer's form changes, step by step, without a model."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from quill.model.reference.sampling import log_probabilities
 from quill.server.errors import InvalidFieldError
+from quill.server.grammar.matcher import MAX_COMPUTED, TokenMatcher
 from quill.server.request import Constraint, Request, SamplingParams
 from tests.server.engine_harness import CONTEXT, Harness, make_request
 from tests.server.fake_session import logits_after, oracle
@@ -53,6 +55,35 @@ def test_steps_report_jump_forward_tokens_and_how_long_masks_took() -> None:
     assert reports[0].masks_s is not None
     assert reports[0].masks_s > 0
     assert reports[-1].masks_s is None, "the one that keeps to a form has ended"
+
+
+def test_step_computes_long_jump_forwards_of_one_grammar_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    call = TokenMatcher._call
+
+    def counting(matcher: TokenMatcher, name: str, *arguments: Any) -> Any:
+        result = call(matcher, name, *arguments)
+        if name == "compute_ff_tokens":
+            computed.append(len(result))
+        return result
+
+    monkeypatch.setattr(TokenMatcher, "_call", counting)
+    harness = Harness(max_num_seqs=4)
+    requests = [
+        constrained("regex", constraint=Constraint("regex", f"[bc]{letter}(ad){{2000}}"))
+        for letter in "abcd"
+    ]
+    for number, request in enumerate(requests):
+        harness.submit(replace(request, request_id=f"r{number}", max_new_tokens=12))
+    most = 0
+    while not harness.engine.is_idle:
+        computed.clear()
+        harness.step()
+        most = max(most, sum(computed))
+    assert MAX_COMPUTED < most < 2 * 4000, "all four would be 16,000 at once"
+    assert {event.reason for event in harness.finished.values()} == {"length"}
 
 
 def test_an_answer_that_is_cut_says_so() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from quill.server.engine.dispatcher import Admission, Dispatcher
+from quill.server.engine.admission import QueueAdmission
+from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import (
     CancelledError,
     DeadlineError,
@@ -51,7 +52,7 @@ class Engine:
 
 
 def open_dispatcher(**settings: Any) -> Dispatcher:
-    dispatcher = Dispatcher(Admission(4), lambda _: None, **settings)
+    dispatcher = Dispatcher(QueueAdmission(4), lambda _: None, **settings)
     dispatcher.open()
     return dispatcher
 
@@ -66,7 +67,7 @@ FINISH = FinishEvent("r", 0, "length", 7, Usage(1, 0, 3), Timings(1.0, 2.0, 3.0)
 def test_reader_that_was_away_gets_one_larger_chunk() -> None:
     async def main() -> list[Event]:
         dispatcher = open_dispatcher()
-        with dispatcher.serve(REQUEST, Engine()) as inbox:
+        async with dispatcher.serve(REQUEST, Engine()) as inbox:
             for letter in "abc":
                 dispatcher.publish(EngineOutputs((token(letter),), None))
             dispatcher.publish(EngineOutputs((FINISH,), None))
@@ -82,7 +83,7 @@ def test_reader_that_was_away_gets_one_larger_chunk() -> None:
 def test_full_inbox_ends_its_request_and_gives_its_reader_the_error() -> None:
     async def main(engine: Engine) -> list[Event]:
         dispatcher = open_dispatcher(max_unread=2)
-        with dispatcher.serve(REQUEST, engine) as inbox:
+        async with dispatcher.serve(REQUEST, engine) as inbox:
             dispatcher.publish(EngineOutputs(tuple(token(letter) for letter in "abcd"), None))
             await asyncio.sleep(0)
             return await inbox.take()
@@ -96,7 +97,7 @@ def test_full_inbox_ends_its_request_and_gives_its_reader_the_error() -> None:
 
 def test_reader_that_leaves_early_ends_its_request() -> None:
     async def main(engine: Engine) -> None:
-        with open_dispatcher().serve(REQUEST, engine):
+        async with open_dispatcher().serve(REQUEST, engine):
             pass
 
     engine = Engine()
@@ -108,7 +109,7 @@ def test_reader_that_leaves_early_ends_its_request() -> None:
 def test_request_that_ended_is_not_ended_again() -> None:
     async def main(engine: Engine) -> None:
         dispatcher = open_dispatcher()
-        with dispatcher.serve(REQUEST, engine) as inbox:
+        async with dispatcher.serve(REQUEST, engine) as inbox:
             dispatcher.publish(EngineOutputs((token("a"), FINISH), None))
             await inbox.take()
 
@@ -120,13 +121,14 @@ def test_request_that_ended_is_not_ended_again() -> None:
 def test_closed_dispatcher_refuses_and_waits_for_the_last_one() -> None:
     async def main() -> None:
         dispatcher = open_dispatcher()
-        with dispatcher.serve(REQUEST, Engine()):
+        async with dispatcher.serve(REQUEST, Engine()):
             dispatcher.close()
             empty = asyncio.ensure_future(dispatcher.wait_until_empty())
             await asyncio.sleep(0)
             assert not empty.done()
-            with pytest.raises(UnavailableError), dispatcher.serve(REQUEST, Engine()):
-                pass
+            with pytest.raises(UnavailableError):
+                async with dispatcher.serve(REQUEST, Engine()):
+                    pass
         await asyncio.wait_for(empty, 10)
 
     asyncio.run(main())
@@ -150,12 +152,10 @@ class Door:
 
     def __init__(self, max_waiting: int) -> None:
         self.now_s = 0.0
-        self.admission = Admission(max_waiting, clock=lambda: self.now_s)
+        self.admission = QueueAdmission(max_waiting, clock=lambda: self.now_s)
 
     def admit(self, name: str, deadline_s: float | None = None, owner: str = "") -> None:
-        self.admission.admit(
-            Request(request_id=name, prompt_ids=(1,), deadline_s=deadline_s, owner=owner)
-        )
+        self.admission.admit(name, owner, deadline_s)
 
     def flood(self, owner: str) -> int:
         """How many requests of this owner are let in."""
@@ -167,7 +167,8 @@ class Door:
         raise AssertionError("there is no limit")
 
     def tell(self, event: Event) -> None:
-        self.admission.observe(EngineOutputs((event,), None))
+        ids = (event.request_id,)
+        self.admission.leave(*((ids, ()) if isinstance(event, StartEvent) else ((), ids)))
 
 
 def test_full_queue_refuses_until_somebody_leaves() -> None:
@@ -202,8 +203,38 @@ def test_deadline_that_the_queue_is_too_long_for_is_refused() -> None:
     assert door.admission.expected_wait_s() == pytest.approx(16.0)
     with pytest.raises(OverloadedError, match=r"deadline is in 15\.0 s") as caught:
         door.admit("hopeless", deadline_s=door.now_s + 15)
-    assert caught.value.retry_after_s == pytest.approx(8.0)
+    assert caught.value.retry_after_s == pytest.approx(8.005)  # the first of 200 a second
     door.admit("hopeful", deadline_s=door.now_s + 17)
+
+
+def test_requests_that_start_in_one_step_share_the_time_since_the_last_start() -> None:
+    """Such as those that take the places of a batch whose answers ended together."""
+    door = Door(max_waiting=100)
+    for number in range(100):
+        door.admit(str(number))
+    door.tell(StartEvent("0", 0))
+    for first in range(1, 49, 8):
+        door.now_s += 4.0
+        door.admission.leave([str(first + each) for each in range(8)], ())
+    assert door.admission.expected_wait_s() == pytest.approx(51 * 0.5)
+
+
+def test_clients_that_were_rejected_together_are_not_told_to_come_back_together() -> None:
+    door = Door(max_waiting=0)
+
+    def delay_s() -> float:
+        with pytest.raises(OverloadedError) as caught:
+            door.admit("a")
+        return caught.value.retry_after_s
+
+    times = sorted(delay_s() for _ in range(300))
+    assert times[0] >= 0.1
+    assert max(sum(first <= each < first + 0.05 for each in times) for first in times) <= 11
+    door.now_s += 10.0
+    assert delay_s() < 0.11, "once they have come"
+    for _ in range(100_000):
+        delay_s()
+    assert delay_s() < 3, "however many they are"
 
 
 def test_quiet_times_do_not_count_as_waiting() -> None:

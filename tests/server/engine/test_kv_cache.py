@@ -99,7 +99,7 @@ def test_blocks_on_a_device_give_the_tokens_of_blocks_here(tiny_bundle: TinyBund
     assert _answers(_session(tiny_bundle, on_device=True), requests) == expected
 
 
-SHAPE = BlockShape(num_layers=1, cache_type="float16", key=(2, 4, 16), value=(2, 16, 4))
+SHAPE = BlockShape(cache_type="float16", sides=((2, 4, 16), (2, 16, 4), (3, 8, 16), (2, 16, 4)))
 
 
 def test_whole_block_is_copied_and_no_other_touched() -> None:
@@ -110,7 +110,7 @@ def test_whole_block_is_copied_and_no_other_touched() -> None:
             side[:] = 0
             side[0] = number + 1
         blocks.copy([BlockCopy(0, 2)])
-        assert [side[:, 0, 0, 0].tolist() for side in sides] == [[1, 0, 1], [2, 0, 2]]
+        assert [side[:, 0, 0, 0].tolist() for side in sides] == [[n, 0, n] for n in (1, 2, 3, 4)]
         assert all((side[2] == side[0]).all() for side in sides)
 
 

@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from quill.server.errors import InvalidFieldError, OverloadedError, UnavailableError
-from quill.server.grammar import checker as checker_module
-from quill.server.grammar.checker import GrammarChecker, _Queue
+from quill.server.errors import InvalidFieldError, UnavailableError
+from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Constraint
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.scripted_session import TIMEOUT_S
 from tests.server.small_grammars import EOS, GRAMMARS, small_tokenizer
 
 FINE = Constraint("regex", "[a-f]{4}")
+SLOW = [
+    Constraint("lark", "start: e\ne: " + " | ".join(["e e", '"a"', *['e "+" e'] * number]))
+    for number in (900, 901)
+]
 ORPHAN = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -170,61 +172,18 @@ def test_worker_ends_when_its_parent_is_killed(tokenizer: Path) -> None:
         pass
 
 
-def numbered(number: int) -> Constraint:
-    return Constraint("regex", f"a{{{number}}}")
-
-
-def taken(queue: _Queue) -> tuple[str, str]:
-    job = queue.take()
-    assert job is not None
-    queue.end(job, None, 0.0)
-    return job.owner, job.constraint.text
-
-
-def test_owners_take_turns() -> None:
-    queue = _Queue()
-    for number, owner in enumerate("aaabbc"):
-        queue.put(numbered(number), owner)
-    assert "".join(taken(queue)[0] for _ in range(6)) == "abcaba"
-
-
-def test_full_queue_is_an_error_that_says_when_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
+def test_constraint_of_another_owner_does_not_wait_for_one_that_takes_long(
+    checker: GrammarChecker,
 ) -> None:
-    monkeypatch.setattr(checker_module, "MAX_WAITING", 4)
-    queue = _Queue()
-    for number in range(2):
-        queue.put(numbered(number), "a")
-    with pytest.raises(OverloadedError) as caught:  # the rest is for others
-        queue.put(numbered(2), "a")
-    assert caught.value.retry_after_s > 0
-    queue.put(numbered(3), "b")
-    for number in range(4, 5):
-        queue.put(numbered(number), "")  # nobody is told apart
-    with pytest.raises(OverloadedError):
-        queue.put(numbered(5), "c")
+    check(checker, FINE)
 
+    async def beside_others() -> None:
+        loop = asyncio.get_running_loop()
+        slow = [loop.create_task(checker.check(each, "attacker")) for each in SLOW]
+        await asyncio.wait_for(checker.check(Constraint("regex", "[a-f]{8}"), "other"), TIMEOUT_S)
+        assert not any(task.done() for task in slow), "the other one waited"
+        for task in slow:
+            with pytest.raises(InvalidFieldError):
+                await asyncio.wait_for(task, TIMEOUT_S)
 
-def test_same_constraint_is_checked_once_for_all_who_wait() -> None:
-    queue = _Queue()
-    futures: list[Future[None]] = [queue.put(FINE, owner) for owner in "ab"]
-    assert taken(queue) == ("a", FINE.text)
-    assert [future.result(0) for future in futures] == [None, None]
-    again = queue.put(FINE, "a")
-    assert not again.done()
-
-
-def test_nothing_is_checked_for_those_who_have_left() -> None:
-    queue = _Queue()
-    assert queue.put(FINE, "a").cancel()
-    queue.put(numbered(1), "a")
-    assert taken(queue) == ("a", numbered(1).text)
-
-
-def test_those_who_wait_are_told_when_the_checker_ends() -> None:
-    queue = _Queue()
-    waiting = queue.put(FINE, "a")
-    queue.close()
-    assert queue.take() is None
-    queue.fail_all(UnavailableError("it stops"))
-    assert isinstance(waiting.exception(0), UnavailableError)
+    asyncio.run(beside_others())

@@ -45,6 +45,9 @@ def error_of(kind: ConstraintKind, text: str) -> str:
         ("json_schema", '{"$ref": "#"}', "no text satisfies it"),
         ("json_schema", ENDLESS, "has no end"),
         ("lark", LAUGHS, "has no end"),
+        ("regex", "ab<eos>", "the added token <eos> (id 1)"),
+        ("choice", '["a", "b<eos>"]', "the added token <eos> (id 1)"),
+        ("lark", 'start: <[1]> "a<eos>"', "the added token <eos> (id 1)"),
         ("regex", "a(b", "unclosed group"),
         ("lark", "start: foo", "1(8)"),
         ("lark", 'root ::= "a', "line 1"),
@@ -99,10 +102,10 @@ def test_grammars_are_cached_by_what_was_sent(monkeypatch: pytest.MonkeyPatch) -
     own = Compiler(small_tokenizer(), VOCAB_SIZE, [EOS])
     asked = [Constraint(*each) for each in GRAMMARS.values()]
 
-    first = own.start(asked[0]).result(TIMEOUT_S)
+    first = own.start(asked[0], "").result(TIMEOUT_S)
     with monkeypatch.context() as patched:  # a constraint that is cached isn't parsed
         patched.setattr(compiler, "source_of", None)
-        assert own.start(Constraint(*GRAMMARS["schema"])).result(0) is first
+        assert own.start(Constraint(*GRAMMARS["schema"]), "").result(0) is first
         assert own.cached(asked[0]) is first
         assert own.cached(Constraint("json_schema", asked[0].text + " ")) is None
         assert own.cached(Constraint("lark", asked[0].text)) is None

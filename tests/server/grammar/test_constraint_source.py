@@ -190,8 +190,9 @@ CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 class Speller:
     """A tokenizer of bytes."""
 
-    def __init__(self, special: tuple[str, ...]) -> None:
-        tokenizer_json = byte_tokenizer(special)._json
+    def __init__(self, special: tuple[str, ...], added: tuple[str, ...] = ()) -> None:
+        """`added`: those of the special tokens that are added without being special."""
+        tokenizer_json = _without_special(byte_tokenizer(special)._json, added)
         self._text = Text(tokenizer_json)
         self._vocab_size = 256 + len(special)
         self._compiler = Compiler(tokenizer_json, self._vocab_size, [END])
@@ -224,8 +225,17 @@ class Speller:
             matcher.accept(token)
 
 
+def _without_special(tokenizer_json: str, names: tuple[str, ...]) -> str:
+    tokenizer = json.loads(tokenizer_json)
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["content"] not in names
+    return json.dumps(tokenizer)
+
+
 @functools.cache
-def speller(is_special: bool = False) -> Speller:
+def speller(is_special: bool = False, is_added: bool = False) -> Speller:
+    if is_added:
+        return Speller(SPECIAL, SPECIAL[1:])
     return Speller(SPECIAL if is_special else SPECIAL[:1])
 
 
@@ -278,10 +288,12 @@ def test_arguments_are_valid(
         jsonschema.validate(json.loads(call.arguments), schema, jsonschema.Draft202012Validator)
 
 
-@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize(("is_special", "is_added"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("format_", [each for each in TOOL_CALL_FORMATS if each.marker])
-def test_text_is_free_until_the_marker(format_: ToolCallFormat, is_special: bool) -> None:
-    spell = speller(is_special)
+def test_text_is_free_until_the_marker(
+    format_: ToolCallFormat, is_special: bool, is_added: bool
+) -> None:
+    spell = speller(is_special, is_added)
     matcher = spell.matcher({"weather": WEATHER, "now": ""}, format_, True, several=True)
     spell.accept(matcher, 'Hm, {"name": "x"} is é no call.\n< [TOOL_CAL')
     assert END in spell.allowed(matcher)
@@ -309,6 +321,20 @@ def test_one_call_where_there_is_one(
     assert (END in spell.allowed(matcher)) == may_end_at_once
     spell.accept(matcher, text)
     assert spell.allowed(matcher) == [END]
+
+
+@pytest.mark.parametrize("format_", [each for each in TOOL_CALL_FORMATS if each.marker])
+def test_markers_that_are_added_and_not_special_are_forced_as_tokens(
+    format_: ToolCallFormat,
+) -> None:
+    spell = speller(is_added=True)  # as Qwen's <tool_call>
+    matcher = spell.matcher({"weather": WEATHER}, format_, False, several=True)
+    (marker,) = spell.allowed(matcher)
+    assert spell.spelled([marker]) == format_.marker
+    assert matcher.jump_forward()[0] == marker
+    calls = f"{format_.marker}{format_.before}{CALL}{format_.between}{CALL}{format_.after}"
+    spell.accept(matcher, calls)
+    assert spell.allowed(matcher)[0] == END
 
 
 def test_text_without_a_marker_does_not_begin_as_a_call() -> None:

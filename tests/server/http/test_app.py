@@ -173,7 +173,11 @@ def test_too_large_a_body_is_refused(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost@x", "["]
+    "host",
+    [
+        *("evil.example", "127.0.0.1.evil.example:80", "", "localhost@x", "["),
+        *("evil.example@127.0.0.1", "127.0.0.1#evil.example", "127.0.0.1/x", "localhost?x"),
+    ],
 )
 def test_foreign_host_is_refused_on_loopback(client: HttpClient, host: str) -> None:
     reply = client.post(CHAT, ASKED, JSON | {"host": host})

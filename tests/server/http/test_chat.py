@@ -31,7 +31,7 @@ def test_answer_has_openais_shape_and_the_seed(client: HttpClient) -> None:
     whole = reply.json
     assert reply.headers["x-request-id"] == whole["id"].removeprefix("chatcmpl-")
     assert (whole["object"], whole["model"], whole["seed"]) == ("chat.completion", "reciter", 5)
-    assert whole["system_fingerprint"] == "reciter-fp32"
+    assert whole["system_fingerprint"] == "reciter-e3b0c442-fp32"  # SHA-256 of no files
     (choice,) = whole["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
@@ -155,6 +155,7 @@ def test_values_that_ask_for_nothing_are_fine(client: HttpClient, name: str, val
         ("seed", 2**64),
         ("stop", [1]),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"１２": 1}),
         ("top_logprobs", 2),
         ("stream_options.include_usage", {"include_usage": 1}),
         ("early_stopping", "often"),

@@ -91,6 +91,15 @@ def test_large_heads_are_refused(running: Running) -> None:
     assert ask(running) == "lmn"
 
 
+@pytest.mark.parametrize(
+    "lines", [["x: " + "x" * 70_000], ["x: " + "x" * 7_000] * 10, ["a:"] * 12_000]
+)
+def test_large_heads_are_refused_when_they_come_whole(running: Running, lines: list[str]) -> None:
+    with connected(running.http_port) as sock:
+        sock.sendall(head("GET", "/version", *lines))
+        assert read_until_closed(sock)[:12] in (b"HTTP/1.1 400", b"")
+
+
 @pytest.mark.parametrize("announces", [True, False])
 def test_a_hundred_megabytes_are_not_kept(running: Running, announces: bool) -> None:
     length = 100 * 2**20
@@ -163,6 +172,13 @@ def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
         reply = read_until_closed(sock)
     assert reply.startswith(b"HTTP/1.1 400")
     assert b'"type":"invalid_request_error"' in reply
+
+
+def test_other_versions_of_http_get_one_answer(running: Running) -> None:
+    with connected(running.http_port) as sock:
+        sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        reply = read_until_closed(sock)
+    assert (reply[:12], reply.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1)
 
 
 def test_two_requests_in_a_row_are_answered_in_order(running: Running) -> None:

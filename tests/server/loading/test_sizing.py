@@ -121,7 +121,7 @@ def test_what_would_be_faster_is_said() -> None:
     without = choose_graphs(manifest_with(graphs_in("fp32")), "cpu", None).why
     assert without == (
         "as chosen; not quill4: the bundle has none; add it to the bundle: "
-        "quill export CHECKPOINT --out BUNDLE --add --precision quill4"
+        "quill export SOURCE --out BUNDLE --add --precision quill4"
     )
     unproven = choose_graphs(manifest_with(graphs_in("fp32"), graphs_in("quill4")), "cpu", None)
     assert unproven.why.endswith("it was never verified")

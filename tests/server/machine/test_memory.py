@@ -92,9 +92,9 @@ def resident_kb():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
-blocks = KVCache(512, BlockShape(30, "float32", (1, 64, 16), (1, 16, 64)))
+blocks = KVCache(512, BlockShape("float32", ((1, 64, 16), (1, 16, 64)) * 30))
 before = resident_kb()
-for side in blocks._caches:
+for side in blocks._caches.values():
     for cache in side:
         cache[0] = 1.0
 print(resident_kb() - before)

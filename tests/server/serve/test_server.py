@@ -16,7 +16,7 @@ from quill.server.auth.key_file import add_key
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from quill.server.serve.server import http_url, line_to_type
+from quill.server.serve.command_line import http_url, line_to_type
 from quill.server.settings import Settings
 from tests.server.authority import Authority, write
 from tests.server.running import SERVING, Running, health_of, running_server

@@ -28,7 +28,8 @@ from quill.server.errors import REJECTION_REASONS
 from quill.server.http.chat import Chat
 from quill.server.http.completions import Completions
 from quill.server.http.texts import EmbeddingsRoute
-from quill.server.telemetry.call_record import OPERATIONS, JsonFormatter, TextFormatter, is_news
+from quill.server.telemetry.call_record import OPERATIONS
+from quill.server.telemetry.logs import JsonFormatter, TextFormatter, is_news
 from quill.server.telemetry.metric_table import page_table
 from quill.server.telemetry.metrics import Metrics, stats
 from tests.server.running import Running, make_manifest, make_served, running_server

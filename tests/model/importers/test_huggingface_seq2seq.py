@@ -1,4 +1,4 @@
-"""A Marian model of Hugging Face's becomes a checkpoint that computes the same."""
+"""Encoder–decoders of Hugging Face's become checkpoints that compute the same."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from quill.model.data.tokenizer import byte_tokenizer
 from quill.model.errors import UnsupportedError
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.model.reference.generate import generate
 from quill.model.reference.sampling import SamplingParameters
+from tests.model.data.test_sentencepiece import write
 from tests.model.huggingface_models import CONTEXT, EOS, PAD, change_config, marian, saved
+from tests.model.seq2seqs import SEQ2SEQS, START, bart, source_ids
 
 TOLERANCE = 1e-4
 
@@ -41,11 +44,54 @@ def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any
     assert (found - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", SEQ2SEQS)
+def test_logits_of_t5_and_bart_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    theirs = SEQ2SEQS[name]()
+    checkpoint = read_huggingface(saved(theirs, tmp_path))
+    assert checkpoint.config.tied_embeddings == ("of its own" not in name)
+    ours = checkpoint.build()
+    source = torch.tensor([source_ids(90, 1), source_ids(90, 2)])
+    mask = torch.ones_like(source, dtype=torch.bool)
+    mask[1, 50:] = False
+    target = torch.tensor([[START, *source_ids(89, 3)], [START, *source_ids(89, 4)]])
+    with torch.inference_mode():
+        expected = theirs(source, attention_mask=mask.long(), decoder_input_ids=target).logits
+        found = ours(target, ours.encode(source, mask))
+    assert expected.std() > 0.1
+    assert (found - expected).abs().max() < TOLERANCE
+
+
 def test_special_tokens_and_greedy_default_come_along(tmp_path: Path) -> None:
     checkpoint = read_huggingface(saved(marian(), tmp_path))
     assert checkpoint.special_tokens.bos == PAD
     assert checkpoint.stop_ids == (EOS,)
     assert checkpoint.generation["temperature"] == 0.0, "a translation is greedy by default"
+
+
+def test_a_directory_without_tokenizer_json_has_the_tokenizer_of_its_two_files(
+    tmp_path: Path,
+) -> None:
+    write(saved(marian(), tmp_path))
+    checkpoint = read_huggingface(tmp_path)
+    assert checkpoint.tokenizer is not None
+    assert checkpoint.tokenizer.encode("ab") == [2, 3]
+    assert (checkpoint.special_tokens.eos, checkpoint.special_tokens.bos) == (EOS, PAD)
+
+
+@pytest.mark.parametrize(("kind", "source_bos"), [("RobertaProcessing", 2), ("none", None)])
+def test_a_source_begins_as_the_tokenizer_has_it(
+    tmp_path: Path, kind: str, source_bos: int | None
+) -> None:
+    saved(bart(decoder_start_token_id=EOS), tmp_path)
+    inner = byte_tokenizer(("<pad>", "</s>", "<s>"))
+    inner.save(tmp_path / "tokenizer.json")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    if source_bos is not None:
+        content["post_processor"] = {"type": kind, "sep": ["</s>", 1], "cls": ["<s>", 2]}
+        content["post_processor"] |= {"trim_offsets": True, "add_prefix_space": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    special = read_huggingface(tmp_path).special_tokens
+    assert (special.bos, special.eos, special.source_bos) == (EOS, 1, source_bos)
 
 
 def ban(directory: Path, *words: list[int]) -> None:

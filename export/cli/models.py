@@ -1,0 +1,65 @@
+"""`quill models`: the models that Quill knows by name, and what of them and others is in the cache.
+
+Knows: the catalogue, the cache's directories. Does not know: torch, how models are fetched.
+"""
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from quill.cache import cache_directory
+from quill.export.cli.cached import bundles_directory
+from quill.export.errors import ExportError
+from quill.model.sources.catalogue import CATALOGUE
+from quill.model.sources.packages import models_directory
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.remove is not None:
+        _remove(args.remove)
+        return
+    print(f"{'NAME':24} {'DOWNLOAD':>9}  {'LICENCE':16} IN THE CACHE")
+    for model in CATALOGUE.values():
+        size = f"{model.num_bytes / 1e6:,.0f} MB"
+        print(f"{model.name:24} {size:>9}  {model.licence:16} {_cached(model.name)}")
+    others = sorted({_label(path) for path in _directories()} - set(CATALOGUE))
+    for name in others:
+        print(f"{name:24} {'':>9}  {'':16} {_cached(name)}")
+    print(f"\nServe one: quill serve NAME. Remove it: quill models --remove NAME ({_cache_path()})")
+
+
+def _cached(name: str) -> str:
+    found = [path for path in _directories() if _label(path) == name]
+    if not found:
+        return "no"
+    size = sum(each.stat().st_size for path in found for each in path.rglob("*") if each.is_file())
+    kinds = sorted({path.parent.name for path in found})
+    return f"{size / 1e6:,.0f} MB ({', '.join(kinds)})"
+
+
+def _directories() -> Iterator[Path]:
+    """What `quill serve` keeps: models, checkpoints, bundles, a hub's files."""
+    places = (models_directory(), bundles_directory())
+    for place in (*places, cache_directory() / "checkpoints", cache_directory() / "hub"):
+        if place.is_dir():
+            yield from (path for path in sorted(place.iterdir()) if path.name[0] != ".")
+
+
+def _label(path: Path) -> str:
+    return path.name.rpartition("-")[0] if path.parent == bundles_directory() else path.name
+
+
+def _remove(name: str) -> None:
+    name = name.removeprefix("hf:").replace("/", "--")
+    found = [path for path in _directories() if _label(path) == name]
+    if not found:
+        known = ", ".join(sorted({_label(path) for path in _directories()})) or "nothing"
+        raise ExportError(f"the cache has no {name}; it has {known} ({_cache_path()})")
+    for path in found:
+        shutil.rmtree(path)
+        print(f"Removed {path}")
+
+
+def _cache_path() -> str:
+    return str(cache_directory())

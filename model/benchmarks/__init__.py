@@ -1,0 +1,1 @@
+"""Benchmarks that people know, on PyTorch or on a server: `quill eval --tasks`."""

@@ -1,0 +1,1 @@
+"""Where a model may come from: one table of kinds, the catalogue, packages, a hub. No torch."""
