@@ -486,7 +486,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_num_seqs", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams", "embedding_size", "default_pooling", "default_normalize", "mask_token_id", "mask_token", "tool_call_format")
+    __slots__ = ("name", "family", "precision", "device", "server_version", "runtime_version", "deterministic", "num_parameters", "vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "has_tokenizer", "defaults", "context", "default_max_new_tokens", "max_num_seqs", "max_num_sequences", "max_waiting", "max_message_bytes", "max_num_beams", "embedding_size", "default_pooling", "default_normalize", "mask_token_id", "mask_token", "tool_call_format", "fingerprint")
     class DefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -521,6 +521,7 @@ class Model(_message.Message):
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: Family
     precision: str
@@ -548,7 +549,8 @@ class Model(_message.Message):
     mask_token_id: int
     mask_token: str
     tool_call_format: str
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., default_normalize: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., mask_token: _Optional[str] = ..., tool_call_format: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[_Union[Family, str]] = ..., precision: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., runtime_version: _Optional[str] = ..., deterministic: _Optional[bool] = ..., num_parameters: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., chat_template: _Optional[str] = ..., has_tokenizer: _Optional[bool] = ..., defaults: _Optional[_Mapping[str, float]] = ..., context: _Optional[int] = ..., default_max_new_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_num_beams: _Optional[int] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., default_normalize: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., mask_token: _Optional[str] = ..., tool_call_format: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class ReloadRequest(_message.Message):
     __slots__ = ()

@@ -340,4 +340,5 @@ def model_message(served: ServedModel) -> pb.Model:
         mask_token_id=served.mask,
         mask_token=mask_text,
         tool_call_format=call_form.name if call_form and served.grammars else "",
+        fingerprint=served.fingerprint,
     )

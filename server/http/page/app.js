@@ -217,7 +217,7 @@ async function openShared(said) {
   byId("input").value = said.prompt ?? said.messages.at(-1).content;
   grow();
   byId("input").focus();
-  const own = `${model.name}-${model.precision}`;
+  const own = model.fingerprint;
   const isOwn = said.fingerprint === undefined || said.fingerprint === own;
   toast(isOwn ? "Press Enter for the answer that was shared" : `The answer was ${said.fingerprint}'s; this is ${own}, and may answer differently`);
 }

@@ -33,6 +33,7 @@ def test_http_answers_to_each_name_and_reports_the_first(running: Running, path:
         answer = client.post(path, {"model": name} | asked).json
         assert answer["model"] == "gpt-4o"
         assert answer["system_fingerprint"] == make_served().fingerprint
+        assert answer["system_fingerprint"] == client.get("/model").json["fingerprint"]
     reply = client.post(path, {"model": "reciter"} | asked)  # the bundle's own name is replaced
     assert reply.status == 404
     assert "there is gpt-4o, which mine, quill means, too" in reply.error["message"]
