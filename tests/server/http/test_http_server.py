@@ -50,10 +50,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("said", [b"", b"POST / HT", head("POST", CHAT)[:-2]])
-def test_silent_and_half_sent_heads_are_hung_up_on(impatient: Running, said: bytes) -> None:
+def test_silent_and_half_sent_heads_are_hung_up_on(
+    impatient: Running, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with connected(impatient.http_port) as sock:
         sock.sendall(said)
         assert read_until_closed(sock) == b""
+    monkeypatch.undo()
     assert ask(impatient) == "lmn"
 
 
