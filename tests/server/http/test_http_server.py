@@ -43,8 +43,8 @@ def running() -> Iterator[Running]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """With less time for those who dawdle, and enough for everybody else."""
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.7)
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 2.0)
     with running_server(http_port=0) as server:
         yield server
 
