@@ -1,6 +1,8 @@
 """What tests of several packages use, and `--fast`: see tests/tiers.py."""
 
 import os
+import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +17,27 @@ if "QUILL_EMULATED" in os.environ:  # before anything that traces is imported
 
     install()
 
-# How long an example takes depends on who else is running.
-hypothesis.settings.register_profile("quill", deadline=None)
+# How long an example takes depends on who else is running, and each run has the same examples:
+# `make fuzz` looks for others.
+hypothesis.settings.register_profile(
+    "quill",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("quill")
 
 if TYPE_CHECKING:
     from tests.server.tiny_bundle import TinyBundle
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random numbers don't depend on which tests this worker ran before."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

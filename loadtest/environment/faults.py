@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quill.loadtest.environment.process import Sampler, process_tree
+from quill.loadtest.environment.server import read_log
 
 NUM_LOOPS = 8
 STARVE_S = 10.0
+NOTICE_S = 120.0
+POLL_S = 0.2
 
 
 class Fault(NamedTuple):
@@ -76,17 +79,31 @@ FAULTS = {
 }
 
 
-def inject(pid: int, names: Sequence[str], every_s: float) -> Sampler[str]:
-    """In turns, in a thread, inside `with`. `samples` are the names of those that happened."""
-    turns = cycle(names)
+def inject(pid: int, names: Sequence[str], every_s: float, log: Path) -> Sampler[str]:
+    """In turns, in a thread, inside `with`. `samples` are the names of those that happened. Each
+    waits until the server noticed the one before: a reload while the engine starts is lost."""
+    turns, injected = cycle(names), list[str]()
 
     def inject_next() -> str | None:
+        wait_until_noticed(log, injected)
         name = next(turns, None)
         with suppress(OSError):  # a process ended while it was looked at
-            return name if name is not None and FAULTS[name].inject(pid) else None
+            if name is not None and FAULTS[name].inject(pid):
+                injected.append(name)
+                return name
         return None
 
     return Sampler(inject_next, every_s)
+
+
+def wait_until_noticed(log: Path, injected: Sequence[str]) -> None:
+    """Until the server's log has each of these faults, or NOTICE_S have passed."""
+    end_s = time.monotonic() + NOTICE_S
+    while time.monotonic() < end_s:
+        entries = read_log(log)
+        if all(injected.count(name) <= num_logged(entries, name) for name in set(injected)):
+            return
+        time.sleep(POLL_S)
 
 
 def num_logged(log: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,9 +25,19 @@ _Sample = TypeVar("_Sample")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """For programs that can't share it with its holder; another process may take it meanwhile."""
+    with reserved_port() as port:
+        return port
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port at which nobody listens, and that the system gives to nobody else: a server that sets
+    SO_REUSEADDR, as they do, may listen there, also again after its end."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def stop_process(process: "subprocess.Popen[Any]", timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quill.loadtest.environment.process import free_port, stop_process
+from quill.loadtest.environment.process import reserved_port, stop_process
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.protocols.names import ProtocolName
 from quill.loadtest.workload.request import ModelInfo
@@ -48,7 +48,7 @@ def run_locust(load: Load, show: Show) -> bool:
     """Returns when all requests have ended. False: Ctrl-C came first, and ended those that ran."""
     with ExitStack() as stack:
         log = stack.enter_context(load.log.open("ab"))
-        port = free_port() if load.num_workers else 0
+        port = stack.enter_context(reserved_port()) if load.num_workers else 0
         main = _start(stack, _main_arguments(load, port), log.fileno())
         workers = [
             _start(stack, ["--worker", "--master-port", str(port)], log.fileno())

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from quill.loadtest.environment.faults import FAULTS, inject, num_logged
+from quill.loadtest.environment.faults import FAULTS, inject, num_logged, wait_until_noticed
 from quill.loadtest.environment.process import (
     ProcessSample,
     sample_process,
@@ -60,6 +60,7 @@ SERVE = ("--max-num-seqs", str(SEQUENCES), "--max-queue", str(QUEUE), "--kv-cach
 MAX_CALLS = 200  # concurrent calls of the clients: far more than the server admits
 SHOW_S = 10.0
 SETTLE_S = 60.0
+MAX_MORE_PERIODS = 10  # until each fault has happened
 MAX_SLOPE_MB = 1.0  # a minute
 MAX_REJECTION_MS = 100.0
 MIN_SLOPE_S = 120.0  # shorter runs have no meaningful slope
@@ -335,10 +336,15 @@ def soak(folder: Path, bundle: Path | None, options: SoakOptions, *serve: str) -
         num_warm_up = len(client.records)
         rate = options.load_factor * capacity
         _print(f"capacity {capacity:.1f} requests/s; now {rate:.1f} requests/s are sent")
-        faults = inject(server.pid, options.faults, options.fault_period_s)
+        faults = inject(server.pid, options.faults, options.fault_period_s, log)
         with watch_process(server.pid) as watcher, faults:
             num_sent = num_warm_up + overload(client, indices, rate, options.duration_s)
+            for _ in range(MAX_MORE_PERIODS):  # a busy machine restarts slowly
+                if set(options.faults) <= set(faults.samples):
+                    break
+                num_sent += overload(client, indices, rate, options.fault_period_s)
         client.close()
+        wait_until_noticed(log, faults.samples)
         end, is_idle = settle(server, start)
         num_ended = num_streams(log) - before
         _print(f"now {options.num_verified:,} of the answers are requested again, alone")

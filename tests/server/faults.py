@@ -68,4 +68,5 @@ class Faults:
         """Whoever hangs goes on, and nobody hangs any more."""
         pipe = (self._directory / "hang").open("w")
         self.end("hang")
+        self.end("hangs")
         pipe.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from quill.loadtest.environment.process import reserved_port as reserved_port
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from quill.server.prometheus_text import read_samples
@@ -148,8 +149,16 @@ class ServerProcess:
 def children_of(pid: int) -> dict[int, str]:
     """What each runs; one that has just ended runs nothing."""
     paths = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for path in paths for child in path.read_text().split()]
-    return {child: Path(f"/proc/{child}/cmdline").read_text() for child in pids}
+    pids = [int(child) for path in paths for child in _read_if_there(path).split()]
+    return {child: _read_if_there(Path(f"/proc/{child}/cmdline")) for child in pids}
+
+
+def _read_if_there(path: Path) -> str:
+    """Of /proc: threads and processes end while their files are listed."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def ask(server: ServerProcess, seed: int = 3, max_new_tokens: int = 8) -> list[int]:
@@ -195,7 +204,9 @@ def server_process(
 def serve_command(
     bundle: Path, options: Sequence[str], port: int = 0, code: str = COMMAND_LINE
 ) -> list[str]:
-    return [sys.executable, "-c", code, "serve", str(bundle), "--port", str(port), *options]
+    """The other ports are free ones: those beside `port` may be reserved for another server."""
+    ports = ("--port", str(port), "--http-port", "0", "--metrics-port", "0")
+    return [sys.executable, "-c", code, "serve", str(bundle), *ports, *options]
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:

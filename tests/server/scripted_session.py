@@ -15,7 +15,7 @@ from quill.server.engine.model_runner import BlockCopy, Chunk, ModelOutput, Sour
 VOCAB_SIZE = 257
 END = 0  # <|endoftext|>; the token of a byte is byte + 1
 D_MODEL = 4
-TIMEOUT_S = 30
+TIMEOUT_S = 120  # of what never takes a second on a machine that isn't busy
 Logits = npt.NDArray[np.float32]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quill.loadtest.bench.backends.protocol import BackendInfo, serve, size_of
-from quill.loadtest.environment.process import free_port, last_line, peak_bytes_of, stop_process
+from quill.loadtest.environment.process import last_line, peak_bytes_of, reserved_port, stop_process
 from quill.loadtest.errors import BackendError
 from quill.loadtest.workload.closed_loop import ANSWER_TIMEOUT_S, Streamed, run_load
 
@@ -126,16 +126,16 @@ class LlamaServer:
 
 @contextmanager
 def llama_server(config: LlamaConfig, log: Path) -> Iterator[LlamaServer]:
-    port = free_port()
-    command = [str(config.program), *options(config, port)]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=errors, stderr=errors, process_group=0)
-    try:
-        _wait_until_ready(process, port, log)
-        yield LlamaServer(config, port, process.pid)
-    finally:
-        process.terminate()
-        stop_process(process, 10.0)
+    with reserved_port() as port:
+        command = [str(config.program), *options(config, port)]
+        with log.open("wb") as errors:
+            process = subprocess.Popen(command, stdout=errors, stderr=errors, process_group=0)
+        try:
+            _wait_until_ready(process, port, log)
+            yield LlamaServer(config, port, process.pid)
+        finally:
+            process.terminate()
+            stop_process(process, 10.0)
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quill.loadtest.environment.process import free_port
+from quill.loadtest.environment.process import reserved_port
 from quill.loadtest.environment.server import StartedServer
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.run.locust_process import LOCUSTFILE, Load, run_locust
@@ -134,13 +134,14 @@ def test_only_streams_are_requests_and_errors_have_their_status(
 @contextmanager
 def web_page(server: StartedServer, directory: Path, num_workers: int) -> Iterator[str]:
     """Locust's own, of one process or of a master and its workers."""
-    port, led = free_port(), free_port()
     locust = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
-    page = [*locust, "--host", server.address, "--web-host", "127.0.0.1", "--web-port", str(port)]
-    if num_workers:
-        page += ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", str(led)]
-    worker = [*locust, "--worker", "--master-port", str(led)]
     with ExitStack() as stack:
+        port, led = (stack.enter_context(reserved_port()) for _ in range(2))
+        page = [*locust, "--host", server.address, "--web-host", "127.0.0.1"]
+        page += ["--web-port", str(port)]
+        if num_workers:
+            page += ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", str(led)]
+        worker = [*locust, "--worker", "--master-port", str(led)]
         log = stack.enter_context((directory / "locust.log").open("wb"))
         for command in (page, *[worker] * num_workers):
             process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 import threading
 
-from quill.loadtest.environment.process import free_port
+from quill.loadtest.environment.process import reserved_port
 from quill.loadtest.environment.server import (
     MetricsSample,
     StartedServer,
@@ -37,7 +37,7 @@ def test_watcher_looks_while_it_may(server: StartedServer) -> None:
 
 
 def test_watcher_without_a_server_sees_nothing_and_is_no_error() -> None:
-    with watch_server(f"http://127.0.0.1:{free_port()}/metrics") as watcher:
+    with reserved_port() as port, watch_server(f"http://127.0.0.1:{port}/metrics") as watcher:
         pass
     assert watcher.samples == []
     with watch_server(None) as watcher:

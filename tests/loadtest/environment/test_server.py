@@ -16,9 +16,9 @@ from quill.server.client.access import Access
 
 
 def test_server_is_healthy_and_says_where_its_metrics_are(server: StartedServer) -> None:
-    wait_until_healthy(server.address, timeout_s=5)
+    wait_until_healthy(server.address, timeout_s=60)
     assert server.metrics_url is not None
-    with urllib.request.urlopen(server.metrics_url, timeout=5) as reply:
+    with urllib.request.urlopen(server.metrics_url, timeout=60) as reply:
         assert b"quill_sequences_running" in reply.read()
 
 

@@ -20,12 +20,15 @@ MakeClient = type[Client]
 class AsyncAdapter:
     """An AsyncClient on an event loop in a thread of its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *given: Any, **options: Any) -> None:
-        self._loop = loop
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, stack: ExitStack, *given: Any, **options: Any
+    ) -> None:
+        self._loop, self._stack = loop, stack
         if "sleep" in options:
             blocking = options["sleep"]
             options["sleep"] = lambda delay_s: asyncio.to_thread(blocking, delay_s)
         self._client = AsyncClient(*given, **options)
+        stack.callback(self.close)
 
     def __enter__(self) -> "AsyncAdapter":
         return self
@@ -41,7 +44,9 @@ class AsyncAdapter:
         return self._client.servers()
 
     def stream(self, *given: Any, **options: Any) -> Generator[pb.GenerateChunk, None, None]:
-        return self._iterate(self._client.stream(*given, **options))
+        chunks = self._iterate(self._client.stream(*given, **options))
+        self._stack.callback(chunks.close)
+        return chunks
 
     def _iterate(self, chunks: Any) -> Generator[pb.GenerateChunk, None, None]:
         try:
@@ -60,7 +65,11 @@ async def _next(chunks: Any) -> pb.GenerateChunk | None:
 
 @pytest.fixture(params=["sync", "async"])
 def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
-    """The class of the blocking client, or what makes an async client that looks like one."""
+    """The class of the blocking client, or what makes an async client that looks like one.
+
+    What a failed test leaves open ends before the loop does: the garbage collector would find it
+    in another test, and fail that.
+    """
     if request.param == "sync":
         yield Client
         return
@@ -71,4 +80,7 @@ def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
         stack.callback(thread.join)
         stack.callback(loop.call_soon_threadsafe, loop.stop)
         thread.start()
-        yield cast("MakeClient", lambda *given, **options: AsyncAdapter(loop, *given, **options))
+        made = stack.enter_context(ExitStack())
+        yield cast(
+            "MakeClient", lambda *given, **options: AsyncAdapter(loop, made, *given, **options)
+        )

@@ -14,7 +14,15 @@ from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.client.conftest import MakeClient
 from tests.server.faults import Faults
-from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process, wait_until
+from tests.server.process import (
+    PATIENCE_S,
+    PROMPT,
+    ServerProcess,
+    ask,
+    reserved_port,
+    server_process,
+    wait_until,
+)
 from tests.server.tiny_bundle import TinyBundle
 
 NUM_STREAMS = 12
@@ -39,9 +47,9 @@ def bundle(tiny_bundle: TinyBundle) -> Path:
 
 
 def slow_server(
-    bundle: Path, faults: Faults, log: Path, *options: str
+    bundle: Path, faults: Faults, log: Path, *options: str, port: int = 0
 ) -> AbstractContextManager[ServerProcess]:
-    return server_process(bundle, log, *options, environment=faults.environment)
+    return server_process(bundle, log, *options, port=port, environment=faults.environment)
 
 
 def kill(server: ServerProcess) -> None:
@@ -65,7 +73,8 @@ def test_every_stream_outlasts_the_restart_of_its_only_server(
 ) -> None:
     log, room = tmp_path / "log", ("--max-num-seqs", str(NUM_STREAMS))
     with (
-        slow_server(bundle, faults, log, *room) as first,
+        reserved_port() as port,
+        slow_server(bundle, faults, log, *room, port=port) as first,
         ThreadPoolExecutor(NUM_STREAMS) as threads,
     ):
         clients = [make_client(first.address) for _ in range(NUM_STREAMS)]
@@ -77,7 +86,7 @@ def test_every_stream_outlasts_the_restart_of_its_only_server(
             "all have called in vain",
             PATIENCE_S,
         )
-        with server_process(bundle, log, *room, port=first.port) as second:
+        with server_process(bundle, log, *room, port=port) as second:
             received = [each.result(PATIENCE_S) for each in streams]
             for each in clients:
                 each.close()
@@ -87,26 +96,36 @@ def test_every_stream_outlasts_the_restart_of_its_only_server(
 
 
 def test_stream_whose_server_stays_away_ends_at_its_deadline(
-    make_client: MakeClient, bundle: Path, faults: Faults, tmp_path: Path
+    make_client: MakeClient,
+    bundle: Path,
+    faults: Faults,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Retries come 0.15, 0.45, 1.05 and 2.25 s after the failure: none just before the deadline,
+    which would end it before the connection is refused."""
+    monkeypatch.setattr("random.uniform", lambda *_: 0.75)
     with (
         slow_server(bundle, faults, tmp_path / "log") as server,
-        make_client(server.address) as client,
+        make_client(server.address, Retries(first_s=0.2, max_s=PATIENCE_S)) as client,
     ):
-        chunks = client.stream(PROMPT, max_new_tokens=LENGTH, timeout_s=3.0, resume=True)
+        chunks = client.stream(PROMPT, max_new_tokens=LENGTH, timeout_s=4.0, resume=True)
         next(chunks)
         kill(server)
         began_s = time.monotonic()
         with pytest.raises(CallError, match="Connection refused"):
             list(chunks)
-        assert time.monotonic() - began_s < 3.0
+        assert time.monotonic() - began_s < 4.0
 
 
 @pytest.fixture
 def two(bundle: Path, faults: Faults, tmp_path: Path) -> Iterator[list[ServerProcess]]:
     with ExitStack() as stack:
-        logs = [tmp_path / f"log-{number}" for number in range(2)]
-        yield [stack.enter_context(slow_server(bundle, faults, log)) for log in logs]
+        ports = [stack.enter_context(reserved_port()) for _ in range(2)]
+        yield [
+            stack.enter_context(slow_server(bundle, faults, tmp_path / f"log-{port}", port=port))
+            for port in ports
+        ]
 
 
 def test_stream_of_a_killed_server_goes_on_at_the_other(

@@ -5,11 +5,11 @@ import resource
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from quill.loadtest.environment.process import free_port
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.server.process import (
@@ -19,6 +19,7 @@ from tests.server.process import (
     PROMPT,
     ROOT,
     ask,
+    reserved_port,
     serve_command,
     server_process,
     wait_until,
@@ -29,9 +30,16 @@ UNTIL_IT_LISTENS = Retries(max_retries=1000, first_s=0.05, max_s=0.2)
 WEIGHTS = "weights.fp32.bin"
 
 
-def test_full_disk_for_all_that_the_server_says_stops_no_answer(tiny_bundle: TinyBundle) -> None:
-    port, options = free_port(), (*OPTIONS, "--metrics-port", "off")
-    command = serve_command(tiny_bundle.directory, options, port)
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+def test_full_disk_for_all_that_the_server_says_stops_no_answer(
+    tiny_bundle: TinyBundle, port: int
+) -> None:
+    command = serve_command(tiny_bundle.directory, (*OPTIONS, "--metrics-port", "off"), port)
     with Path("/dev/full").open("wb") as full:
         process = subprocess.Popen(command, stdout=full, stderr=full, cwd=ROOT)
     try:

@@ -14,7 +14,7 @@ from quill.server.errors import StartError
 from quill.server.text.tokenizer import MAX_CHARACTERS_PER_TOKEN, Text
 from tests.server.running import CONTEXT, Running, make_served, make_text, running_server
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from quill.server.loading.choices import MIN_CONTEXT
 from quill.server.loading.loader import Loader, warm_up
 from quill.server.request import Limits
 from tests.bad_files import SMALL
-from tests.server.process import OPTIONS, ROOT, ask, serve_command, server_process
+from tests.server.process import OPTIONS, PATIENCE_S, ROOT, ask, serve_command, server_process
 from tests.server.scripted_session import TIMEOUT_S, Reciter
 from tests.server.tiny_bundle import TinyBundle
 
@@ -39,7 +39,7 @@ def test_process_without_torch_serves_repeats_itself_and_ends_in_good_order(
             assert not client.model(timeout_s=60).has_tokenizer
         assert ask(server) == ask(server)
         server.signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert "stopped" in server.log
     assert "Traceback" not in server.log
 
@@ -57,7 +57,7 @@ def test_systemd_is_told_of_ready_alive_and_stopping(
             while (state := systemd.recv(99)) == b"WATCHDOG=1":
                 pass
             assert state == b"STOPPING=1"
-            assert server.process.wait(60) == 0
+            assert server.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("metrics", ["off", "0"])
@@ -86,7 +86,7 @@ def test_log_for_machines_is_json_from_the_first_line_to_the_last(
                     with urllib.request.urlopen(entries[-1]["metrics"], timeout=60) as reply:
                         assert b"quill_max_num_seqs" in reply.read()
                 process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.communicate()

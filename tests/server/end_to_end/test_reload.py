@@ -30,8 +30,8 @@ from quill.server.request import Limits
 from tests.bad_files import agree
 from tests.server.end_to_end.test_lifecycle import NEVER, Caller, ask, start_one
 from tests.server.end_to_end.test_process import WITHOUT_TORCH, change_manifest
+from tests.server.process import PATIENCE_S, server_process, wait_until
 from tests.server.process import ask as ask_process
-from tests.server.process import server_process, wait_until
 from tests.server.running import (
     NOT_SERVING,
     SERVING,
@@ -289,7 +289,7 @@ def test_process_reloads_at_a_signal_while_clients_go_on_calling(
         assert set(names) <= {tiny_bundle.manifest.name, "second"}
         assert "second" in names
         server.signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert "Traceback" not in server.log
 
 

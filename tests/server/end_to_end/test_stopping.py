@@ -13,7 +13,15 @@ from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
-from tests.server.process import PATIENCE_S, PROMPT, ServerProcess, ask, server_process
+from tests.server.faults import Faults
+from tests.server.process import (
+    PATIENCE_S,
+    PROMPT,
+    ServerProcess,
+    ask,
+    reserved_port,
+    server_process,
+)
 from tests.server.tiny_bundle import TinyBundle
 
 NUM_CALLERS = 32
@@ -71,9 +79,11 @@ def end(server: ServerProcess) -> None:
 def test_calls_that_had_not_begun_end_with_unavailable_and_are_logged(
     attempt: int, tiny_bundle: TinyBundle, tmp_path: Path
 ) -> None:
-    with server_process(tiny_bundle.directory, tmp_path / "log") as server:
+    faults, log_path = Faults(tmp_path), tmp_path / "log"
+    with server_process(tiny_bundle.directory, log_path, environment=faults.environment) as server:
         callers = Callers(lambda callers: call_until_it_fails(callers, server.address))
         callers.start(2 * NUM_CALLERS)
+        faults.start("slow")  # so that some callers come again while others are still answered
         end(server)
         callers.join()
         log = server.log
@@ -100,12 +110,13 @@ def test_clients_go_on_with_the_next_server(tiny_bundle: TinyBundle, tmp_path: P
                 )
                 callers.note(str(list(answer.sequences[0].token_ids)))
 
-    with server_process(tiny_bundle.directory, tmp_path / "log") as server:
-        expected = ask(server, seed=3, max_new_tokens=NUM_TOKENS)
-        callers = Callers(call)
-        callers.start(2 * NUM_CALLERS)
-        end(server)
-    stopped.set()
-    with server_process(tiny_bundle.directory, tmp_path / "next", port=server.port):
-        callers.join()
+    with reserved_port() as port:
+        with server_process(tiny_bundle.directory, tmp_path / "log", port=port) as server:
+            expected = ask(server, seed=3, max_new_tokens=NUM_TOKENS)
+            callers = Callers(call)
+            callers.start(2 * NUM_CALLERS)
+            end(server)
+        stopped.set()
+        with server_process(tiny_bundle.directory, tmp_path / "next", port=port):
+            callers.join()
     assert set(callers.ends) == {str(expected)}

@@ -129,7 +129,7 @@ def test_closed_dispatcher_refuses_and_waits_for_the_last_one() -> None:
             with pytest.raises(UnavailableError):
                 async with dispatcher.serve(REQUEST, Engine()):
                     pass
-        await asyncio.wait_for(empty, 10)
+        await asyncio.wait_for(empty, 120)
 
     asyncio.run(main())
 

@@ -1,6 +1,7 @@
 """The thread around the engine: messages in, batches out, and an end to everything."""
 
 import queue
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.server.fake_session import FakeSession, oracle
 from tests.server.small_grammars import EOS, small_compiler
 
 CONTEXT = 64
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 class _Compiler:
@@ -88,10 +89,21 @@ def test_request_ends_when_ended() -> None:
         assert finish.reason in ("cancelled", "length")
 
 
-def test_stopping_ends_what_is_running_and_refuses_more() -> None:
-    with Served() as served:
+def test_stopping_ends_what_is_running_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, runs, may_end = Served(), threading.Event(), threading.Event()
+    step = served.engine.step
+
+    def step_until_stopped() -> EngineOutputs:
+        runs.set()
+        assert may_end.wait(TIMEOUT_S)
+        return step()
+
+    monkeypatch.setattr(served.engine, "step", step_until_stopped)
+    with served:
         served.thread.submit(_request("a"))
+        assert runs.wait(TIMEOUT_S)
         served.thread.stop()
+        may_end.set()
         assert served.thread.join(TIMEOUT_S)
         with pytest.raises(UnavailableError):
             served.thread.submit(_request("b"))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 from typing import cast
 
 import pytest
@@ -13,6 +12,7 @@ from quill.server.grammar import compiler
 from quill.server.grammar.compiler import Compiler
 from quill.server.grammar.json_schema import MAX_DEPTH
 from quill.server.request import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from tests.processor_time import within_s
 from tests.server.fake_session import VOCAB_SIZE
 from tests.server.scripted_session import TIMEOUT_S
 from tests.server.small_grammars import EOS, GRAMMARS, byte_grammar, small_compiler, small_tokenizer
@@ -63,8 +63,7 @@ def test_error_says_what_is_wrong_and_where(kind: ConstraintKind, text: str, pla
 def test_adversarial_constraints_are_errors_or_followed_in_time(name: str) -> None:
     asked = adversarial_constraints()[name]
     kind = cast(ConstraintKind, asked.WhichOneof("kind"))
-    started_s = time.process_time()
-    with contextlib.suppress(InvalidFieldError):
+    with within_s(1), contextlib.suppress(InvalidFieldError):
         matcher = small_compiler().compile_now(Constraint(kind, getattr(asked, kind))).matcher()
         for _ in range(20):
             (mask,) = matcher.masks((), (), 0)
@@ -72,7 +71,6 @@ def test_adversarial_constraints_are_errors_or_followed_in_time(name: str) -> No
                 break
             matcher.accept(int(mask[0]).bit_length() - 1)
             matcher.jump_forward()
-    assert time.process_time() - started_s < 1
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH // 2, MAX_DEPTH])
@@ -90,9 +88,8 @@ def test_depth_is_limited(depth: int) -> None:
 def test_regex_bombs_are_followed_or_fail_in_time(regex: str) -> None:
     matcher = small_compiler().compile_now(Constraint("regex", regex)).matcher()
     for _ in range(50):
-        started_s = time.process_time()
-        matcher.masks((), (), 0)
-        assert time.process_time() - started_s < 0.5
+        with within_s(0.5):
+            matcher.masks((), (), 0)
         if matcher.has_failed:
             break
         matcher.accept(2)  # an a

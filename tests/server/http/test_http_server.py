@@ -43,17 +43,20 @@ def running() -> Iterator[Running]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """With less time for those who dawdle, and enough for everybody else."""
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.7)
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 2.0)
     with running_server(http_port=0) as server:
         yield server
 
 
 @pytest.mark.parametrize("said", [b"", b"POST / HT", head("POST", CHAT)[:-2]])
-def test_silent_and_half_sent_heads_are_hung_up_on(impatient: Running, said: bytes) -> None:
+def test_silent_and_half_sent_heads_are_hung_up_on(
+    impatient: Running, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with connected(impatient.http_port) as sock:
         sock.sendall(said)
         assert read_until_closed(sock) == b""
+    monkeypatch.undo()
     assert ask(impatient) == "lmn"
 
 

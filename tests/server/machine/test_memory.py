@@ -41,7 +41,7 @@ Rss:                  20 kB
 
 # In a process of its own: glibc's limits are for the whole process.
 GATHER = """
-import ctypes
+import contextlib, ctypes, mmap
 from quill.server.machine.memory import huge_pages
 
 def gathered():
@@ -55,7 +55,12 @@ with huge_pages():
     for _ in range(24):
         block = libc.malloc(2**20)
         ctypes.memset(block, 1, 2**20)
-print(gathered() - before)
+own = gathered()
+with mmap.mmap(-1, 24 * 2**20) as plain:  # whether the machine has free large pages at all
+    plain.write(bytes(24 * 2**20))
+    with contextlib.suppress(OSError):
+        plain.madvise(25)  # MADV_COLLAPSE
+    print(own - before, gathered() - own)
 """
 
 
@@ -81,7 +86,11 @@ def test_many_small_allocations_end_up_in_large_pages() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GATHER], capture_output=True, text=True, check=True, timeout=60
     )
-    assert int(done.stdout) >= 16 * 1024  # kB, of 24 MB
+    wanted = 16 * 1024  # kB, of 24 MB
+    found, possible = map(int, done.stdout.split())
+    if max(found, possible) < wanted:
+        pytest.skip("the memory of this machine is in pieces: there are no large pages now")
+    assert found >= wanted
 
 
 # 512 blocks of 4 KiB for each of 60 sides of layers, of which the first is written.

@@ -166,7 +166,11 @@ def test_server_plans_within_its_group(tiny_bundle: TinyBundle, tmp_path: Path) 
     """A real server in a mount namespace, in which the limits are files of ours."""
     if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("mount namespaces can't be made here")
-    assert planned(tiny_bundle.directory)[0] == 2.0
+    write(tmp_path / "meminfo", MEMINFO)  # what others take meanwhile doesn't count
+    groups = tmp_path / "groups"
+    mount = f"mount --bind {tmp_path}/meminfo /proc/meminfo"
+    alone = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    assert planned(tiny_bundle.directory, *alone)[0] == 2.0
     memory, cpu = own_group("memory"), own_group("cpu")
     limits = {
         memory / "memory.max": 3 * GB // 2,
@@ -178,8 +182,8 @@ def test_server_plans_within_its_group(tiny_bundle: TinyBundle, tmp_path: Path) 
         cpu / "cpu.cfs_period_us": 100_000,
     }
     for path, limit in limits.items():
-        write(tmp_path / path.relative_to("/sys/fs/cgroup"), f"{limit}\n")
-    mount = f'mount --bind {tmp_path} /sys/fs/cgroup && exec "$@"'
+        write(groups / path.relative_to("/sys/fs/cgroup"), f"{limit}\n")
+    mount += f' && mount --bind {groups} /sys/fs/cgroup && exec "$@"'
     # Half of 1.4 GB, less what the model takes.
     assert planned(tiny_bundle.directory, "unshare", "-m", "sh", "-c", mount, "sh") == (0.7, 1)
 

@@ -340,7 +340,7 @@ def test_openais_lines_end_at_once_with_ctrl_c(files: tuple[Path, Path]) -> None
 
 
 def test_several_servers_are_one_address_or_a_name(run: Run, files: tuple[Path, Path]) -> None:
-    write(files[0], *prompts(20))
+    write(files[0], *prompts(40))  # so many never all have the same home
     with running_server() as one, running_server() as other:
         assert run(address=f"quill://{one.address},{other.address}")[0] == 0
         for server in (one, other):

@@ -16,7 +16,7 @@ from quill.server.client.access import Access
 from quill.server.client.sync_client import Client
 from quill.server.client.tools.top import Board, Row, buckets, table
 from tests.server.authority import Authority, write
-from tests.server.process import COMMAND_LINE
+from tests.server.process import COMMAND_LINE, reserved_port
 from tests.server.running import NUM_BLOCKS, Running, running_server
 
 Top = Callable[..., tuple[int, list[str], str]]
@@ -77,15 +77,16 @@ def test_numbers_are_those_of_the_server() -> None:
 
 
 def test_a_server_that_comes_back_is_seen_again() -> None:
-    with running_server(metrics_port=0) as running:
-        port, address = running.server.metrics_port, metrics_of(running)
-        board = Board([address], Access())
-        with Client(running.address) as client:
-            client.generate("abc", max_new_tokens=50)
-        assert all(row.is_serving for row in board.scrape())
-    assert board.scrape() == [Row(address, None, "down: nothing listens there")]
-    with running_server(metrics_port=port):
-        (row,) = board.scrape()
+    with reserved_port() as port:
+        with running_server(metrics_port=port) as running:
+            address = metrics_of(running)
+            board = Board([address], Access())
+            with Client(running.address) as client:
+                client.generate("abc", max_new_tokens=50)
+            assert all(row.is_serving for row in board.scrape())
+        assert board.scrape() == [Row(address, None, "down: nothing listens there")]
+        with running_server(metrics_port=port):
+            (row,) = board.scrape()
         assert row.window is not None
         assert table([row])[1].split()[4] == "0.0"  # tokens/s
 
