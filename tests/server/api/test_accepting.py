@@ -22,6 +22,7 @@ from tests.server.scripted_session import TIMEOUT_S
 
 NUM_CALLS = 64
 MAX_ROUNDS = 20
+METHOD = "/quill.v1.TextGeneration/GenerateStream"
 REQUEST = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
 
 
@@ -118,13 +119,12 @@ def test_a_call_that_has_expired_unread_is_dropped_and_counted() -> None:
 
 
 def test_a_full_queue_rejects_a_call_before_its_message_is_read() -> None:
-    method = "/quill.v1.TextGeneration/GenerateStream"
     with running_server(max_waiting=1) as running:
         running.session.hold()
         with grpc.insecure_channel(running.address) as channel:
             stub = pb_grpc.TextGenerationStub(channel)
             held = stub.GenerateStream(REQUEST)
-            send: Any = channel.unary_stream(method)
+            send: Any = channel.unary_stream(METHOD)
             running.wait_for_waiting(1)
             with pytest.raises(grpc.RpcError) as caught:
                 list(send(b"no message", timeout=TIMEOUT_S))
@@ -146,6 +146,25 @@ def test_a_full_queue_rejects_more_calls_in_a_turn_than_are_started() -> None:
         if most > accepting.MAX_STARTS:
             return
     raise AssertionError(f"at most {most} were rejected in a turn")
+
+
+def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
+    """Each call has its place from the start: of those that come together, no more are read than
+    there are places. These messages aren't requests, so none of them ever waits."""
+    for _ in range(MAX_ROUNDS):
+        with running_server(max_waiting=1) as running:
+            with grpc.insecure_channel(running.address) as channel:
+                grpc.channel_ready_future(channel).result(TIMEOUT_S)
+                send: Any = channel.unary_stream(METHOD)
+                is_sent = threading.Event()
+                running._loop.call_soon_threadsafe(is_sent.wait, TIMEOUT_S)
+                calls = [send(b"no message", timeout=TIMEOUT_S) for _ in range(NUM_CALLS)]
+                is_sent.set()
+                codes = {call.code() for call in calls}
+            assert running.server.dispatcher.admission.num_waiting == 0
+        if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
+            return
+    raise AssertionError("all were read")
 
 
 def test_a_rejected_call_leaves_nothing_to_the_cyclic_garbage_collector() -> None:
