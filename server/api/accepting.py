@@ -109,6 +109,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
                 self._start(_Accepted(name, state, None))
             else:
                 self._reject_or_queue(name, state)
+            del state  # it would stay until this acceptor's next call
 
     def _reject_or_queue(self, name: str, state: Any) -> None:
         context, handler, place = self._context(state), None, None

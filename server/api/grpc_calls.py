@@ -305,7 +305,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
             except InvalidFieldError as error:
                 async with answering(name, ours, frontend) as call, self._calls.record(call):
                     raise error
-            return await (handler.unary_unary or handler.unary_stream)(request, ours)
+            try:
+                return await (handler.unary_unary or handler.unary_stream)(request, ours)
+            except grpc.aio.AbortError as aborted:
+                # gRPC raises it once more after this. The call's state has the error, and the
+                # error's traceback would have the state: a reference cycle.
+                aborted.__traceback__ = aborted.__context__ = None
+                return None
 
         return answer
 
