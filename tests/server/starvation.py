@@ -154,12 +154,13 @@ def run_load(address: str, users: Users, seconds: float) -> Seen:
 
 
 def set_niceness(pid: int, niceness: int) -> None:
-    """Of a session: Linux' autogroups share the processor among sessions, whatever nice values
-    their processes have."""
+    """Of a process' session and its threads. Linux' autogroups share the processor among sessions,
+    whatever nice values their threads have."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 async def measure_lag(seen: Seen) -> None:
@@ -351,7 +352,11 @@ def main() -> None:
         options = (*OPTIONS, *keys, *given.serve.split())
         server = stack.enter_context(server_process(bundle, folder / "log", *options))
         spawn = multiprocessing.get_context("spawn")
-        clients = stack.enter_context(ProcessPoolExecutor(2, spawn))
+        # Both start before the load: it would keep the second from starting until it is over.
+        both = spawn.Barrier(2)
+        clients = stack.enter_context(ProcessPoolExecutor(2, spawn, both.wait))
+        for started in [clients.submit(os.getpid) for _ in range(2)]:
+            started.result()
         is_well = scenario.run(
             Run(server, clients, scenario.seconds, scenario.users, scenario.timeout_s, api_key)
         )
