@@ -161,7 +161,7 @@ def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
                 calls = [send(b"no message", timeout=TIMEOUT_S) for _ in range(NUM_CALLS)]
                 is_sent.set()
                 codes = {call.code() for call in calls}
-            assert running.server.dispatcher.admission.num_waiting == 0
+            running.wait_for_waiting(0)  # all places were given back
         if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
             return
     raise AssertionError("all were read")
