@@ -8,9 +8,10 @@ What is patched, and why:
   the poller blocks, and each turn handles one event. With 600 streams and little CPU time, calls
   were seconds old before Python saw them. Here a turn reads all bytes.
 - grpc.aio accepts one call of each method in several turns of the event loop, first in, first out.
-  Here many are accepted at once and wait in an AcceptQueue; a few are started in a turn, so that
-  what was started ends before its deadline. Those that there is no place for, or that waited too
-  long, are rejected at once. A rejection costs no more than a header: no message is read.
+  Here many are accepted at once. Those that the engine's queue has no place for are rejected at
+  once: a rejection costs no more than a header, and waits for no other call. The others have their
+  place and wait in an AcceptQueue; a few are started in a turn, so that what was started ends
+  before its deadline. Those that waited too long are rejected unread.
 - grpc.aio decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
   calls. A path with the byte 0xff ends that loop, and with it the server and everybody's calls;
   whoever can connect can do that, with or without a key. A generic handler, the public way to
@@ -28,8 +29,9 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import grpc
 
@@ -42,11 +44,32 @@ HEALTH = "/grpc.health."  # answered first: it is how others learn that a server
 UNKNOWN_METHOD = "/unknown/unknown"  # instead of the name
 NUM_ACCEPTORS = 64  # of each method: calls that are accepted in one turn of the event loop
 MAX_STARTS = 16  # in one turn: a call that was started should end before its deadline
-MAX_TAKEN = 64  # in one turn, with those that are rejected: a rejection took 0.13 ms
 MAX_WAKEUPS = 4096  # bytes: more than the socket holds
-# Of a method's name and the call's context: the handler that rejects a call. None: it isn't
-# rejected, or its client has left.
-Reject = Callable[[str, Any], "grpc.RpcMethodHandler[Any, Any] | None"]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Interceptor(Protocol):
+    """Decides on calls by their headers. `context` is grpc.aio's."""
+
+    def reserve(self, method: str, context: Any) -> "tuple[Handler | None, str | None]":
+        """What rejects the call, if anything does, and the call's place in the engine's queue."""
+
+    def reject_late(self, method: str, context: Any) -> "Handler | None":
+        """What rejects a call that waited too long. None: its client has left."""
+
+    def with_place(self, place: str | None) -> Any:
+        """grpc.aio's interceptor for a call with this place."""
+
+    def free(self, place: str) -> None:
+        """The call has ended: it needs no place."""
+
+
+class _Accepted(NamedTuple):
+    """A call that waits until it is started."""
+
+    name: str
+    state: Any  # grpc.aio's
+    place: str | None
 
 
 class _Core(_core.AioServer):  # type: ignore[misc]
@@ -55,19 +78,15 @@ class _Core(_core.AioServer):  # type: ignore[misc]
     def __init__(
         self,
         loop: Any,
-        guards: Sequence[Any],
+        interceptor: Interceptor,
         options: Any,
-        reject_early: Reject,
-        reject_late: Reject,
     ) -> None:
-        super().__init__(loop, None, (), guards, options, None)
+        super().__init__(loop, None, (), (), options, None)
         self._own_loop = loop
-        self._guards = tuple(guards)
+        self._interceptor = interceptor
         self._handlers: dict[str, Any] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._accepted: AcceptQueue[tuple[str, Any]] = AcceptQueue()
-        self._reject_early = reject_early
-        self._reject_late = reject_late
+        self._accepted: AcceptQueue[_Accepted] = AcceptQueue()
 
     def add_registered_method_handlers(self, handlers: dict[str, Any]) -> None:
         super().add_registered_method_handlers(handlers)
@@ -87,44 +106,72 @@ class _Core(_core.AioServer):  # type: ignore[misc]
             else:
                 state = await self._request_registered_call(method)
             if name.startswith(HEALTH):
-                self._start(name, state)
-                continue
-            if not self._accepted:
-                self._own_loop.call_soon(self._start_some)
-            self._accepted.put((name, state), self._context(state).time_remaining())
+                self._start(_Accepted(name, state, None))
+            else:
+                self._reject_or_queue(name, state)
+            del state  # it would stay until this acceptor's next call
+
+    def _reject_or_queue(self, name: str, state: Any) -> None:
+        context, handler, place = self._context(state), None, None
+        left_s = context.time_remaining()
+        if left_s is None or left_s > 0:
+            handler, place = self._interceptor.reserve(name, context)
+        if handler is not None:
+            self._reject(name, state, handler)
+            return
+        if not self._accepted:
+            self._own_loop.call_soon(self._start_some)
+        self._accepted.put(_Accepted(name, state, place), left_s)
 
     def _start_some(self) -> None:
         """Once a turn, while calls wait."""
-        for name, state in self._accepted.take_late():
-            self._is_rejected(name, state, self._reject_late)
-        num_started, num_taken = 0, 0
-        while self._accepted and num_started < MAX_STARTS and num_taken < MAX_TAKEN:
-            name, state = self._accepted.take_newest()
-            num_taken += 1
-            if not self._is_rejected(name, state, self._reject_early):
-                self._start(name, state)
-                num_started += 1
+        for name, state, place in self._accepted.take_late():
+            if place is not None:
+                self._interceptor.free(place)
+            handler = self._interceptor.reject_late(name, self._context(state))
+            if handler is not None:
+                self._reject(name, state, handler)
+        for _ in range(min(MAX_STARTS, len(self._accepted))):
+            self._start(self._accepted.take_newest())
         if self._accepted:
             self._own_loop.call_soon(self._start_some)
-
-    def _is_rejected(self, name: str, state: Any, reject: Reject) -> bool:
-        handler = reject(name, self._context(state))
-        if handler is not None:
-            self._run(name, state, {name: handler}, ())
-        return handler is not None
 
     def _context(self, state: Any) -> Any:
         return _core._ServicerContext(state, None, None, self._own_loop)
 
-    def _start(self, name: str, state: Any) -> None:
-        self._run(name, state, {} if name == UNKNOWN_METHOD else self._handlers, self._guards)
+    def _reject(self, name: str, state: Any, handler: Any) -> None:
+        """Sends the status in this turn of the event loop: a task would begin in the next one."""
+        answer = self._answer(name, state, {name: handler}, ())
+        with contextlib.suppress(StopIteration):
+            self._keep(_rest(answer, answer.send(None)))
 
-    def _run(self, name: str, state: Any, handlers: dict[str, Any], guards: Sequence[Any]) -> None:
-        loop, resolver = self._own_loop, _core._MethodResolver([], handlers)
-        answer = _core._handle_rpc(name, resolver, guards, state, loop, False)
-        task = loop.create_task(_core._schedule_rpc_coro(answer, state, loop, name))
+    def _start(self, call: _Accepted) -> None:
+        handlers = {} if call.name == UNKNOWN_METHOD else self._handlers
+        interceptor, place = self._interceptor.with_place(call.place), call.place
+        answer = self._answer(call.name, call.state, handlers, (interceptor,))
+        loop = self._own_loop
+        task = self._keep(_core._schedule_rpc_coro(answer, call.state, loop, call.name))
+        if place is not None:
+            task.add_done_callback(lambda _: self._interceptor.free(place))
+
+    def _answer(
+        self, name: str, state: Any, handlers: dict[str, Any], interceptors: Sequence[Any]
+    ) -> Any:
+        resolver = _core._MethodResolver([], handlers)
+        return _core._handle_rpc(name, resolver, interceptors, state, self._own_loop, False)
+
+    def _keep(self, answer: Any) -> "asyncio.Task[None]":
+        task: asyncio.Task[None] = self._own_loop.create_task(answer)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+        return task
+
+
+@types.coroutine
+def _rest(coroutine: Any, future: Any) -> Generator[Any, None, None]:
+    """Of a coroutine that waits for a future."""
+    yield future
+    yield from coroutine.__await__()
 
 
 class AcceptingServer(_aio_server.Server):  # type: ignore[misc]
@@ -132,14 +179,12 @@ class AcceptingServer(_aio_server.Server):  # type: ignore[misc]
 
     def __init__(
         self,
-        guards: Sequence[grpc.aio.ServerInterceptor],
+        interceptor: Interceptor,
         options: Sequence[tuple[str, Any]],
-        reject_early: Reject,
-        reject_late: Reject,
     ) -> None:
         self._loop = _core.get_working_loop()
         arguments = _aio_server._augment_channel_arguments(options, None)
-        self._server = _Core(self._loop, guards, arguments, reject_early, reject_late)
+        self._server = _Core(self._loop, interceptor, arguments)
         _read_all_wakeups(self._loop)
 
 

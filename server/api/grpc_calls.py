@@ -7,6 +7,7 @@ Left to itself grpc.aio logs a traceback for bytes that are no message, and answ
 """
 
 import asyncio
+import copy
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -59,10 +60,12 @@ Context = grpc.aio.ServicerContext[Any, Any]  # a CallerContext, where our inter
 
 
 class CallerContext:
-    """grpc.aio's context of one call, with the caller whom the interceptor identified."""
+    """grpc.aio's context of one call, with the caller whom the interceptor identified, and the
+    call's place in the engine's queue."""
 
-    def __init__(self, context: Any, caller: Caller | None) -> None:
+    def __init__(self, context: Any, caller: Caller | None, place: str | None) -> None:
         self._context = context
+        self.place = place
         self.caller = _certified(context) if caller is None else caller
 
     def __getattr__(self, name: str) -> Any:
@@ -89,6 +92,7 @@ def request_context(method: str, context: Context, frontend: Frontend = "grpc") 
         method=method,
         frontend=frontend,
         caller=cast("CallerContext", context).caller,
+        place=cast("CallerContext", context).place,
         deadline_s=None if left_s is None else time.monotonic() + left_s,
         trace_headers=_traced(metadata),
     )
@@ -190,6 +194,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._keyring = keyring
         self._open = (HEALTH, *([REFLECTION] if open_reflection else []))
+        self._place: str | None = None
+
+    def with_place(self, place: str | None) -> "Interceptor":
+        """For the one call that this place in the engine's queue was reserved for."""
+        if place is None:
+            return self
+        own = copy.copy(self)
+        own._place = place
+        return own
+
+    def free(self, place: str) -> None:
+        self._calls.free(place)
 
     async def intercept_service(
         self,
@@ -204,9 +220,6 @@ class Interceptor(grpc.aio.ServerInterceptor):
             caller = self._identify(method, metadata)
         except RequestError as error:
             return self._rejected(method, metadata, error, ANYBODY)
-        rejecting = self._full(method, metadata, caller)
-        if rejecting is not None:
-            return rejecting
         handler = await continuation(handler_call_details)
         _, service, name = method.split("/", 2)
         if handler is None or service not in self._services:
@@ -219,24 +232,20 @@ class Interceptor(grpc.aio.ServerInterceptor):
         keys = [str(value) for name, value in metadata if name == "authorization"]
         return self._keyring.identify(keys)
 
-    def _full(self, method: str, metadata: Any, caller: Caller | None) -> Any:
-        """What rejects a call for whose request the queue has no place, or None."""
-        if method in _QUEUED:
-            try:
-                self._calls.check_room(caller or ANYBODY)
-            except OverloadedError as error:
-                return self._rejected(method, metadata, error, caller or ANYBODY)
-        return None
-
-    def reject_early(self, method: str, context: Any) -> Any:
-        """A call for whose request the queue has no place. A wrong key's waits for its turn."""
+    def reserve(self, method: str, context: Any) -> tuple[Any, str | None]:
+        """What rejects a call for whose request the queue has no place, or the call's place. A
+        wrong key's call gets neither: it waits for its turn."""
         metadata = context.invocation_metadata()
         if method not in _QUEUED or self._probe in metadata:
-            return None
+            return None, None
+        caller = ANYBODY
         try:
-            return self._full(method, metadata, self._identify(method, metadata))
+            caller = self._identify(method, metadata) or ANYBODY
+            return None, self._calls.reserve(caller)
+        except OverloadedError as error:
+            return self._rejected(method, metadata, error, caller), None
         except RequestError:
-            return None
+            return None, None
 
     def reject_late(self, method: str, context: Any) -> Any:
         """A call that waited too long before anything was done for it. None: nobody hears it."""
@@ -290,13 +299,19 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self, handler: Any, name: str, frontend: Frontend, caller: Caller | None
     ) -> _Behavior:
         async def answer(message: bytes, context: Any) -> Any:
-            ours = cast("Context", CallerContext(context, caller))
+            ours = cast("Context", CallerContext(context, caller, self._place))
             try:
                 request = _decoded(handler, message)
             except InvalidFieldError as error:
                 async with answering(name, ours, frontend) as call, self._calls.record(call):
                     raise error
-            return await (handler.unary_unary or handler.unary_stream)(request, ours)
+            try:
+                return await (handler.unary_unary or handler.unary_stream)(request, ours)
+            except grpc.aio.AbortError as aborted:
+                # gRPC raises it once more after this. The call's state has the error, and the
+                # error's traceback would have the state: a reference cycle.
+                aborted.__traceback__ = aborted.__context__ = None
+                return None
 
         return answer
 
@@ -315,7 +330,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 yield request
 
         async def answer(messages: Any, context: Any) -> Any:
-            return await handler.stream_stream(decoded(messages), CallerContext(context, caller))
+            ours = CallerContext(context, caller, None)
+            return await handler.stream_stream(decoded(messages), ours)
 
         return answer
 

@@ -75,9 +75,7 @@ def make_server(
         # Only frontends of one server share a port: a second server there is an error.
         ("grpc.so_reuseport", int(settings.frontends > 1)),
     ]
-    server: grpc.aio.Server = AcceptingServer(
-        [interceptor], options, interceptor.reject_early, interceptor.reject_late
-    )
+    server: grpc.aio.Server = AcceptingServer(interceptor, options)
     pb_grpc.add_TextGenerationServicer_to_server(servicer, server)
     kserve_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

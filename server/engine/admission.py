@@ -18,6 +18,9 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # rejection took 0.13 ms of the event loop's time.
 RETRIES_PER_S = 200.0
 MAX_SPREAD_S = 2.0  # over which they are asked back, however many they are
+# How long a place is kept for a call that was accepted and whose request isn't there yet: clients
+# that send a header and no message don't fill the queue.
+MAX_RESERVED_S = 1.0
 WEIGHT = 1 / 32  # of one start's interval: requests whose answers are equally long start in waves
 
 
@@ -27,7 +30,9 @@ class QueueAdmission:
     def __init__(self, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_waiting = max_waiting
         self._clock = clock
-        self._waiting: dict[str, str] = {}  # the owner of each request
+        self._waiting: dict[str, str] = {}  # the owner of each request, and of each place reserved
+        self._reserved_s: dict[str, float] = {}  # when each place was reserved, the oldest first
+        self._num_reserved = 0  # since the start
         self._arrived_first: dict[str, float] = {}  # when requests came to an empty queue
         self._last_start_s: float | None = None  # None: the queue was empty then
         self._interval_s = 0.0  # between two starts while somebody waits, smoothed
@@ -43,8 +48,21 @@ class QueueAdmission:
         num_turns = (self._num_waiting_of(owner) + 1) * len({owner, *self._waiting.values()})
         return min(self.num_waiting, num_turns) * self._interval_s
 
-    def check_room(self, owner: str) -> None:
-        """Rejects an owner for whom the queue has no place, whatever it would ask for."""
+    def reserve(self, owner: str) -> str:
+        """A place for a request that isn't read yet: `admit` takes it, or `leave` gives it back.
+
+        Rejects an owner for whom the queue has no place, whatever it would ask for.
+        """
+        self._check_room(owner)
+        self._num_reserved += 1
+        place = f"place {self._num_reserved}"
+        self._waiting[place], self._reserved_s[place] = owner, self._clock()
+        return place
+
+    def _check_room(self, owner: str) -> None:
+        oldest_s = self._clock() - MAX_RESERVED_S
+        while self._reserved_s and next(iter(self._reserved_s.values())) < oldest_s:
+            self._free(next(iter(self._reserved_s)))
         num_left = self._max_waiting - self.num_waiting
         if num_left <= 0:
             reason = f"{self.num_waiting} requests are waiting, which is the limit"
@@ -53,22 +71,35 @@ class QueueAdmission:
             reason = f"{owner} has {num_own} requests waiting; the rest is for others"
             self._reject(reason, owner, "key_queue_share")
 
-    def admit(self, request_id: str, owner: str, deadline_s: float | None) -> None:
-        """Counts the request as waiting, or rejects it."""
+    def admit(
+        self, request_id: str, owner: str, deadline_s: float | None, place: str | None = None
+    ) -> None:
+        """Counts the request as waiting, or rejects it. `place`: that was reserved for it."""
+        has_place = place is not None and self._free(place)
         if deadline_s is not None:
             self._check_deadline(deadline_s - self._clock(), owner)
-        self.check_room(owner)
-        if not self._waiting:
+        if not has_place:
+            self._check_room(owner)
+        if not self._has_requests:
             self._arrived_first[request_id] = self._clock()
         self._waiting[request_id] = owner
 
     def leave(self, started: Sequence[str], failed: Sequence[str]) -> None:
-        """These requests wait no more. Unknown ones are ignored."""
+        """These requests wait no more, or need no place. Unknown ones are ignored."""
         if started:
             self._note_starts(started)
         for request_id in failed:
-            self._waiting.pop(request_id, None)
+            self._free(request_id)
             self._arrived_first.pop(request_id, None)
+
+    def _free(self, place: str) -> bool:
+        """Whether it was taken or reserved."""
+        self._reserved_s.pop(place, None)
+        return self._waiting.pop(place, None) is not None
+
+    @property
+    def _has_requests(self) -> bool:
+        return len(self._waiting) > len(self._reserved_s)
 
     def _num_waiting_of(self, owner: str) -> int:
         return sum(each == owner for each in self._waiting.values())
@@ -117,4 +148,4 @@ class QueueAdmission:
             arrived_s = self._arrived_first.pop(request_id, None)
             if arrived_s is not None:
                 self._interval_s = min(self._interval_s, now_s - arrived_s)
-        self._last_start_s = now_s if self._waiting else None
+        self._last_start_s = now_s if self._has_requests else None

@@ -32,11 +32,12 @@ class Admission(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def check_room(self, owner: str) -> None:
-        """Rejects an owner for whom the queue has no place, whatever it would ask for."""
+    def reserve(self, owner: str) -> str | None:
+        """A place for a request that isn't read yet: `admit` takes it, or `leave` gives it back.
+        Rejects an owner for whom the queue has no place, whatever it would ask for."""
 
     def admit(
-        self, request_id: str, owner: str, deadline_s: float | None
+        self, request_id: str, owner: str, deadline_s: float | None, place: str | None
     ) -> Awaitable[None] | None:
         """Counts the request as waiting, or rejects it, at once or when it is awaited."""
 
@@ -128,12 +129,15 @@ class Dispatcher:
         return len(self._inboxes)
 
     @asynccontextmanager
-    async def serve(self, request: Request, engine: Engine) -> AsyncIterator[Inbox]:
-        """Submits a request, or rejects it. Leaving early cancels it."""
+    async def serve(
+        self, request: Request, engine: Engine, place: str | None = None
+    ) -> AsyncIterator[Inbox]:
+        """Submits a request, or rejects it. Leaving early cancels it. `place`: in the queue, if one
+        was reserved."""
         if not self._is_open:
             reason = "the server is loading or stopping. Try another one, or later"
             raise UnavailableError(reason, "stopping")
-        await self._submit(request, engine)
+        await self._submit(request, engine, place)
         inbox = self._inboxes[request.request_id] = Inbox(request, engine, self._max_unread)
         try:
             yield inbox
@@ -142,9 +146,9 @@ class Dispatcher:
                 inbox.cancel()
             self._forget(request.request_id)
 
-    async def _submit(self, request: Request, engine: Engine) -> None:
+    async def _submit(self, request: Request, engine: Engine, place: str | None) -> None:
         request_id = request.request_id
-        admitted = self.admission.admit(request_id, request.owner, request.deadline_s)
+        admitted = self.admission.admit(request_id, request.owner, request.deadline_s, place)
         try:
             if admitted is not None:
                 await admitted

@@ -72,6 +72,7 @@ class RequestContext:
     request_id: str = field(default_factory=new_request_id)
     # Awaited for each request that the engine has accepted: it runs, or waits in the queue.
     on_accepted: Callable[[], Awaitable[None]] = _ignore
+    place: str | None = None  # in the queue, that was reserved for the call's first request
 
     def record(self) -> Record:
         return Record(
@@ -133,9 +134,14 @@ class Calls:
         """Running and waiting, of all frontends."""
         return len(self.dispatcher)
 
-    def check_room(self, caller: Caller) -> None:
-        """Rejects a caller for whose requests the queue has no place, before any is read."""
-        self.dispatcher.admission.check_room(caller.name)
+    def reserve(self, caller: Caller) -> str | None:
+        """A place in the queue for a call whose request isn't read yet. Rejects a caller for whom
+        there is none."""
+        return self.dispatcher.admission.reserve(caller.name)
+
+    def free(self, place: str) -> None:
+        """Its call has ended, perhaps without a request for the engine."""
+        self.dispatcher.admission.leave((), (place,))
 
     @raising_context
     async def open(self, context: RequestContext) -> AsyncIterator["Call"]:
@@ -282,7 +288,8 @@ class Call:
 
     async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
-        async with self._calls.dispatcher.serve(request, self._instance.engine) as inbox:
+        engine, place = self._instance.engine, self._context.place
+        async with self._calls.dispatcher.serve(request, engine, place) as inbox:
             await self._context.on_accepted()
             answer = Answer(parsed, self.served.text, inbox.end)
             try:

@@ -43,13 +43,16 @@ class SharedAdmission:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def check_room(self, owner: str) -> None:
-        """By what the process that counts said a moment ago: it is asked once for a request."""
+    def reserve(self, owner: str) -> None:
+        """Rejects by what the process that counts said a moment ago: it is asked once for a
+        request. So no place is reserved."""
         since_s, error = self._full.get(owner, (0.0, None))
         if error is not None and self._clock() - since_s < FULL_S:
             raise read_error(error)
 
-    async def admit(self, request_id: str, owner: str, deadline_s: float | None) -> None:
+    async def admit(
+        self, request_id: str, owner: str, deadline_s: float | None, place: str | None = None
+    ) -> None:
         self._waiting.add(request_id)
         answer = await self._link.ask(lambda number: Admit(number, request_id, owner, deadline_s))
         if answer.error is not None:

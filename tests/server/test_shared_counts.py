@@ -36,7 +36,7 @@ def test_full_queue_is_known_for_a_moment_without_asking() -> None:
     admission = SharedAdmission(cast("SupervisorLink", link), lambda: now_s)
 
     async def admit(request_id: str, deadline_s: float | None = None) -> None:
-        admission.check_room("")
+        admission.reserve("")
         await admission.admit(request_id, "", deadline_s)
 
     asyncio.run(admit("first"))
@@ -52,4 +52,4 @@ def test_full_queue_is_known_for_a_moment_without_asking() -> None:
     admission.leave(["fourth"], [])
     with pytest.raises(DeadlineError):
         asyncio.run(admit("late", deadline_s=0.0))
-    admission.check_room("")  # another's deadline is no reason
+    admission.reserve("")  # another's deadline is no reason

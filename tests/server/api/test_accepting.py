@@ -4,7 +4,7 @@ import asyncio
 import gc
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -15,13 +15,14 @@ from grpc_status import rpc_status
 from quill.protos import generation_pb2 as pb
 from quill.protos import generation_pb2_grpc as pb_grpc
 from quill.server.api import accept_queue, accepting
-from quill.server.errors import OverloadedError
+from quill.server.errors import RequestError
 from tests.server.process import wait_until
 from tests.server.running import SERVING, Running, health_of, running_server
 from tests.server.scripted_session import TIMEOUT_S
 
 NUM_CALLS = 64
 MAX_ROUNDS = 20
+METHOD = "/quill.v1.TextGeneration/GenerateStream"
 REQUEST = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
 
 
@@ -118,13 +119,12 @@ def test_a_call_that_has_expired_unread_is_dropped_and_counted() -> None:
 
 
 def test_a_full_queue_rejects_a_call_before_its_message_is_read() -> None:
-    method = "/quill.v1.TextGeneration/GenerateStream"
     with running_server(max_waiting=1) as running:
         running.session.hold()
         with grpc.insecure_channel(running.address) as channel:
             stub = pb_grpc.TextGenerationStub(channel)
             held = stub.GenerateStream(REQUEST)
-            send: Any = channel.unary_stream(method)
+            send: Any = channel.unary_stream(METHOD)
             running.wait_for_waiting(1)
             with pytest.raises(grpc.RpcError) as caught:
                 list(send(b"no message", timeout=TIMEOUT_S))
@@ -148,26 +148,78 @@ def test_a_full_queue_rejects_more_calls_in_a_turn_than_are_started() -> None:
     raise AssertionError(f"at most {most} were rejected in a turn")
 
 
+def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
+    """Each call has its place from the start: of those that come together, no more are read than
+    there are places. These messages aren't requests, so none of them ever waits."""
+    for _ in range(MAX_ROUNDS):
+        with running_server(max_waiting=1) as running:
+            with grpc.insecure_channel(running.address) as channel:
+                grpc.channel_ready_future(channel).result(TIMEOUT_S)
+                send: Any = channel.unary_stream(METHOD)
+                is_sent = threading.Event()
+                running._loop.call_soon_threadsafe(is_sent.wait, TIMEOUT_S)
+                calls = [send(b"no message", timeout=TIMEOUT_S) for _ in range(NUM_CALLS)]
+                is_sent.set()
+                codes = {call.code() for call in calls}
+            running.wait_for_waiting(0)  # all places were given back
+        if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
+            return
+    raise AssertionError("all were read")
+
+
+def errors_left(call: Callable[[], None]) -> Callable[[], int]:
+    """How many errors are still there that eight calls raised, without the garbage collector."""
+
+    def count() -> int:
+        kinds = (RequestError, grpc.aio.AbortError)
+        return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+    gc.collect()
+    before = count()
+    for _ in range(8):
+        call()
+    return lambda: count() - before
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_a_rejected_call_leaves_nothing_to_the_cyclic_garbage_collector() -> None:
     """After some thousand rejections it stopped the event loop for 70 ms."""
-
-    def num_errors() -> int:
-        return sum(type(each) is OverloadedError for each in gc.get_objects())
-
     with running_server(max_waiting=1) as running:
         running.session.hold()
         with grpc.insecure_channel(running.address) as channel:
             stub = pb_grpc.TextGenerationStub(channel)
             held = stub.GenerateStream(REQUEST)
             running.wait_for_waiting(1)
-            gc.collect()
-            before = num_errors()
-            gc.disable()
-            try:
-                for _ in range(8):
-                    with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
-                        list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
-                wait_until(lambda: num_errors() <= before, "the last rejection has ended")
-            finally:
-                gc.enable()
+
+            def call() -> None:
+                with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+                    list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+
+            num_left = errors_left(call)
+            wait_until(lambda: num_left() <= 0, "the last rejection has ended")
             held.cancel()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_nor_does_a_call_that_was_read(is_stream: bool) -> None:
+    wrong = pb.GenerateRequest(prompt="abc", temperature=-1)
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        stub = pb_grpc.TextGenerationStub(channel)
+
+        def send() -> object:
+            return list(stub.GenerateStream(wrong)) if is_stream else stub.Generate(wrong)
+
+        def call() -> None:
+            with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+                send()
+
+        num_left = errors_left(call)
+        wait_until(lambda: num_left() <= 0, "the last call has ended")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from quill.server.engine.admission import QueueAdmission
+from quill.server.engine.admission import MAX_RESERVED_S, QueueAdmission
 from quill.server.engine.dispatcher import Dispatcher
 from quill.server.errors import (
     CancelledError,
@@ -183,6 +183,46 @@ def test_full_queue_refuses_until_somebody_leaves() -> None:
     door.tell(FailEvent("b", CancelledError("left")))
     door.admit("d")
     assert door.admission.num_waiting == 2
+
+
+def test_a_reserved_place_is_taken_by_one_request_or_given_back() -> None:
+    door = Door(2)
+    admission = door.admission
+    place, given_back = admission.reserve(""), admission.reserve("")
+    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+        admission.reserve("")
+    admission.leave((), (given_back,))
+    admission.admit("a", "", None, place)
+    assert admission.num_waiting == 1
+    admission.leave((), (place,))
+    assert admission.num_waiting == 1, "the request has it now"
+    admission.admit("b", "", None, given_back)
+    with pytest.raises(OverloadedError):
+        admission.admit("c", "", None, place)
+
+
+def test_a_place_is_reserved_for_a_moment_only() -> None:
+    """A client that sends no message doesn't keep it."""
+    door = Door(1)
+    place = door.admission.reserve("")
+    door.now_s += 2 * MAX_RESERVED_S
+    door.admit("a")
+    with pytest.raises(OverloadedError):
+        door.admission.admit("b", "", None, place)
+
+
+def test_places_that_are_reserved_are_no_queue_in_front_of_the_engine() -> None:
+    """Else the time in which nobody waited would count as one that a start took."""
+    door = Door(8)
+    door.admit("a")
+    door.admission.reserve("")
+    door.admission.leave(("a",), ())
+    door.now_s += MAX_RESERVED_S / 2
+    door.admit("b")
+    door.admission.leave(("b",), ())
+    door.admit("c")
+    assert door.admission.num_waiting == 2, "with the place"
+    assert door.admission.expected_wait_s() == 0.0
 
 
 def test_deadline_in_the_past_is_refused() -> None:
