@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant("quota-charge", "server/auth/caller.py", "self._bucket.level -= num_tokens - self._num_taken", "self._bucket.level -= 0", "auth/test_key_file.py -k tokens"),
     Mutant("key-revocation", "server/auth/key_file.py", "        if found.revoked:", "        if found.revoked and not found.name:", "auth/test_key_file.py"),
     Mutant("tls-reload", "server/auth/tls.py", "return None if pem is None else _configuration(pem)", "return None", "auth/test_tls.py -k new_certificate"),
-    Mutant("watchdog-health", "server/loading/instance.py", "self._on_health(\"hanging\", hangs)", "self._on_health(\"hanging\", False)", "end_to_end/test_reload.py -k hang"),
+    Mutant("watchdog-health", "server/loading/reloader.py", "self._on_health(\"hanging\", hangs)", "self._on_health(\"hanging\", False)", "end_to_end/test_reload.py -k hang"),
     Mutant("stop-string", "server/text/streaming.py", "max(map(len, strings)) - 1)", "max(map(len, strings)) - 2)", "text/test_streaming.py -k stop"),
     Mutant("utf8-split", "server/text/streaming.py", "return self._utf8.decode(self._bytes_of(token_id))", "return self._bytes_of(token_id).decode(\"utf-8\", \"replace\")", "text/test_streaming.py"),
     Mutant("tool-call-index", "server/text/streaming.py", "ToolCallDelta(self._num_calls, arguments=text)", "ToolCallDelta(0, arguments=text)", "text/test_streaming.py"),

@@ -122,14 +122,14 @@ class StandardAttention:
 
 
 def _with_sink(whole: KeyValue) -> KeyValue:
-    """One more key, whose score is the mask's, and whose value is nought."""
+    """One more key, whose score is the mask's, and whose value is zero."""
     return KeyValue(*(F.pad(side, (0, 0, 0, 1)) for side in whole))
 
 
 def _mask_with_sinks(mask_B1TS: Tensor, sinks_N: Tensor) -> Tensor:
     """What is added to scores."""
-    nought = torch.zeros((), dtype=sinks_N.dtype)
-    added_B1TS = torch.where(mask_B1TS, nought, torch.full_like(nought, -torch.inf))
+    zero = torch.zeros((), dtype=sinks_N.dtype)
+    added_B1TS = torch.where(mask_B1TS, zero, torch.full_like(zero, -torch.inf))
     added_BNTS = added_B1TS.expand(-1, len(sinks_N), -1, -1)
     sinks_BNT1 = sinks_N[None, :, None, None].expand(*added_BNTS.shape[:3], 1)
     return torch.cat((added_BNTS, sinks_BNT1), dim=-1)

@@ -58,7 +58,7 @@ def _layout(found: Found) -> Layout:
 def _read(
     layout: Layout, weights: Mapping[str, Tensor], architecture: str, ours: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Their tensors of one of ours. A bias that the network doesn't have is nought."""
+    """Their tensors of one of ours. A bias that the network doesn't have is zero."""
     parts = layout[ours]
     size = sum(math.prod(part.shape) for part in parts)
     tensor = weights[ours] if ours in weights else torch.zeros(size)

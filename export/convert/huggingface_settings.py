@@ -51,7 +51,7 @@ class Found(NamedTuple):
     """An architecture that computes what the network computes."""
 
     architecture: str
-    config: ModelConfig  # with biases of nought where the architecture has more than the network
+    config: ModelConfig  # with biases of zero where the architecture has more than the network
     spelling: dict[str, Any]  # every setting that an architecture may have
     settings: dict[str, Any]  # those that this one has
 
@@ -92,7 +92,7 @@ def find_architectures(config: ModelConfig, preferred: str | None = None) -> Ite
 
 
 def _with_biases(config: ModelConfig) -> Iterator[ModelConfig]:
-    """A bias of nought changes nothing."""
+    """A bias of zero changes nothing."""
     if (config.recurrence, config.experts, config.latent, config.norm) == (*[None] * 3, "layer"):
         completed = replace(
             config,

@@ -32,7 +32,7 @@ class FlatLinear(nn.Module):
 
 
 class AllExperts(nn.Module):
-    """A mixture whose every expert computes every token: the weights of most are nought. ONNX has
+    """A mixture whose every expert computes every token: the weights of most are zero. ONNX has
     no operator that computes a token's own experts only."""
 
     down_EFD: Tensor

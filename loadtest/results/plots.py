@@ -91,9 +91,9 @@ def _percentile_lines(panel: Any, points: Sequence[tuple[float, float]], bounds:
     window = np.clip(np.digitize(times, bounds) - 1, 0, len(bounds) - 2)
     used = np.unique(window)
     middle = (bounds[used] + bounds[used + 1]) / 2 - bounds[0]
-    for percent, colour, dashes in _SERIES:
+    for percent, color, dashes in _SERIES:
         heights = [np.percentile(values[window == each], percent) for each in used]
-        panel.plot(middle, heights, dashes, color=colour, marker=".", label=f"p{percent}")
+        panel.plot(middle, heights, dashes, color=color, marker=".", label=f"p{percent}")
 
 
 def histogram(run: Run, name: str, counted: str) -> Figure | None:
@@ -107,9 +107,9 @@ def histogram(run: Run, name: str, counted: str) -> Figure | None:
     shown = np.maximum(np.array(values), 0.1)
     low, high = shown.min(), max(shown.max(), shown.min() * 1.5)
     panel.hist(shown, bins=np.geomspace(low, high, 50).tolist(), color=BLUE, alpha=0.75)
-    for percent, colour, dashes in _SERIES:
+    for percent, color, dashes in _SERIES:
         at = float(np.percentile(values, percent))
-        line = {"color": colour if percent != 50 else BLACK, "ls": dashes}
+        line = {"color": color if percent != 50 else BLACK, "ls": dashes}
         panel.axvline(max(at, 0.1), label=f"p{percent}: {at:,.1f} ms", **line)
     panel.set_xscale("log")
     is_wide = high > 1000 * low  # more ticks than that would run into one another
@@ -149,9 +149,9 @@ def server_load(run: Run) -> Figure | None:
     seconds = np.array([sample.at_s for sample in samples]) - start_s
     figure, panels = _panels(_SECONDS, "requests waiting", "running sequences")
     _, waiting, running = zip(*samples, strict=True)
-    for panel, values, colour in zip(panels, (waiting, running), (RED, BLUE), strict=True):
-        panel.step(seconds, values, where="post", color=colour)
-        panel.fill_between(seconds, values, step="post", color=colour, alpha=0.15)
+    for panel, values, color in zip(panels, (waiting, running), (RED, BLUE), strict=True):
+        panel.step(seconds, values, where="post", color=color)
+        panel.fill_between(seconds, values, step="post", color=color, alpha=0.15)
         panel.set_ylim(0, max(1.0, 1.1 * max(values)))
         panel.yaxis.get_major_locator().set_params(integer=True)
     return figure
@@ -168,10 +168,10 @@ def offered_and_served(run: Run) -> Figure | None:
     series += [("ended as expected", [at_s for at_s, ok in ended if ok], BLUE, "-")]
     series += [("ended with an error", [at_s for at_s, ok in ended if not ok], RED, "--")]
     figure, (panel,) = _panels(_SECONDS, "requests/s")
-    for name, times_s, colour, dashes in series:
+    for name, times_s, color, dashes in series:
         if times_s:
             rates = np.histogram(times_s, bounds)[0] / np.diff(bounds)
-            panel.plot(middle, rates, dashes, color=colour, marker=".", label=name)
+            panel.plot(middle, rates, dashes, color=color, marker=".", label=name)
     return figure
 
 

@@ -1,6 +1,7 @@
 """`make soak`: the scenarios mixed and unfriendly together, at twice the server's capacity.
 
-Knows: the order of the steps, the criteria. Does not know: how a request is sent.
+Knows: the order of the steps. Does not know: how a request is sent, what passes
+(loadtest/run/soak_criteria.py).
 
     python -m quill.loadtest.run.soak --minutes 20 --bundle bundles/tiny
     python -m quill.loadtest.run.soak --minutes 60 --load-factor 1.5 --keys 2 --faults --verify 500
@@ -13,26 +14,20 @@ processes are starved, killed and reloaded in turns. At the end some requests ar
 import argparse
 import itertools
 import logging
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from quill.loadtest.environment.faults import FAULTS, inject, num_logged, wait_until_noticed
+from quill.loadtest.environment.faults import FAULTS, inject, wait_until_noticed
 from quill.loadtest.environment.process import (
     ProcessSample,
     sample_process,
-    slope_mb_per_minute,
     watch_process,
 )
 from quill.loadtest.environment.server import (
@@ -46,7 +41,15 @@ from quill.loadtest.environment.server import (
 from quill.loadtest.errors import LoadtestError
 from quill.loadtest.protocols.connect import PoolClient, Resuming
 from quill.loadtest.protocols.grpc import GrpcClient, ProtocolClient
-from quill.loadtest.results.verify import Verdict, verify
+from quill.loadtest.results.verify import verify
+from quill.loadtest.run.soak_criteria import (
+    REJECTED,
+    Judgment,
+    SoakOptions,
+    SoakResult,
+    judge,
+    times_ms,
+)
 from quill.loadtest.workload.call import call
 from quill.loadtest.workload.closed_loop import closed_loop
 from quill.loadtest.workload.records import RequestRecord
@@ -61,151 +64,6 @@ MAX_CALLS = 200  # concurrent calls of the clients: far more than the server adm
 SHOW_S = 10.0
 SETTLE_S = 60.0
 MAX_MORE_PERIODS = 10  # until each fault has happened
-MAX_SLOPE_MB = 1.0  # a minute
-MAX_REJECTION_MS = 100.0
-MIN_SLOPE_S = 120.0  # shorter runs have no meaningful slope
-REJECTED = "RESOURCE_EXHAUSTED"
-# A client with a deadline, or one that cancels, may be gone before the server has its call.
-EARLY = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoakOptions:
-    """`load_factor`: of the measured capacity."""
-
-    duration_s: float
-    num_verified: int = 200
-    load_factor: float = 2.0
-    num_keys: int = 0  # 0: the server has no API keys
-    faults: Sequence[str] = ()
-    fault_period_s: float = 60.0
-
-
-@dataclass(frozen=True)
-class SoakResult:
-    """All measurements. `bound_ms` is for the 99th percentile of accepted requests."""
-
-    records: Sequence[RequestRecord]
-    num_sent: int
-    num_ended: int  # as the server logged them
-    bound_ms: float
-    start: ProcessSample
-    end: ProcessSample
-    samples: Sequence[ProcessSample]  # after the warm-up
-    is_idle: bool
-    log: Sequence[Mapping[str, Any]]  # the server's
-    verdict: Verdict
-    options: SoakOptions
-    injected: Sequence[str] = ()  # faults
-
-
-@dataclass
-class Judgement:
-    lines: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def note(self, is_well: bool, text: str) -> None:
-        self.lines.append(f"{'ok  ' if is_well else 'FAIL'} {text}")
-        if not is_well:
-            self.failures.append(text)
-
-
-def judge(soaked: SoakResult) -> Judgement:
-    judgement = Judgement()
-    _judge_ends(soaked, judgement)
-    _judge_faults(soaked, judgement)
-    _judge_times(soaked, judgement)
-    _judge_process(soaked, judgement)
-    judgement.note(not soaked.verdict.differences, str(soaked.verdict))
-    return judgement
-
-
-def _judge_ends(soaked: SoakResult, judgement: Judgement) -> None:
-    records = soaked.records
-    statuses = Counter(record.status for record in records)
-    listed = ", ".join(f"{number:,} {status}" for status, number in statuses.most_common())
-    judgement.note(len(records) == soaked.num_sent, f"{len(records):,} calls ended: {listed}")
-    wrong = Counter(f"{each.status}: {each.message}" for each in records if not each.ok)
-    shown = f"{wrong.total():,} ended with unexpected statuses {wrong.most_common(5)}"
-    judgement.note(not wrong, shown)
-    early = sum(record.status in EARLY for record in records)
-    is_exact = len(records) - early <= soaked.num_ended <= len(records)
-    how = "each once"
-    if soaked.options.faults:  # what is resumed ends several times
-        is_exact, how = len(records) - early <= soaked.num_ended, "each at least once"
-    judgement.note(is_exact, f"{soaked.num_ended:,} ended at the server, {how}")
-    judgement.note(soaked.is_idle, "at the end no sequence runs and no request waits")
-
-
-def _judge_faults(soaked: SoakResult, judgement: Judgement) -> None:
-    for name in soaked.options.faults:
-        number, logged = soaked.injected.count(name), num_logged(soaked.log, name)
-        judgement.note(0 < number <= logged, f"{name}: {number} times, and each was noticed")
-
-
-def _judge_times(soaked: SoakResult, judgement: Judgement) -> None:
-    """The server's own times: on a busy machine, clients receive late. With faults, which make them
-    longer, they are only shown."""
-    for name, status, bound_ms in (
-        ("accepted", "OK", soaked.bound_ms),
-        ("rejected", REJECTED, MAX_REJECTION_MS),
-    ):
-        took_ms = times_ms(soaked.log, status)
-        if not took_ms:
-            judgement.note(False, f"no request was {name}: this was no overload")
-            continue
-        p99_ms = float(np.percentile(took_ms, 99))
-        client_ms = [
-            each.total_ms - each.late_ms for each in soaked.records if each.status == status
-        ]
-        client_p99_ms = float(np.percentile(client_ms or [0.0], 99))
-        clients = f"({client_p99_ms:,.0f} ms at these clients)"
-        if soaked.options.faults:
-            judgement.lines.append(f"--   {name}: p99 {p99_ms:,.1f} ms at the server {clients}")
-            continue
-        judgement.note(
-            p99_ms <= bound_ms,
-            f"{name}: p99 {p99_ms:,.1f} ms at the server, and {bound_ms:,.0f} ms is the limit "
-            f"{clients}",
-        )
-
-
-def times_ms(log: Sequence[Mapping[str, Any]], status: str) -> list[float]:
-    """Durations of the streams with this status, from the server's log."""
-    wanted = ("GenerateStream", status)
-    return [
-        entry["total_ms"] for entry in log if (entry.get("method"), entry.get("outcome")) == wanted
-    ]
-
-
-def _judge_process(soaked: SoakResult, judgement: Judgement) -> None:
-    start, end, samples = soaked.start, soaked.end, soaked.samples
-    round_s = soaked.options.fault_period_s * len(soaked.options.faults)
-    samples = medians(samples, round_s)  # what was killed has another size until it is warm
-    memory = f"memory {start.memory_mb:,.0f} MB before, {end.memory_mb:,.0f} MB after"
-    if len(samples) < 2 or samples[-1].at_s - samples[0].at_s < MIN_SLOPE_S:
-        judgement.lines.append(f"--   {memory}; too short for a slope")
-    else:
-        slope = slope_mb_per_minute(samples)
-        judgement.note(slope <= MAX_SLOPE_MB, f"{memory}; {slope:+.2f} MB/min after the warm-up")
-    judgement.note(
-        end.num_fds <= start.num_fds, f"descriptors {start.num_fds} before, {end.num_fds} after"
-    )
-    # asyncio's pool keeps its threads for the next call, and has so many at most.
-    pool = min(32, (os.cpu_count() or 1) + 4)
-    is_well = end.num_threads <= start.num_threads + pool
-    judgement.note(is_well, f"threads {start.num_threads} before, {end.num_threads} after")
-
-
-def medians(samples: Sequence[ProcessSample], window_s: float) -> Sequence[ProcessSample]:
-    """The sample in the middle, by memory, of each window; all, if it has no length."""
-    if not window_s or not samples:
-        return samples
-    windows: dict[int, list[ProcessSample]] = {}
-    for each in samples:
-        windows.setdefault(int((each.at_s - samples[0].at_s) / window_s), []).append(each)
-    by_memory = [sorted(each, key=lambda sample: sample.memory_mb) for each in windows.values()]
-    return [each[len(each) // 2] for each in by_memory]
 
 
 class SoakClient:
@@ -320,7 +178,7 @@ def make_keys(folder: Path, number: int) -> tuple[tuple[str, ...], Sequence[Acce
     return options, [Access(api_key=secret.strip()) for secret in secrets]
 
 
-def soak(folder: Path, bundle: Path | None, options: SoakOptions, *serve: str) -> Judgement:
+def soak(folder: Path, bundle: Path | None, options: SoakOptions, *serve: str) -> Judgment:
     """`serve`: more options of the server, whose log and keys are in `folder`."""
     log = folder / "log"
     key_options, accesses = make_keys(folder, options.num_keys)
@@ -402,13 +260,13 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name:
         try:
-            judgement = soak(Path(name), args.bundle, options)
+            judgment = soak(Path(name), args.bundle, options)
         except LoadtestError as error:
             print(f"soak: {error}", file=sys.stderr)
             return error.exit_code
-    print("\n".join(judgement.lines))
-    print(f"soaked for {args.minutes:g} minutes: {'FAILED' if judgement.failures else 'passed'}")
-    return 1 if judgement.failures else 0
+    print("\n".join(judgment.lines))
+    print(f"soaked for {args.minutes:g} minutes: {'FAILED' if judgment.failures else 'passed'}")
+    return 1 if judgment.failures else 0
 
 
 if __name__ == "__main__":

@@ -49,12 +49,6 @@ def step_directories(run: Path) -> list[Path]:
     return sorted(path for path in run.iterdir() if STEP_NAME.fullmatch(path.name))
 
 
-def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or the newest one of a run."""
-    steps = step_directories(path)
-    return steps[-1] if steps else path
-
-
 def source_of(checkpoint: Checkpoint) -> DataSource | None:
     """The data that a checkpoint was trained on; None if it wasn't trained here."""
     if checkpoint.provenance.get("trained_by") != "quill":

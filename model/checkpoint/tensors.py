@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from quill.model.errors import UnsupportedError
+
 T = TypeVar("T")
 
 DTYPES = {
@@ -135,7 +137,9 @@ def open_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     start = 8 + int.from_bytes(file.read(0, 8), "little")
     for name, shape, code in specs:  # in the order of the file, which has no holes
         if code not in DTYPES:
-            raise OSError(f"tensor {name} in {path} is of type {code}, which Quill doesn't read")
+            raise UnsupportedError(
+                f"tensor {name} in {path} is of type {code}; Quill reads {', '.join(DTYPES)}"
+            )
         entries[name] = file.tensor(start, tuple(shape), DTYPES[code])
         start += math.prod(shape) * DTYPES[code].itemsize
     return Tensors(entries), metadata

@@ -70,6 +70,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         value = shift = 0
         while True:
             byte = message[at]
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
             value |= (byte & 127) << shift
             at, shift = at + 1, shift + 7
             if byte < 128:

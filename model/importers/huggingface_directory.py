@@ -335,6 +335,7 @@ def _licence(readme: Path) -> str | None:
     """The licence that the model card's head names."""
     if not readme.exists():
         return None
-    head = readme.read_text(encoding="utf-8", errors="replace")[:4096]
+    with readme.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(4096)
     found = re.match(r"---\n(?:.*\n)*?license: *(\S+) *\n(?:.*\n)*?---\n", head)
     return found[1] if found else None

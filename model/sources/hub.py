@@ -4,7 +4,8 @@ Knows: huggingface_hub, which of a repository's files are needed, hashes. Does n
 
 Only settings, tokenizers, safetensors and GGUF files are fetched: pickles (.bin) could run code. A
 part of a file that has arrived stays, and the next try asks for the rest of it (Range). Every file
-is checked by the hash that the hub gives: SHA-256 of large files, git's of small ones.
+is checked by the hash that the hub gives: SHA-256 of large files, git's of small ones. Names that
+the hub gives never lead out of the cache.
 HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
 """
 
@@ -12,7 +13,8 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 
 import httpx2
 from huggingface_hub import HfApi, hf_hub_url, try_to_load_from_cache
@@ -28,6 +30,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from quill.cache import cache_directory, cache_lock
+from quill.model.data.fetch import say
 from quill.model.errors import CorpusError, SourceError, first_few
 from quill.model.sources.kinds import HUB
 from quill.model.sources.packages import check_space
@@ -36,6 +39,7 @@ _SETTINGS = re.compile(r"([^/]+|\d_\w+/config)\.(json|jinja|model|spm|txt)")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _TOKEN = "Set HF_TOKEN to a valid token"
 _SPLIT = re.compile(r".*-\d+-of-\d+\.gguf")
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def fetch_from_hub(given: str) -> Path:
@@ -53,7 +57,7 @@ def fetch_from_hub(given: str) -> Path:
             known = place / latest.read_text("utf-8") if latest.is_file() else place
             if known == place or not known.exists():
                 raise SourceError(str(error)) from error
-            print(f"No hub is reachable: using {given} as it was last fetched", flush=True)
+            say(f"No hub is reachable: using {given} as it was last fetched")
             return known
         path = _fetch(given, place, info, file)
         latest.write_text(path.relative_to(place).as_posix(), "utf-8")
@@ -61,26 +65,28 @@ def fetch_from_hub(given: str) -> Path:
 
 
 def _fetch(given: str, place: Path, info: ModelInfo, file: str | None) -> Path:
-    files = choose_files(given, info.siblings or [], file)
+    files, commit = choose_files(given, info.siblings or [], file), str(info.sha)
+    if _COMMIT.fullmatch(commit) is None:
+        raise SourceError(f"{given}: the hub names the commit {commit[:64]!r}, which is no hash")
     is_gguf = files[0].rfilename.endswith(".gguf")
-    whole = place / f"{str(info.sha)[:12]}-{Path(files[0].rfilename).stem if is_gguf else 'model'}"
+    whole = place / f"{commit[:12]}-{Path(files[0].rfilename).stem if is_gguf else 'model'}"
     if not whole.exists():
         total = sum(each.size or 0 for each in files)
         licence = getattr(info.card_data, "license", None) or "not given"
-        print(f"{given}: {total / 1e6:,.0f} MB, licence: {licence}", flush=True)
-        partial = whole.with_name(f"{whole.name}.partial")
+        say(f"{given}: {total / 1e6:,.0f} MB, licence: {licence}")
+        unfinished = whole.with_name(f"{whole.name}.partial")
         check_space(place, total, given)
         for each in files:
             with _explained(given):
-                _fetch_file(str(info.id), str(info.sha), each, partial / each.rfilename)
-        partial.rename(whole)
+                _fetch_file(str(info.id), commit, each, unfinished / each.rfilename)
+        unfinished.rename(whole)
     return whole / files[0].rfilename if is_gguf else whole
 
 
 def choose_files(given: str, files: Sequence[RepoSibling], file: str | None) -> list[RepoSibling]:
     """One GGUF file, or the settings, the tokenizer and the safetensors."""
     names = {each.rfilename: each for each in files}
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and ".." not in name)
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and _is_inside(name))
     if file is not None:
         if file not in ggufs:
             have = first_few(ggufs) or "no GGUF file"
@@ -108,6 +114,12 @@ def choose_files(given: str, files: Sequence[RepoSibling], file: str | None) -> 
     )
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a name that the hub gives stays in the directory that it is put into."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def _fetch_file(repository: str, commit: str, file: RepoSibling, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():  # an earlier try's; it was checked
@@ -116,9 +128,9 @@ def _fetch_file(repository: str, commit: str, file: RepoSibling, target: Path) -
     if isinstance(cached, str) and _is_right(Path(cached), file):
         target.symlink_to(Path(cached).resolve())
         return
-    partial = target.with_name(f"{target.name}.partial")
+    unfinished = target.with_name(f"{target.name}.partial")
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-    with partial.open("ab") as opened:
+    with unfinished.open("ab") as opened:
         http_get(
             hf_hub_url(repository, file.rfilename, revision=commit),
             opened,
@@ -127,13 +139,13 @@ def _fetch_file(repository: str, commit: str, file: RepoSibling, target: Path) -
             expected_size=file.size,
             displayed_filename=file.rfilename,
         )
-    if not _is_right(partial, file):
-        partial.unlink()
+    if not _is_right(unfinished, file):
+        unfinished.unlink()
         raise CorpusError(
             f"{file.rfilename} of {repository} arrived with another hash than the hub gives. It "
             "was not kept. Try again; if it stays so, something on the way changes files"
         )
-    partial.rename(target)
+    unfinished.rename(target)
 
 
 def _is_right(path: Path, file: RepoSibling) -> bool:
@@ -141,9 +153,8 @@ def _is_right(path: Path, file: RepoSibling) -> bool:
     with path.open("rb") as opened:
         if file.lfs is not None:
             return hashlib.file_digest(opened, "sha256").hexdigest() == file.lfs.sha256
-        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
-        digest.update(opened.read())
-    return digest.hexdigest() == file.blob_id
+        begin = partial(hashlib.sha1, f"blob {path.stat().st_size}\0".encode())
+        return hashlib.file_digest(opened, begin).hexdigest() == file.blob_id
 
 
 class _UnreachableError(Exception):

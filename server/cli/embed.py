@@ -180,8 +180,8 @@ def draw(similarity_NN: Similarities, sentences: Sequence[str], title: str) -> "
     image = axes.imshow(similarity_NN, cmap="viridis", vmin=least, vmax=1.0)
     for row, similarity_N in enumerate(similarity_NN):
         for column, each in enumerate(similarity_N):
-            colour = "white" if each < (1 + least) / 2 else "black"
-            axes.text(column, row, f"{each:.2f}", ha="center", va="center", color=colour, size=8)
+            color = "white" if each < (1 + least) / 2 else "black"
+            axes.text(column, row, f"{each:.2f}", ha="center", va="center", color=color, size=8)
     axes.set_yticks(range(num), labels, fontsize=9, parse_math=False)
     axes.set_xticks(range(num), [str(number + 1) for number in range(num)], fontsize=9)
     axes.set_title(title, fontsize=11, parse_math=False)

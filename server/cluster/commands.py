@@ -25,7 +25,7 @@ from quill.server.cluster.plan import (
     write_serve_config,
 )
 from quill.server.errors import ReloadError, StartError
-from quill.server.serve.command_line import line_to_type, proof, quill_command
+from quill.server.serve.command_line import access_options, line_to_type, quill_command
 from quill.server.settings import Settings
 
 POLL_S = 0.5
@@ -125,7 +125,9 @@ def lines_to_type(plan: Plan) -> list[str]:
     for first in args.settings.metrics_ports[:1]:
         free = (port for port in itertools.count(first) if is_free("127.0.0.1", port))
         pages = [f"127.0.0.1:{port}" for port in itertools.islice(free, plan.max_replicas)]
-        needed = proof(settings) if "metrics" not in args.settings.allow_unauthenticated else []
+        needed = (
+            access_options(settings) if "metrics" not in args.settings.allow_unauthenticated else []
+        )
         lines.append(" ".join([quill_command(), "top", *pages, *needed]))
     return lines
 

@@ -98,7 +98,7 @@ class ReplicaServer(Server):
                 logger.error("no port from %d to %d is free: no metrics", first, ports[-1])
 
     async def _shown_registry(self) -> CollectorRegistry:
-        return labelled(self.metrics.registry, replica=self._member.replica)
+        return labeled(self.metrics.registry, replica=self._member.replica)
 
     def _log_ready(self, family: Family) -> None:
         metrics = None
@@ -108,23 +108,23 @@ class ReplicaServer(Server):
         logger.info("replica %s has loaded", self._member.replica, extra={"fields": fields})
 
 
-class _Labelled(Collector):
+class _Labeled(Collector):
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._registry = registry
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
-            labelled.samples = [
+            labeled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            labeled.samples = [
                 sample._replace(labels={**sample.labels, **self._labels})
                 for sample in metric.samples
             ]
-            yield labelled
+            yield labeled
 
 
-def labelled(registry: CollectorRegistry, **labels: str) -> CollectorRegistry:
+def labeled(registry: CollectorRegistry, **labels: str) -> CollectorRegistry:
     """A view of `registry` whose samples have these labels, too."""
     view = CollectorRegistry()
-    view.register(_Labelled(registry, labels))
+    view.register(_Labeled(registry, labels))
     return view

@@ -7,7 +7,6 @@ groups with theirs. Who plans with the whole machine's memory there is killed wh
 """
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 import threading
@@ -48,14 +47,6 @@ def num_cores(root: Path = ROOT) -> int:
         if len(quota) == 2 and quota[0] > 0:
             cores.append(quota[0] // quota[1])
     return max(1, min(cores))
-
-
-def onnxruntime_version() -> str:
-    """Without importing it, which takes 18 MB. Empty: it isn't installed."""
-    for name in ("onnxruntime-gpu", "onnxruntime"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return ""
 
 
 def lower_priority(by: int) -> None:

@@ -26,7 +26,6 @@ Hidden = npt.NDArray[np.float32]  # last hidden states, and vectors made of them
 Scores = npt.NDArray[np.float64]  # what is computed from them, and the settings beside them
 Ids = npt.NDArray[np.int64]  # tokens, and rows
 Counts = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.uint32]  # a bit for each token that may be chosen, the lowest first
 
 

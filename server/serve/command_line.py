@@ -28,10 +28,12 @@ def line_to_type(settings: Settings, port: int, family: Family) -> str:
     # Some shells take brackets for a pattern.
     address = shlex.quote(write_address(reachable(settings.host), port))
     command, text = _WORDS[family]
-    return " ".join([quill_command(), command, "--address", address, *proof(settings), f'"{text}"'])
+    return " ".join(
+        [quill_command(), command, "--address", address, *access_options(settings), f'"{text}"']
+    )
 
 
-def proof(settings: Settings) -> list[str]:
+def access_options(settings: Settings) -> list[str]:
     """What a command must be given to be let in."""
     needed = []
     if settings.tls is not None:

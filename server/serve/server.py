@@ -29,7 +29,8 @@ from quill.server.frontend.served_model import ServedModel
 from quill.server.http.app import App, MetricsApp
 from quill.server.http.connection import HttpServer
 from quill.server.kserve.servicer import InferenceService
-from quill.server.loading.instance import ModelLoader, Reloader
+from quill.server.loading.instance import ModelLoader
+from quill.server.loading.reloader import Reloader
 from quill.server.machine.grpc_sockets import disconnect_all, stop_listening
 from quill.server.serve.command_line import http_url, line_to_type
 from quill.server.settings import Settings

@@ -121,7 +121,7 @@ def our_outputs(checkpoint: Checkpoint, like: Any) -> Tensor:
     [
         (replace(preset("tiny"), vocab_size=272, num_layers=2), "StableLmForCausalLM"),
         (replace(GPT, tied_embeddings=True), "GPT2LMHeadModel"),
-        (SEQ2SEQ, "MarianMTModel"),  # with biases of nought
+        (SEQ2SEQ, "MarianMTModel"),  # with biases of zero
     ],
 )
 def test_networks_that_quill_trained(

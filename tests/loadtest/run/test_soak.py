@@ -17,7 +17,8 @@ from quill.loadtest.environment.process import (
     slope_mb_per_minute,
 )
 from quill.loadtest.results.verify import Verdict
-from quill.loadtest.run.soak import SoakOptions, SoakResult, judge, medians, soak
+from quill.loadtest.run.soak import soak
+from quill.loadtest.run.soak_criteria import SoakOptions, SoakResult, judge, medians
 from quill.loadtest.workload.records import RequestRecord
 
 REFUSAL = {"method": "GenerateStream", "outcome": "RESOURCE_EXHAUSTED", "total_ms": 0.4}

@@ -72,3 +72,6 @@ def test_other_models_and_damage_are_refused_in_words(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="longer than its message"):
         read_unigram(path)
+    path.write_bytes(b"\xff" * 20 + b"\x01")  # a number whose bytes don't end would take for ever
+    with pytest.raises(CheckpointError, match="more than 64 bits"):
+        read_unigram(path)

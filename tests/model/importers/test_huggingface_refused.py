@@ -146,6 +146,9 @@ def test_missing_misshapen_unknown_and_mistyped_tensors_are_refused_by_name(tmp_
     change_tensors(tmp_path, {name: torch.zeros(80, 47)})
     with pytest.raises(CheckpointError, match=rf"{name} .*\(80, 47\).*\(80, 48\)"):
         read_huggingface(tmp_path)
+    change_tensors(tmp_path, {name: torch.zeros(80, 48).to(torch.float8_e4m3fn)})
+    with pytest.raises(UnsupportedError, match=f"{name} in .* is of type F8_E4M3; Quill reads F64"):
+        read_huggingface(tmp_path)
     change_tensors(tmp_path, {name: torch.zeros(80, 48, dtype=torch.int8)})
     with pytest.raises(UnsupportedError, match=rf"{name} .* type int8"):
         read_huggingface(tmp_path)

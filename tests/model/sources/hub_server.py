@@ -18,6 +18,7 @@ class Hub:
     def __init__(self, files: dict[str, bytes], repository: str = "org/tiny") -> None:
         self.files = files
         self.repository = repository
+        self.commit = COMMIT  # as the hub names it
         self.token: str | None = None  # that callers must show
         self.is_gated = False
         self.cut_after: int | None = None  # bytes of each file, then the connection ends
@@ -29,7 +30,7 @@ class Hub:
 
     def info(self) -> bytes:
         siblings = [self._sibling(name, content) for name, content in self.files.items()]
-        found = {"id": self.repository, "sha": COMMIT, "siblings": siblings}
+        found = {"id": self.repository, "sha": self.commit, "siblings": siblings}
         return json.dumps(found | {"cardData": {"license": "mit"}}).encode()
 
     @staticmethod

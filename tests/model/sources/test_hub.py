@@ -62,7 +62,8 @@ def fetched(hub: Hub, given: str, cache: Path, **more: str) -> Path:
 def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub, tmp_path: Path) -> None:
     done = fetch(hub, "hf:org/tiny", tmp_path)
     path = Path(done.stdout.splitlines()[-1])
-    assert "licence: mit" in done.stdout
+    assert "licence: mit" in done.stderr
+    assert done.stdout == f"{path}\n"  # whoever started `quill export` reads the last line
     assert read_directory(path) == MODEL
     assert sorted(hub.fetched) == sorted(MODEL)
     assert fetched(hub, "hf:org/tiny@main", tmp_path) == path
@@ -89,6 +90,19 @@ def test_one_gguf_file_is_fetched_by_name_or_if_it_is_the_only_one(tmp_path: Pat
         assert "split" in fetch(hub, "hf:org/tiny:c-00001-of-00002.gguf", tmp_path).stderr
         del hub.files["b.gguf"]
         assert fetched(hub, "hf:org/tiny", tmp_path).read_bytes() == b"GGUFa"
+
+
+def test_nothing_is_written_outside_of_the_cache(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.gguf"
+    with running_hub({str(outside): b"GGUF", "a/../../b.gguf": b"GGUF"}) as hub:
+        done = fetch(hub, "hf:org/tiny", tmp_path / "cache")
+    assert "refused" in done.stderr
+    assert hub.fetched == []
+    with running_hub({"a.gguf": b"GGUF"}) as hub:
+        hub.commit = "../../../../../outside"
+        done = fetch(hub, "hf:org/tiny", tmp_path / "cache")
+    assert "which is no hash" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["cache"]
 
 
 def test_pickles_are_never_fetched(tmp_path: Path) -> None:

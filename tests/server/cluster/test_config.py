@@ -21,7 +21,7 @@ from quill.server.cluster.plan import (
     write_ray_service,
     write_serve_config,
 )
-from quill.server.cluster.replica_server import labelled
+from quill.server.cluster.replica_server import labeled
 from quill.server.errors import StartError
 from quill.server.settings import CLUSTER_OPTIONS
 
@@ -197,6 +197,6 @@ def test_policy_wants_as_many_replicas_as_requests_need(
 def test_metrics_have_the_label_of_their_replica() -> None:
     registry = CollectorRegistry()
     counter = Counter("quill_things", "Things", ["kind"], registry=registry)
-    shown = labelled(registry, replica="abc")
+    shown = labeled(registry, replica="abc")
     counter.labels("good").inc()
     assert 'quill_things_total{kind="good",replica="abc"} 1.0' in generate_latest(shown).decode()

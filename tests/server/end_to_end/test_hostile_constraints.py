@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from quill.loadtest.workload.hostile_constraints import hostile_constraints
 from quill.protos import generation_pb2 as pb
 from quill.server.auth.key_file import add_key
 from quill.server.client.access import Access
 from quill.server.client.errors import CallError
 from quill.server.client.sync_client import Client
+from tests.server.hostile_constraints import hostile_constraints
 from tests.server.process import (
     NEVER,
     PATIENCE_S,

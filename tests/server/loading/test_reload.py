@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from quill.server.client.sync_client import Client
-from quill.server.loading.instance import Watchdog
+from quill.server.loading.reloader import Watchdog
 from tests.server.end_to_end.test_lifecycle import Caller, watch_health
 from tests.server.running import NOT_SERVING, SERVING, running_server
 from tests.server.scripted_session import TIMEOUT_S
