@@ -27,7 +27,8 @@ from quill.model.sources.kinds import Source, content_hash, find_source
 ROOT = Path(__file__).parents[2]
 EXPORTER = (  # what decides over a bundle's bytes
     *("export/bundle", "export/graph", "export/quantize", "export/verify", "export/*.py"),
-    *("model/checkpoint", "model/data/sentencepiece.py", "model/importers", "model/network"),
+    *("model/checkpoint", "model/data/sentencepiece.py", "model/data/tokenizer.py"),
+    *("model/importers", "model/network"),
 )
 
 

@@ -78,6 +78,9 @@ def call(
                 _receive(stream, load, result, clock, sleep)
     except CallError as error:
         result.status, result.message = error.status, error.message
+        # At the deadline the server resets the stream; that may come before the client's own timer.
+        if error.status == "CANCELLED" and clock() - sent_s >= load.timeout_s:
+            result.status = "DEADLINE_EXCEEDED"
     return TimedCall(result, intended_s, sent_s, clock())
 
 

@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -40,6 +41,7 @@ from quill.server.api.accept_queue import AcceptQueue
 _aio_server: Any = importlib.import_module("grpc.aio._server")
 _core: Any = importlib.import_module("grpc._cython.cygrpc")
 
+logger = logging.getLogger(__name__)
 HEALTH = "/grpc.health."  # answered first: it is how others learn that a server is overloaded
 UNKNOWN_METHOD = "/unknown/unknown"  # instead of the name
 NUM_ACCEPTORS = 64  # of each method: calls that are accepted in one turn of the event loop
@@ -202,4 +204,10 @@ def _read_all_wakeups(loop: Any) -> None:
 def _handle_all(fd: int, handle_events: Callable[[], None]) -> None:
     with contextlib.suppress(BlockingIOError):
         os.read(fd, MAX_WAKEUPS)
-    handle_events()
+    is_done = False
+    while not is_done:
+        try:
+            handle_events()
+            is_done = True
+        except RuntimeError:  # an event of another loop, which is closed: it is off the queue now
+            logger.debug("an event of gRPC's is dropped", exc_info=True)

@@ -156,8 +156,9 @@ def run_load(address: str, users: Users, seconds: float) -> Seen:
 def set_niceness(pid: int, niceness: int) -> None:
     """Of a process' session and its threads. Linux' autogroups share the processor among sessions,
     whatever nice values their threads have."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+    if pid == os.getpid() or os.getsid(pid) != os.getsid(0):  # not the session of who started this
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     with contextlib.suppress(PermissionError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from quill.loadtest.environment.server import StartedServer
-from quill.loadtest.protocols.grpc import GrpcClient
+from quill.loadtest.protocols.grpc import CallError, Chunks, GrpcClient
 from quill.loadtest.workload.call import StreamResult, call, from_json, to_json
 from quill.loadtest.workload.request import LoadRequest
 from quill.protos import generation_pb2 as pb
@@ -74,6 +74,26 @@ def test_error_is_its_grpc_status(client: GrpcClient) -> None:
     record = call(client, load, 0.0).record(load, 0, "name", 0.0)
     assert (record.status, record.ok, record.first_token_ms) == ("INVALID_ARGUMENT", False, None)
     assert record.message
+
+
+class Resetting:
+    """A client whose server resets each stream."""
+
+    def stream(self, request: pb.GenerateRequest, timeout_s: float) -> Chunks:
+        yield from ()
+        raise CallError("CANCELLED", "")
+
+    def embed(self, request: pb.EmbedRequest, timeout_s: float) -> pb.EmbedResponse:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("took_s", "status"), [(2.0, "DEADLINE_EXCEEDED"), (1.9, "CANCELLED")])
+def test_reset_at_the_deadline_is_the_deadlines(took_s: float, status: str) -> None:
+    times_s = iter([0.0, took_s, took_s])
+    load = LoadRequest(REQUEST, timeout_s=2.0)
+    assert call(Resetting(), load, 0.0, clock=lambda: next(times_s)).result.status == status
 
 
 @contextmanager
