@@ -35,16 +35,11 @@ from quill.export.exportability import check_exportable
 from quill.export.graph.prepare import Networks
 from quill.export.graph.write import remove_graphs, runnable, write_graphs
 from quill.export.precisions import Precision
+from quill.export.verify.decoder_verifier import DecoderVerifier
+from quill.export.verify.encoder_verifier import EncoderVerifier
 from quill.export.verify.held_out import held_out
 from quill.export.verify.recipe import Stage, can_calibrate, find_recipe
-from quill.export.verify.verifier import (
-    Candidate,
-    Tick,
-    Verifier,
-    check_default,
-    make_verifier,
-    num_reference_ticks,
-)
+from quill.export.verify.verifier import Candidate, Tick, Verifier, check_default
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
@@ -155,7 +150,7 @@ def _add_graphs(
     networks, recipe = Networks(checkpoint, parts), None
     if "quill4" in options.precisions and can_calibrate(checkpoint):
         recipe = find_recipe(checkpoint, parts, options.text, stage)
-    verifier = _run_pytorch(checkpoint, manifest, options.text, stage) if options.verify else None
+    verifier = _verifier(checkpoint, manifest, options.text, stage) if options.verify else None
     for precision in options.precisions:
         num_matrices = networks.num_matrices(precision)
         with stage(f"{precision}: preparing the weights", num_matrices) as tick:
@@ -164,8 +159,9 @@ def _add_graphs(
             graphs = write_graphs(directory, precision, prepared)
         try:
             if verifier is not None:
+                num_ticks = verifier.num_ticks(precision, prepared.quantization)
                 with (
-                    stage(f"{precision}: verifying", verifier.num_ticks(precision)) as tick,
+                    stage(f"{precision}: verifying", num_ticks) as tick,
                     runnable(directory, graphs, prepared) as here,
                 ):
                     candidate = Candidate(directory, graphs, here, prepared.quantization)
@@ -206,13 +202,12 @@ def _parts_directory(out: Path) -> Iterator[Path]:
     shutil.rmtree(parts, ignore_errors=True)
 
 
-def _run_pytorch(
+def _verifier(
     checkpoint: Checkpoint, manifest: Manifest, text: Path | None, stage: Stage
 ) -> Verifier:
+    kind = EncoderVerifier if checkpoint.config.family == "encoder" else DecoderVerifier
     with stage("choosing the text to verify on"):
-        found = held_out(checkpoint, text)
-    with stage("running PyTorch for reference", num_reference_ticks(checkpoint, found)) as tick:
-        return make_verifier(checkpoint, manifest.sizes, found, tick)
+        return kind(checkpoint, manifest.sizes, held_out(checkpoint, text))
 
 
 def _save_tokenizer(directory: Path, checkpoint: Checkpoint, manifest: Manifest) -> Manifest:

@@ -92,7 +92,7 @@ class Verification:
 
     worst_difference: float  # of any logit, in standard deviations of its position's logits
     greedy_agreement: float  # the share of positions with PyTorch's most likely token
-    perplexity: float  # of an encoder: of masked tokens (export/verify/verifier.py)
+    perplexity: float  # of an encoder: of masked tokens (export/verify/encoder_verifier.py)
     reference_perplexity: float  # PyTorch's, in float32, on the same tokens
     text: str  # where those tokens came from
     num_tokens: int

@@ -15,7 +15,7 @@ import numpy as np
 
 from quill.export.bundle.manifest import Invariance
 from quill.export.verify.held_out import Passage
-from quill.export.verify.pytorch_reference import Array
+from quill.export.verify.projection import Array
 from quill.export.verify.runner import Chunk, EncoderRunner, Runner
 
 BATCH_SIZES = (1, 2, 3, 8, 32)

@@ -18,9 +18,9 @@ from quill.export.quantize.mixture import Statistics
 from quill.export.quantize.quantization import EMBEDDING, Quantization, is_quantized
 from quill.export.quantize.quantizers import span_of
 from quill.export.verify.held_out import Passage
+from quill.export.verify.projection import Array
 from quill.export.verify.pytorch_reference import (
     BATCH_TOKENS,
-    Array,
     PyTorchReference,
     ReferenceOutput,
     Tick,

@@ -1,7 +1,6 @@
 """The reference: what PyTorch computes with the same weights, one layer in memory at a time.
 
-Knows: the network in float32, how operators round a matrix's inputs.
-Does not know: ONNX, tolerances.
+Knows: the network in float32. Does not know: ONNX, tolerances.
 
 A causal Transformer's layers are read one after another, and all passages pass through a layer
 before the next one is read. Other networks are small, and are read whole.
@@ -10,50 +9,33 @@ With a quantization the reference rounds as the operators do: a matrix's inputs 
 KV cache to float16. What remains is the order of sums, so that small faults of a graph are seen.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quill.export.quantize.quantization import Quantization, dequantized
 from quill.export.verify.held_out import MaskedText, Passage
+from quill.export.verify.probe_attention import ProbeAttention
+from quill.export.verify.projection import Array, Projection, rounded
 from quill.export.verify.runner import EncoderOutput
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
-from quill.model.network.attention import (
-    CachedAttention,
-    CrossKeyValue,
-    KeyValue,
-    as_state,
-    attention_weights,
-    causal_conv,
-    causal_mask,
-    from_state,
-    merge_heads,
-    repeat_groups,
-    soft_capped,
-    split_qkv,
-)
+from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.network.attention import CrossKeyValue
 from quill.model.network.layers import EncoderLayer
-from quill.model.network.network import Network
 from quill.model.network.networks import make_network
-from quill.model.network.positions import tables_of
 from quill.model.network.transformer import Transformer
 
-# T tokens · V vocabulary · D model size
+# T tokens · D model size · U distinct tokens
 
-Array = npt.NDArray[Any]
 Tick = Callable[[], None]
+BitsOf = Callable[[str], int | None]  # of a matrix, by name; None: its inputs aren't rounded
 
-LEVELS = {8: 127.0, 16: 32767.0}
-PAST_BLOCK = 16  # positions of the blocks that a far passage's past repeats
 BATCH_TOKENS = 1024  # that pass through a layer together
-VOCABULARY_ROWS = 1 << 13  # of the vocabulary's matrix that are in float32 at a time
 
 
 @dataclass(frozen=True)
@@ -66,88 +48,33 @@ class ReferenceOutput:
     cross_caches: list[Array] = field(default_factory=list)  # of the source; empty for causal
 
 
-def rounded(x: Tensor, bits: int) -> Tensor:
-    """Rounds as the operators do: 32 numbers share a scale."""
-    blocks = x.unflatten(-1, (-1, BLOCK_SIZE))  # type: ignore[no-untyped-call]
-    scale = blocks.abs().amax(dim=-1, keepdim=True) / LEVELS[bits]
-    y: Tensor = torch.where(scale > 0, (blocks / scale).round() * scale, 0.0).flatten(-2)
-    return y
-
-
-BitsOf = Callable[[str], int | None]  # of a matrix, by name; None: its inputs aren't rounded
-
-
-def _round_inputs(name: str, module: nn.Module, input_bits: BitsOf) -> None:
+def _round_inputs(name: str, module: nn.Module, input_bits: BitsOf) -> list[RemovableHandle]:
     """Makes the linear layers of a module round their inputs."""
+    hooks = []
     for child_name, child in module.named_modules():
         bits = input_bits(f"{name}.{child_name}.weight".removeprefix("."))
         if isinstance(child, nn.Linear) and bits is not None:
-            child.register_forward_pre_hook(
-                lambda _, inputs, bits=bits: (rounded(inputs[0], bits),)
+            hooks.append(
+                child.register_forward_pre_hook(
+                    lambda _, inputs, bits=bits: (rounded(inputs[0], bits),)
+                )
             )
+    return hooks
 
 
 def _of_quantization(quantization: Quantization | None) -> BitsOf:
     """How finely the inputs of each matrix are rounded; if rows differ in that, the coarsest."""
+    found: dict[str, int | None] = {}
 
     def find(name: str) -> int | None:
-        if quantization is None or name not in quantization.weights:
-            return None
-        weight = quantization.weights[name]
-        return min(weight.bits_beside(rows) for rows in weight.weight.rows())
+        if name not in found:
+            found[name] = None
+            if quantization is not None and name in quantization.weights:
+                weight = quantization.weights[name]
+                found[name] = min(weight.bits_beside(rows) for rows in weight.weight.rows())
+        return found[name]
 
     return find
-
-
-class Projection:
-    """Hidden states become logits; the vocabulary's matrix is in float32 a few rows at a time."""
-
-    def __init__(self, checkpoint: Checkpoint, model: Network, bits: int | None) -> None:
-        name = "embedding.weight" if model.projection is None else "projection.weight"
-        self._model = model
-        self._bits = bits
-        self._rows = _rows_of(checkpoint, name)
-
-    @torch.no_grad()
-    def __call__(self, hidden_LD: Array) -> Array:
-        model, x_LD = self._model, torch.from_numpy(np.ascontiguousarray(hidden_LD))
-        if model.config.num_classes:
-            of_classes: Array = model.project(x_LD).numpy()
-            return of_classes
-        if isinstance(model, Transformer):
-            x_LD = model.head(x_LD)
-        if self._bits is not None:
-            x_LD = rounded(x_LD, self._bits)
-        bias_V, size = model.output_bias, model.config.vocab_size
-        logits_LV = torch.empty(len(x_LD), size)
-        for start in range(0, size, VOCABULARY_ROWS):
-            end = min(start + VOCABULARY_ROWS, size)
-            bias = None if bias_V is None else bias_V[start:end]
-            logits_LV[:, start:end] = F.linear(x_LD, self._rows(start, end), bias)
-        cap = model.config.logit_soft_cap
-        found: Array = (soft_capped(logits_LV, cap) if cap else logits_LV).numpy()
-        return found
-
-    @torch.no_grad()
-    def backward(self, gradient_LV: Tensor) -> Tensor:
-        """The gradient of hidden states from that of logits, before they are soft-capped."""
-        gradient_LD = torch.zeros(len(gradient_LV), self._model.config.d_model)
-        for start in range(0, gradient_LV.shape[1], VOCABULARY_ROWS):
-            end = min(start + VOCABULARY_ROWS, gradient_LV.shape[1])
-            gradient_LD += gradient_LV[:, start:end] @ self._rows(start, end)
-        return gradient_LD
-
-
-def _rows_of(checkpoint: Checkpoint, name: str) -> Callable[[int, int], Tensor]:
-    """Neighbouring rows of a matrix in float32; the matrix is kept as its source has it."""
-    if name not in checkpoint.quantized:
-        weight_NI = checkpoint.weights[name]
-        return lambda start, end: weight_NI[start:end].float()
-    weight = checkpoint.quantized[name]
-    if weight.raw.ndim != 2:
-        values_NI = weight.dequantize()
-        return lambda start, end: values_NI[start:end]
-    return lambda start, end: QuantizedWeight(weight.kind, weight.raw[start:end]).dequantize()
 
 
 class PyTorchReference:
@@ -171,12 +98,23 @@ class PyTorchReference:
         self._model = self._without_layers() if self._streams else checkpoint.build()
         if not self._streams:
             _round_inputs("", self._model, self._input_bits)
-        name = "embedding" if self._model.projection is None else "projection"
-        bits = self._input_bits(f"{name}.weight")
-        self.project = Projection(checkpoint, self._model, bits)
+        name = self._projection_name()
+        self.project = Projection(checkpoint, self._model, name, self._input_bits(name))
+
+    def rounding_as(self, quantization: Quantization) -> "PyTorchReference":
+        """The reference of a quantization, which shares the weights if they are the same."""
+        if not (self._streams and quantization.is_source):
+            return PyTorchReference(self._checkpoint, quantization)
+        other = copy.copy(self)
+        other._input_bits, other._halves = _of_quantization(quantization), True
+        other.project = self.project.rounding(other._input_bits(self._projection_name()))
+        return other
+
+    def _projection_name(self) -> str:
+        return "embedding.weight" if self._model.projection is None else "projection.weight"
 
     def num_ticks(self, num_passages: int) -> int:
-        """Of `outputs`."""
+        """Of passages in one job."""
         return self._model.config.num_layers if self._streams else num_passages
 
     def outputs(
@@ -184,13 +122,7 @@ class PyTorchReference:
     ) -> list[ReferenceOutput]:
         """Of all passages; of the first `num_cached` with their KV cache. Passages that begin far
         from the start continue the first blocks of the first two."""
-        if self._streams:
-            return self._by_layers(passages, num_cached, tick)
-        found = []
-        for passage in passages:
-            found.append(self._output(passage))
-            tick()
-        return found
+        return run_jobs([Job(self, passages, num_cached)], tick)[0]
 
     def _without_layers(self) -> Transformer:
         """The network but for its layers and the vocabulary's matrices."""
@@ -204,26 +136,6 @@ class PyTorchReference:
         model.load_state_dict(state, assign=True, strict=False)
         model.compute_tables()
         return model
-
-    @torch.no_grad()
-    def _by_layers(
-        self, passages: Sequence[Passage], num_cached: int, tick: Tick
-    ) -> list[ReferenceOutput]:
-        model = self._model
-        assert isinstance(model, Transformer)
-        ids_U = self._load_embedding(passages)
-        runs: list[_Run] = []
-        for passage in passages[:num_cached]:
-            attention = ProbeAttention(model.config, model.rotary, passage.past, self._halves, runs)
-            runs.append(_Run(model, ids_U, [passage], attention))
-        for some in _batches(passages[num_cached:]):
-            runs.append(_Run(model, ids_U, some, model.uncached()))
-        for index in range(model.config.num_layers):
-            layer = self._layer(index)
-            for run in runs:
-                run.x_BTD = layer(run.x_BTD, index, run.attention)
-            tick()
-        return [output for run in runs for output in run.outputs(model)]
 
     def _load_embedding(self, passages: Sequence[Passage]) -> Tensor:
         """Gives the model the embeddings of the tokens that occur. Returns these tokens."""
@@ -250,7 +162,6 @@ class PyTorchReference:
         weights = self._checkpoint.weights
         state = {each: weights[f"{name}.{each}"].float() for each in layer.state_dict()}
         layer.load_state_dict(state, assign=True)
-        _round_inputs(name, layer, self._input_bits)
         return layer
 
     @torch.no_grad()
@@ -295,6 +206,57 @@ class PyTorchReference:
         return self._model.encode(source_1S, torch.ones_like(source_1S, dtype=torch.bool))
 
 
+class Job(NamedTuple):
+    """Passages for a reference. Of the first `num_cached` the KV cache is returned, too."""
+
+    reference: PyTorchReference
+    passages: Sequence[Passage]
+    num_cached: int = 0
+
+
+def run_jobs(jobs: Sequence[Job], tick: Tick = lambda: None) -> list[list[ReferenceOutput]]:
+    """The outputs of each job. References that share their weights read each layer once."""
+    first, *others = (job.reference for job in jobs)
+    if first._streams and all(each._model is first._model for each in others):
+        return _by_layers(jobs, tick)
+    if others:
+        return [outputs for job in jobs for outputs in run_jobs([job], tick)]
+    found = []
+    for passage in jobs[0].passages:
+        found.append(first._output(passage))
+        tick()
+    return [found]
+
+
+@torch.no_grad()
+def _by_layers(jobs: Sequence[Job], tick: Tick) -> list[list[ReferenceOutput]]:
+    first, model = jobs[0].reference, jobs[0].reference._model
+    assert isinstance(model, Transformer)
+    ids_U = first._load_embedding([passage for job in jobs for passage in job.passages])
+    runs = [_runs(model, ids_U, job) for job in jobs]
+    for index in range(model.config.num_layers):
+        layer = first._layer(index)
+        for job, some in zip(jobs, runs, strict=True):
+            hooks = _round_inputs(f"decoder.{index}", layer, job.reference._input_bits)
+            for run in some:
+                run.x_BTD = layer(run.x_BTD, index, run.attention)
+            for hook in hooks:
+                hook.remove()
+        tick()
+    return [[output for run in some for output in run.outputs(model)] for some in runs]
+
+
+def _runs(model: Transformer, ids_U: Tensor, job: Job) -> "list[_Run]":
+    earlier: list[ProbeAttention] = []
+    for passage in job.passages[: job.num_cached]:
+        halves = job.reference._halves
+        earlier.append(ProbeAttention(model.config, model.rotary, passage.past, halves, earlier))
+    cached = zip(job.passages, earlier, strict=False)
+    runs = [_Run(model, ids_U, [passage], attention) for passage, attention in cached]
+    others = _batches(job.passages[job.num_cached :])
+    return [*runs, *(_Run(model, ids_U, some, model.uncached()) for some in others)]
+
+
 class _Run:
     """Passages of one length on their way through the layers."""
 
@@ -315,72 +277,6 @@ class _Run:
             ReferenceOutput(passage, hidden_TD, caches)
             for passage, hidden_TD in zip(self._passages, hidden_BTD, strict=True)
         ]
-
-
-class ProbeAttention(CachedAttention):
-    """Attention of one passage that keeps its keys and values, and may begin far from the start.
-
-    The `past` positions before such a passage repeat two blocks: the first 16 positions of the
-    second passage in the first half of the past, or wherever no window reaches, and then those of
-    the first passage. Equal keys have equal scores, so that a key that occurs n times is one key
-    with log n added to its score.
-    """
-
-    def __init__(
-        self, config: Any, rotary: Any, past: int, halves: bool, earlier: "list[_Run]"
-    ) -> None:
-        super().__init__(config, rotary)
-        self._length, self._halves, self._earlier = past, halves, earlier[:2]
-
-    def self_attention(self, layer: int, qkv_BTE: Tensor, sinks_N: Tensor | None = None) -> Tensor:
-        config, past = self._config, self._length
-        q_BNTH, new = split_qkv(qkv_BTE, config, tables_of(self._rotary, config, layer), past)
-        if self._halves:
-            new = KeyValue(*(side.half().float() for side in new))
-        self._layers[layer] = new
-        num_new, window = q_BNTH.shape[2], config.window_of(layer)
-        mask = causal_mask(num_new, num_new, window)
-        if past:
-            blocks = [run.attention.key_value(layer) for run in self._earlier]
-            sides = [[side[:, :, :PAST_BLOCK] for side in block] for block in reversed(blocks)]
-            new = KeyValue(*(torch.cat(each, dim=2) for each in zip(*sides, new, strict=True)))
-            counts = past_counts(past, num_new, config.window, window)
-            mask = torch.cat((torch.from_numpy(counts).log().float(), mask), dim=1)
-        k_BNSH, v_BNSH = (repeat_groups(side, config.num_heads) for side in new)
-        cap = config.attention_soft_cap
-        weights = attention_weights(q_BNTH, k_BNSH, mask, config.scale, cap, sinks_N)
-        return merge_heads(weights @ v_BNSH)
-
-    def short_conv(
-        self, layer: int, x_BTD: Tensor, kernel_DL: Tensor, bias_D: Tensor | None
-    ) -> Tensor:
-        past, num_new = self._length, x_BTD.shape[1]
-        x_BTD = x_BTD.half().float() if self._halves else x_BTD
-        self._layers[layer] = as_state(x_BTD)
-        if past:
-            last = self._earlier[int(past_split(past, self._config.window) == past)]
-            before = KeyValue(
-                *(side[:, :, :PAST_BLOCK] for side in last.attention.key_value(layer))
-            )
-            x_BTD = torch.cat((from_state(before), x_BTD), dim=1)
-        return causal_conv(x_BTD, num_new, kernel_DL, bias_D)
-
-
-def past_split(past: int, window: int) -> int:
-    """The number of positions of a past that repeat the second passage's block."""
-    start = max(past - window, 0) if window else past // 2
-    return -(-start // PAST_BLOCK) * PAST_BLOCK
-
-
-def past_counts(past: int, num_new: int, split_window: int, window: int) -> Array:
-    """How often each new token sees each of the 32 positions that a past repeats."""
-    places = np.arange(past)
-    kind = places % PAST_BLOCK + PAST_BLOCK * (places >= past_split(past, split_window))
-    counts = np.zeros((num_new, 2 * PAST_BLOCK))
-    for token in range(num_new):
-        first = max(0, past + token - window + 1) if window else 0
-        counts[token] = np.bincount(kind[first:], minlength=2 * PAST_BLOCK)
-    return counts
 
 
 def _batches(passages: Sequence[Passage]) -> list[list[Passage]]:

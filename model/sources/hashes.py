@@ -3,14 +3,15 @@
 Knows: a JSON file in the cache. Does not know: what the files are.
 """
 
+import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quill.cache import cache_directory
+from quill.model.checkpoint.atomic import atomic_file
 
 CHUNK_BYTES = 1 << 24
 SHOWN_BYTES = 1 << 28  # from here on hashing takes longer than a moment
@@ -86,12 +87,6 @@ def _read() -> dict[str, Any]:
 def _write(known: dict[str, Any]) -> None:
     """Two processes may write at once: the last one wins, the other's files are hashed again. On a
     full disk nothing is remembered."""
-    path = _path()
-    temporary = path.with_name(f".hashes.{os.getpid()}.part")
     entries = {name: entry for name, entry in known.items() if Path(name).exists()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError), atomic_file(_path()) as temporary:
         temporary.write_text(json.dumps(entries, indent=0), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)

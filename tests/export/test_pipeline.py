@@ -3,8 +3,12 @@
 import contextlib
 import dataclasses
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -18,6 +22,8 @@ from quill.export.pipeline import (
     describe,
     write_bundle,
 )
+from quill.export.quantize.quantization import quantize_floats
+from quill.export.quantize.quantizers import Quantized
 from quill.export.verify.recipe import Stage
 from quill.export.verify.verifier import Tick, check_default
 from quill.model.checkpoint.checkpoint import Checkpoint
@@ -26,6 +32,7 @@ from tests.export.tiny import Exported, make_checkpoint, quantized_at_source
 from tests.operators import OWN
 from tests.tiny_networks import LLAMA
 
+ROOT = Path(__file__).resolve().parents[2]
 FP32 = ExportOptions(precisions=("fp32",))
 
 
@@ -93,6 +100,55 @@ def test_exporting_twice_gives_the_same_bytes(llama: Exported, tmp_path: Path) -
     for file in again.files:
         assert file.sha256 == hashes[file.name], file.name
     assert again.graphs[0].verification is None
+
+
+KILLED_AT_THE_FOURTH_MATRIX = """
+import os, signal, sys
+from pathlib import Path
+from quill.export.pipeline import ExportOptions, write_bundle
+from quill.export.quantize import matrices
+from tests.export.tiny import make_checkpoint
+from tests.tiny_networks import LLAMA
+
+quantize, made = matrices.quantize_floats, []
+
+def quantize_floats(name, *args):
+    made.append(name)
+    if len(made) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return quantize(name, *args)
+
+matrices.quantize_floats = quantize_floats
+options = ExportOptions(precisions=("quill4",), verify=False)
+write_bundle(Path(sys.argv[1]), make_checkpoint(LLAMA), options)
+"""
+
+
+def test_a_killed_export_continues_after_its_last_matrix_and_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_THE_FOURTH_MATRIX, str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    made: list[str] = []
+
+    def spied(name: str, *args: Any) -> Quantized:
+        made.append(name)
+        return quantize_floats(name, *args)
+
+    monkeypatch.setattr("quill.export.quantize.matrices.quantize_floats", spied)
+    checkpoint = make_checkpoint(LLAMA)
+    options = ExportOptions(precisions=("quill4",), verify=False)
+    resumed = write_bundle(tmp_path / "out", checkpoint, options)
+    num_missing = len(made)
+    whole = write_bundle(tmp_path / "whole", checkpoint, options)
+    assert len(made) == 2 * num_missing + 3, "three matrices were there already"
+    assert resumed.files == whole.files
+    assert not list(tmp_path.glob(".*.parts"))
 
 
 def doubting(*precisions: str) -> Stage:

@@ -33,6 +33,8 @@ def test_server_imports_with_torch_and_model_out_of_reach() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     standard_library_only = {
+        "quill.model.checkpoint",
+        "quill.model.checkpoint.atomic",
         "quill.model.data",
         "quill.model.data.wheels",
         "quill.model.errors",

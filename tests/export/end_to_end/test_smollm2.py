@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from quill.export.pipeline import ExportOptions, write_bundle
+from quill.export.verify.decoder_verifier import score
 from quill.export.verify.held_out import HeldOut, held_out
 from quill.export.verify.pytorch_reference import PyTorchReference
 from quill.export.verify.runner import Runner
 from quill.export.verify.token_scores import concatenate, score_sequence
-from quill.export.verify.verifier import score
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.model.sources.catalogue import CATALOGUE

@@ -1,16 +1,21 @@
 """PyTorch's side of the comparison."""
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quill.export.quantize.matrices import QuantizedMatrices
 from quill.export.verify.held_out import Passage
-from quill.export.verify.pytorch_reference import PyTorchReference, past_split
+from quill.export.verify.probe_attention import past_split
+from quill.export.verify.pytorch_reference import Job, PyTorchReference, run_jobs
 from quill.export.verify.token_scores import concatenate, kl_divergence, score_sequence
 from quill.model.network.attention import KeyValue
-from tests.export.tiny import make_checkpoint
+from quill.model.network.layers import EncoderLayer
+from tests.export.tiny import make_checkpoint, quantized_at_source
 from tests.tiny_networks import LLAMA, SEQ2SEQ
 
 
@@ -55,6 +60,36 @@ def test_layer_by_layer_pytorch_computes_what_the_whole_network_computes() -> No
         np.testing.assert_allclose(reference.project(output.hidden_TD), expected, atol=1e-4)
         assert [cache.shape for cache in output.caches] == [(2, 4, 16)] * (0 if number else 4)
         assert output.cross_caches == []
+
+
+def test_jobs_with_the_same_weights_read_each_layer_once_and_compute_what_each_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = quantized_at_source(make_checkpoint(LLAMA))
+    matrices = QuantizedMatrices(checkpoint, 4, tmp_path)
+    matrices.read_all()
+    quantization, source = matrices.quantization(), PyTorchReference(checkpoint)
+    texts, probes = [Passage((5, 6, 7, 8)), Passage((1, 2))], [Passage((9, 8, 7)), Passage((4, 4))]
+    expected = [
+        source.outputs(texts),
+        PyTorchReference(checkpoint, quantization).outputs(probes, num_cached=2),
+    ]
+    layers: list[int] = []
+    read = PyTorchReference._layer
+
+    def counted(reference: PyTorchReference, index: int) -> EncoderLayer:
+        layers.append(index)
+        return read(reference, index)
+
+    monkeypatch.setattr(PyTorchReference, "_layer", counted)
+    rounding = source.rounding_as(quantization)
+    found = run_jobs([Job(source, texts), Job(rounding, probes, num_cached=2)])
+    assert layers == list(range(LLAMA.num_layers))
+    for ours, theirs in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        np.testing.assert_array_equal(ours.hidden_TD, theirs.hidden_TD)
+        np.testing.assert_array_equal(ours.caches, theirs.caches)
+    hidden_TD = found[1][0].hidden_TD
+    assert not np.array_equal(rounding.project(hidden_TD), source.project(hidden_TD))
 
 
 @pytest.mark.parametrize("window", [0, 24])

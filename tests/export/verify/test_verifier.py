@@ -10,9 +10,11 @@ import pytest
 
 from quill.export.errors import VerificationError
 from quill.export.verify.batch_invariance import measure_encoder_invariance
+from quill.export.verify.decoder_verifier import enough
+from quill.export.verify.encoder_verifier import EncoderVerifier
 from quill.export.verify.held_out import HeldOut, Passage, held_out, mask_passages
 from quill.export.verify.runner import EncoderOutput, EncoderRunner
-from quill.export.verify.verifier import Candidate, EncoderVerifier, enough
+from quill.export.verify.verifier import Candidate
 from tests.export.tiny import Exported, changed, export, make_checkpoint
 from tests.operators import OWN, SERVED
 from tests.tiny_networks import ENCODER
@@ -72,7 +74,7 @@ def test_a_damaged_graph_is_refused(encoder: Exported, tmp_path: Path) -> None:
         next(each for each in node.attribute if each.name == "scale").f *= 2
 
     graphs = changed(encoder, tmp_path, sharpen, "encoder")
-    verifier = EncoderVerifier(encoder.checkpoint, encoder.manifest.sizes, TEXT, lambda: None)
+    verifier = EncoderVerifier(encoder.checkpoint, encoder.manifest.sizes, TEXT)
     with pytest.raises(VerificationError, match="the fp32 graph doesn't compute"):
         verifier.verify(Candidate(tmp_path, graphs, graphs, None), lambda: None)
 

@@ -39,3 +39,13 @@ def test_what_was_hashed_while_it_was_written_is_not_read_again(
     assert sha256_of([path, other]) == [
         hashlib.sha256(each).hexdigest() for each in (b"one", b"two")
     ]
+
+
+def test_where_nothing_can_be_written_files_are_hashed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, no_directory = tmp_path / "weights", tmp_path / "file"
+    path.write_bytes(b"one")
+    no_directory.touch()
+    monkeypatch.setenv("QUILL_CACHE", str(no_directory / "cache"))
+    assert sha256_of([path]) == [hashlib.sha256(b"one").hexdigest()]
