@@ -24,7 +24,7 @@ from quill.export.quantize.quantization import Quantization, dequantized
 from quill.export.verify.held_out import MaskedText, Passage
 from quill.export.verify.runner import EncoderOutput
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE
 from quill.model.network.attention import (
     CachedAttention,
     CrossKeyValue,
@@ -147,7 +147,7 @@ def _rows_of(checkpoint: Checkpoint, name: str) -> Callable[[int, int], Tensor]:
     if weight.raw.ndim != 2:
         values_NI = weight.dequantize()
         return lambda start, end: values_NI[start:end]
-    return lambda start, end: QuantizedWeight(weight.kind, weight.raw[start:end]).dequantize()
+    return lambda start, end: weight.dequantize_rows(torch.arange(start, end))
 
 
 class PyTorchReference:
@@ -237,8 +237,7 @@ class PyTorchReference:
     def _embedded(self, ids_U: Tensor) -> Tensor:
         name, checkpoint = "embedding.weight", self._checkpoint
         if name in checkpoint.quantized and checkpoint.quantized[name].raw.ndim == 2:
-            weight = checkpoint.quantized[name]
-            return QuantizedWeight(weight.kind, weight.raw[ids_U]).dequantize()
+            return checkpoint.quantized[name].dequantize_rows(ids_U)
         return checkpoint.weights[name][ids_U].float()
 
     def _layer(self, index: int) -> EncoderLayer:

@@ -27,7 +27,7 @@ def calibrated(checkpoint: Checkpoint, tmp_path: Path) -> Recipe:
     text = calibration_text(checkpoint, None)
     assert text is not None
     file = TensorFile(tmp_path / "statistics", os.O_RDWR | os.O_CREAT)
-    return Recipe({}, Calibration(checkpoint, file).statistics(text.passages, lambda: None))
+    return Recipe({}, Calibration(checkpoint, file).statistics(text.passages, lambda: None), {})
 
 
 def quantized(
