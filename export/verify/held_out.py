@@ -250,7 +250,7 @@ def _read(path: Path) -> str:
 def _sampled_from_the_model(
     checkpoint: Checkpoint, seed: int = SEED, num_passages: int = NUM_PASSAGES
 ) -> HeldOut:
-    """Samples passages from the model, after random first tokens."""
+    """Samples passages from the model, after bos, or else after random first tokens."""
     config = checkpoint.config
     generator = torch.Generator().manual_seed(seed)
     length = min(config.context, PASSAGE_TOKENS // 2)
@@ -259,6 +259,8 @@ def _sampled_from_the_model(
         return HeldOut(_RANDOM, [Passage(tuple(ids)) for ids in ids_BT.tolist()])
     model = checkpoint.build()
     first_B1 = torch.randint(config.vocab_size, (num_passages, 1), generator=generator)
+    if config.family == "causal" and checkpoint.special_tokens.bos is not None:
+        first_B1.fill_(checkpoint.special_tokens.bos)
     cross, sources = None, [()] * num_passages
     if config.family == "seq2seq":
         source_BS = torch.randint(
