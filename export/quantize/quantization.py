@@ -95,7 +95,10 @@ def describe(
         return f"the source's own values ({listed}; {bits:.2f} bits a weight)"
     how, lost = "rounded", f"relative squared error {sum(losses.values()) / len(losses):.2g}"
     if calibrated:
-        how, lost = "mixed by sensitivity", _by_kind({name: kinds[name] for name in losses} | dict(finer))
+        how, lost = (
+            "mixed by sensitivity",
+            _by_kind({name: kinds[name] for name in losses} | dict(finer)),
+        )
     if len(losses) < len(kinds):
         how = f"the source's own values, and {how} for {len(losses)} matrices"
     return f"{how} ({listed}; {bits:.2f} bits a weight; {lost})"
