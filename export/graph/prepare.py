@@ -215,7 +215,7 @@ def _use_vocabulary(
     stand_ins.replace(project)
     embedding = CustomEmbedding(weights["embedding.weight"])
     if model.projection is None:
-        embedding.records_CRB = project.records_CRB  # one tensor of the graph, not two
+        embedding.tie(project)
     stand_ins.replace(embedding)
     model.embedding = embedding  # type: ignore[assignment]
     model.projection = None

@@ -54,29 +54,35 @@ def emit(
 
 class CustomLinear(nn.Module):
     """A linear layer; with gains, of what an RMS norm makes of its inputs. Rows of several kinds
-    are as many operators: their outputs are concatenated, or gate each other."""
+    are as many operators: their outputs are concatenated, or gate each other. The outputs of finer
+    rows replace those of the same rows."""
 
     records_CRB: Tensor  # this and the bias: of the first part
     bias_N: Tensor | None
     gains_I: Tensor | None
+    finer_M: Tensor | None  # the numbers of finer rows, which are the last part
 
     def __init__(
         self, of: OperatorWeight, bias_N: Tensor | None = None, *, gated: bool = False
     ) -> None:
         super().__init__()
         assert not (gated and bias_N is not None)
-        parts = of.weight.rows()
+        parts, finer = of.weight.rows(), of.weight.finer
         self.num_columns, self.num_inputs = of.weight.shape
         self.gated, self.fused = gated, gated and len(parts) == 1
+        biases: list[Tensor | None] = [None] * len(parts)
+        if bias_N is not None:
+            biases = [*torch.split(bias_N.detach(), [len(rows.raw_Nb) for rows in parts])]
+        if finer is not None:
+            parts += finer.weight.rows()
+            biases.append(None if bias_N is None else bias_N.detach()[finer.rows_M])
         self.columns = [len(rows.raw_Nb) for rows in parts]
         self.layouts = [LAYOUTS[rows.kind] for rows in parts]
         self.input_bits = [of.bits_beside(rows) for rows in parts]
-        biases: Sequence[Tensor | None] = [None] * len(parts)
-        if bias_N is not None:
-            biases = torch.split(bias_N.detach(), self.columns)
         for index, (rows, bias) in enumerate(zip(parts, biases, strict=True)):
             self.register_buffer(_name("records", index), lay_out(rows, self.fused))
             self.register_buffer(_name("bias", index), None if bias is None else bias.clone())
+        self.register_buffer("finer_M", None if finer is None else finer.rows_M)
         self.register_buffer("gains_I", None)
         self.epsilon = 0.0
 
@@ -90,7 +96,11 @@ class CustomLinear(nn.Module):
         if len(self.columns) == 1:
             return self._part(0, x, residual)
         parts = [self._part(i, x, None) for i in range(len(self.columns))]
-        y = torch.cat(parts, dim=-1)
+        finer = None if self.finer_M is None else parts.pop()
+        y = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        if finer is not None:
+            assert self.finer_M is not None
+            y = y.scatter(-1, self.finer_M.expand(finer.shape), finer)
         if self.gated:
             gate, value = y.chunk(2, dim=-1)
             y = nn.functional.silu(gate) * value
@@ -122,19 +132,38 @@ class CustomEmbedding(nn.Module):
     """An embedding in any layout: the very bytes of the vocabulary projection, if tied."""
 
     records_CRB: Tensor
+    finer: "CustomEmbedding | None"  # of some tokens
+    places_V: Tensor | None  # each token's row there, or -1
 
     def __init__(self, of: OperatorWeight) -> None:
         super().__init__()
-        (rows,) = of.weight.rows()
+        (rows,), finer = of.weight.rows(), of.weight.finer
         self.num_tokens, self.num_columns = of.weight.shape
         self.layout = LAYOUTS[rows.kind]
         self.register_buffer("records_CRB", lay_out(rows))
+        self.finer, places_V = None, None
+        if finer is not None:
+            self.finer = CustomEmbedding(of._replace(weight=finer.weight))
+            places_V = torch.full((self.num_tokens,), -1, dtype=torch.int32)
+            places_V[finer.rows_M] = torch.arange(len(finer.rows_M), dtype=torch.int32)
+        self.register_buffer("places_V", places_V)
+
+    def tie(self, project: CustomLinear) -> None:
+        """One tensor of the graph, not two."""
+        self.records_CRB = project.records_CRB
+        if self.finer is not None:
+            self.finer.records_CRB = getattr(project, _name("records", len(project.columns) - 1))
 
     def forward(self, ids: Tensor) -> Tensor:
         attributes = {"inputs": self.num_columns, "columns": self.num_tokens}
         attributes["layout"] = self.layout
         shape = [*ids.shape, self.num_columns]
-        return emit("quill::Embedding", [ids, self.records_CRB], attributes, shape)[0]
+        vectors = emit("quill::Embedding", [ids, self.records_CRB], attributes, shape)[0]
+        if self.finer is None:
+            return vectors
+        assert self.places_V is not None
+        places = self.places_V[ids].to(ids.dtype)
+        return torch.where((places >= 0).unsqueeze(-1), self.finer(places.clamp(min=0)), vectors)
 
 
 def can_fuse(config: ModelConfig) -> bool:

@@ -9,13 +9,15 @@ export that was killed finds its files again and continues where it was.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quill.export.quantize import quantization, quantizers
-from quill.export.quantize.mixture import Statistics
+from quill.export.quantize.mixture import FINER, Statistics, finer_rows
 from quill.export.quantize.quantization import (
     Quantization,
     default_kind,
@@ -25,10 +27,10 @@ from quill.export.quantize.quantization import (
     is_quantized,
     quantize_floats,
 )
-from quill.export.quantize.quantizers import FoundKind
+from quill.export.quantize.quantizers import FoundKind, quantize
 from quill.export.quantize.quill_layout import OperatorWeight, layout_bits
 from quill.model.checkpoint.checkpoint import Checkpoint, load_quantized, save_quantized
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
+from quill.model.checkpoint.quantized_weight import FinerRows, QuantizedWeight
 from quill.model.checkpoint.tensors import lazy, raw_bytes
 
 
@@ -37,6 +39,7 @@ class Recipe(NamedTuple):
 
     kinds: Mapping[str, FoundKind]
     statistics: Mapping[str, Statistics]
+    num_finer: Mapping[str, int]  # rows of a matrix that are in FINER, too
 
 
 class QuantizedMatrices(Mapping[str, OperatorWeight]):
@@ -56,10 +59,11 @@ class QuantizedMatrices(Mapping[str, OperatorWeight]):
         self._bits = bits
         self._parts = parts
         self._tick = tick
-        self._recipe = recipe or Recipe({}, {})
+        self._recipe = recipe or Recipe({}, {}, {})
         self._kinds: dict[str, str] = {}
         self._found: dict[str, Mapping[str, QuantizedWeight]] = {}  # those not of the source
         self._losses: dict[str, float] = {}  # of those
+        self._finer: dict[str, FinerRows] = {}
 
     def __getitem__(self, name: str) -> OperatorWeight:
         source = None
@@ -67,7 +71,11 @@ class QuantizedMatrices(Mapping[str, OperatorWeight]):
             source = from_source(self._checkpoint.quantized.get(name), self._bits)
             if source is None:
                 self._found[name] = self._find(name)
-        weight = source or OperatorWeight(self._found[name][name], input_bits(self._bits))
+                self._find_finer(name)
+        if source is None:
+            found = replace(self._found[name][name], finer=self._finer.get(name))
+            source = OperatorWeight(found, input_bits(self._bits))
+        weight = source
         if name not in self._kinds:
             self._kinds[name] = weight.weight.kind
             self._tick()
@@ -96,6 +104,13 @@ class QuantizedMatrices(Mapping[str, OperatorWeight]):
             new.rename(self._parts / f"{digest.hexdigest()},{found.loss},{_sha256(new)}")
         )[0]
 
+    def _find_finer(self, name: str) -> None:
+        """Quantizes the rows that matter most once more. That takes no time."""
+        if num := self._recipe.num_finer.get(name, 0):
+            rows_M = finer_rows(self._recipe.statistics[name], num)
+            weight_MI = self._checkpoint.weights[name][rows_M]
+            self._finer[name] = FinerRows(rows_M, quantize(FINER, weight_MI).weight)
+
     def __contains__(self, name: object) -> bool:
         """Without quantizing anything; a router, say, is none of them."""
         return name in self._names
@@ -115,12 +130,20 @@ class QuantizedMatrices(Mapping[str, OperatorWeight]):
         num_bits, num_weights = 0.0, 0
         for weight in (each.weight for each in self.values()):
             sizes = [(rows.kind, len(rows.raw_Nb) * weight.shape[1]) for rows in weight.rows()]
-            num_bits += sum(layout_bits(kind) * size for kind, size in sizes)
             num_weights += sum(size for _, size in sizes)
+            if weight.finer is not None:
+                sizes.append((FINER, math.prod(weight.finer.weight.shape)))
+            num_bits += sum(layout_bits(kind) * size for kind, size in sizes)
+        finer = {
+            f"{name.removesuffix('.weight')} ({len(rows_M)} rows).weight": weight.kind
+            for name, (rows_M, weight) in self._finer.items()
+        }
         calibrated = bool(self._recipe.kinds)
         return Quantization(
             weights=self,
-            description=describe(self._kinds, self._losses, num_bits / num_weights, calibrated),
+            description=describe(
+                self._kinds, self._losses, num_bits / num_weights, calibrated, finer
+            ),
             is_source=not self._found,
         )
 

@@ -10,11 +10,12 @@ predictions of all matrices are added. Predicted and found for all of SmolLM2's 
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from torch import Tensor
 
+from quill.export.quantize.quantization import VOCABULARY
 from quill.export.quantize.quantizers import FoundKind, inputs_of, quantize
 from quill.export.quantize.quill_layout import layout_bits
 from quill.model.checkpoint.quantized_weight import FORMATS
@@ -24,6 +25,11 @@ from quill.model.checkpoint.quantized_weight import FORMATS
 FREE_BITS = 5.0  # of a weight, on average, that are always spent
 MAX_BITS = 6.5  # more are no longer fast: 8 bits lose nothing then
 NUM_TRIED = 48  # rows of a matrix that are quantized in every kind
+# The kind of those rows of the vocabulary's matrices that matter most. The most frequent 3% of the
+# tokens of stories15M have 92% of the Fisher information: 8 bits for them leave a twentieth of what
+# is lost with 4 bits for all.
+FINER: FoundKind = "q8_0"
+FINER_SHARES = (1 / 128, 1 / 64, 1 / 32, 1 / 16, 1 / 8)
 
 
 class Statistics(NamedTuple):
@@ -40,6 +46,7 @@ class Option(NamedTuple):
     kind: FoundKind
     num_bits: float  # of the whole matrix
     loss: float  # nats, predicted
+    num_finer: int = 0  # rows that are in FINER, too
 
 
 def options(name: str, weight_NI: Tensor, statistics: Statistics) -> list[Option]:
@@ -56,7 +63,33 @@ def options(name: str, weight_NI: Tensor, statistics: Statistics) -> list[Option
         error_RI = quantize(kind, tried_RI, inputs).weight.dequantize() - tried_RI
         loss = float(outputs_R @ _squares(error_RI, moments_KCC))
         found.append(Option(name, kind, layout_bits(kind) * weight_NI.numel(), loss))
+    if name in VOCABULARY:
+        found += _with_finer_rows(found, weight_NI.shape, outputs_N)
     return found
+
+
+def _with_finer_rows(
+    found: Sequence[Option], shape: Sequence[int], outputs_N: Tensor
+) -> Iterator[Option]:
+    """Each kind with some of the rows in FINER. A row loses as much as it matters."""
+    losses = {option.kind: option.loss for option in found}
+    shares_N = outputs_N.sort(descending=True).values.cumsum(0) / outputs_N.sum().clamp_min(1e-30)
+    for option, share in itertools.product(found, FINER_SHARES):
+        num = int(share * shape[0])
+        if num == 0 or option.kind == FINER:
+            continue
+        of_finer = float(shares_N[num - 1])
+        yield option._replace(
+            num_bits=option.num_bits + layout_bits(FINER) * num * shape[1],
+            loss=(1 - of_finer) * option.loss + of_finer * losses[FINER],
+            num_finer=num,
+        )
+
+
+def finer_rows(statistics: Statistics, num: int) -> Tensor:
+    """The rows that matter most."""
+    order_N = statistics.outputs_N.argsort(descending=True, stable=True)
+    return order_N[:num].sort().values
 
 
 def _squares(error_RI: Tensor, moments_KCC: Tensor) -> Tensor:
@@ -70,6 +103,7 @@ class Mixture(NamedTuple):
     """A kind for each matrix."""
 
     kinds: Mapping[str, FoundKind]
+    num_finer: Mapping[str, int]
     loss: float  # nats, predicted
     bits: float  # of a weight, on average
 
@@ -95,7 +129,8 @@ def choose(matrices: Iterable[Sequence[Option]], max_loss: float) -> Mixture:
         chosen[after.name], num_bits = after, more
         loss -= before.loss - after.loss
     kinds = {name: option.kind for name, option in chosen.items()}
-    return Mixture(kinds, loss, num_bits / num_weights)
+    num_finer = {name: option.num_finer for name, option in chosen.items() if option.num_finer}
+    return Mixture(kinds, num_finer, loss, num_bits / num_weights)
 
 
 def _gain(before: Option, after: Option) -> float:

@@ -31,7 +31,7 @@ NOT_QUANTIZED = re.compile(
     r"|.*\.router\.weight|.*\.attention\.(up\.weight|kernel_DL)"
 )
 # The vocabulary projection decides between nearly equal logits: 4 bits there cost the most quality.
-EIGHT_BITS = (EMBEDDING, "projection.weight")
+VOCABULARY = (EMBEDDING, "projection.weight")
 _LAYER = re.compile(r"\w+\.(\d+)\.(.*)")
 
 MAX_WEIGHT = 65504.0  # of float16, in which scales and minima are kept
@@ -58,7 +58,7 @@ def from_source(source: QuantizedWeight | None, bits: Literal[4, 8]) -> Operator
 
 def default_kind(name: str, bits: Literal[4, 8]) -> FoundKind:
     """Of a matrix that nothing is known about."""
-    return "q8_0" if bits == 8 or name in EIGHT_BITS else "q4_1"
+    return "q8_0" if bits == 8 or name in VOCABULARY else "q4_1"
 
 
 def quantize_floats(
@@ -80,16 +80,25 @@ def input_bits(bits: Literal[4, 8]) -> InputBits:
 
 
 def describe(
-    kinds: Mapping[str, str], losses: Mapping[str, float], bits: float, calibrated: bool
+    kinds: Mapping[str, str],
+    losses: Mapping[str, float],
+    bits: float,
+    calibrated: bool,
+    finer: Mapping[str, str],
 ) -> str:
     """Where the integers come from, and the bits of a weight. Of those made here: what they lose on
-    average; of calibrated ones which matrix got which kind: their errors compensate each other."""
-    listed = ", ".join(sorted({kind for each in kinds.values() for kind, _ in row_counts(each)}))
+    average; of calibrated ones which matrix got which kind: their errors compensate each other.
+    `finer`: the kinds of some rows."""
+    all_kinds = (*kinds.values(), *finer.values())
+    listed = ", ".join(sorted({kind for each in all_kinds for kind, _ in row_counts(each)}))
     if not losses:
         return f"the source's own values ({listed}; {bits:.2f} bits a weight)"
     how, lost = "rounded", f"relative squared error {sum(losses.values()) / len(losses):.2g}"
     if calibrated:
-        how, lost = "mixed by sensitivity", _by_kind({name: kinds[name] for name in losses})
+        how, lost = (
+            "mixed by sensitivity",
+            _by_kind({name: kinds[name] for name in losses} | dict(finer)),
+        )
     if len(losses) < len(kinds):
         how = f"the source's own values, and {how} for {len(losses)} matrices"
     return f"{how} ({listed}; {bits:.2f} bits a weight; {lost})"

@@ -16,7 +16,9 @@ KL divergence from float32 with all of SmolLM2's layers in q4_0, 512 tokens of h
     GPTQ, tokens weighted by their gradients      0.099
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
@@ -39,7 +41,10 @@ from quill.model.checkpoint.quantized_weight import (
 
 FoundKind = Literal["q4_0", "q4_k", "q4_1", "q5_0", "q5_k", "q5_1", "q8_0"]
 
-CHUNK_NUMBERS = 1 << 20  # that one thread quantizes at a time
+# That one thread quantizes at a time. Sums of a product's terms go in an order that depends on its
+# shape and its threads: the same chunks, each on one thread, give the same integers on any number
+# of cores.
+CHUNK_NUMBERS = 1 << 18
 MAX_SPAN = 1024
 DAMPING = 0.05  # of each moment: what few tokens tell about pairs of inputs is partly noise
 MAX_K_INTEGER = 63  # of K-kinds' scales and minima
@@ -76,8 +81,9 @@ def inputs_of(moments_KCC: Tensor) -> Inputs | None:
         return None
     diagonal_KC *= 1 + DAMPING
     diagonal_KC += MIN_MOMENT * mean
-    inverse_KCC = torch.cholesky_inverse(torch.linalg.cholesky(moments_KCC / mean))
-    factors_KCC = torch.linalg.cholesky(inverse_KCC, upper=True)
+    with _one_thread():
+        inverse_KCC = torch.cholesky_inverse(torch.linalg.cholesky(moments_KCC / mean))
+        factors_KCC = torch.linalg.cholesky(inverse_KCC, upper=True)
     # LAPACK has columns side by side.
     return Inputs(diagonal_KC.flatten() / mean, factors_KCC.contiguous())
 
@@ -92,14 +98,23 @@ def quantize(kind: FoundKind, weight_NI: Tensor, inputs: Inputs | None = None) -
         error = (part.dequantize() - floats).square().sum()
         return part, error, floats.square().sum()
 
-    num_cores = os.cpu_count() or 1
-    most = max(1, CHUNK_NUMBERS // weight_NI.shape[1])
-    chunks = torch.split(weight_NI, min(most, -(-len(weight_NI) // num_cores)))
-    with ThreadPoolExecutor(num_cores) as pool:
+    chunks = torch.split(weight_NI, max(1, CHUNK_NUMBERS // weight_NI.shape[1]))
+    with _one_thread(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         parts, errors, squares = zip(*pool.map(run, chunks), strict=True)
     loss = torch.stack(errors).sum() / torch.stack(squares).sum()
     raw = torch.cat([part.raw for part in parts])
     return Quantized(QuantizedWeight(parts[0].kind, raw), float(loss.nan_to_num()))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch computes each operation on one thread meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _compensated(kind: FoundKind, inputs: Inputs | None, weight_NI: Tensor) -> QuantizedWeight:

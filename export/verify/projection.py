@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import BLOCK_SIZE, QuantizedWeight
+from quill.model.checkpoint.quantized_weight import BLOCK_SIZE
 from quill.model.network.attention import soft_capped
 from quill.model.network.network import Network
 from quill.model.network.transformer import Transformer
@@ -88,4 +88,4 @@ def _rows_of(checkpoint: Checkpoint, name: str) -> Callable[[int, int], Tensor]:
     if weight.raw.ndim != 2:
         values_NI = weight.dequantize()
         return lambda start, end: values_NI[start:end]
-    return lambda start, end: QuantizedWeight(weight.kind, weight.raw[start:end]).dequantize()
+    return lambda start, end: weight.dequantize_rows(torch.arange(start, end))

@@ -24,7 +24,6 @@ from quill.export.verify.probe_attention import ProbeAttention
 from quill.export.verify.projection import Array, Projection, rounded
 from quill.export.verify.runner import EncoderOutput
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
 from quill.model.network.attention import CrossKeyValue
 from quill.model.network.layers import EncoderLayer
 from quill.model.network.networks import make_network
@@ -149,8 +148,7 @@ class PyTorchReference:
     def _embedded(self, ids_U: Tensor) -> Tensor:
         name, checkpoint = "embedding.weight", self._checkpoint
         if name in checkpoint.quantized and checkpoint.quantized[name].raw.ndim == 2:
-            weight = checkpoint.quantized[name]
-            return QuantizedWeight(weight.kind, weight.raw[ids_U]).dequantize()
+            return checkpoint.quantized[name].dequantize_rows(ids_U)
         return checkpoint.weights[name][ids_U].float()
 
     def _layer(self, index: int) -> EncoderLayer:

@@ -80,7 +80,7 @@ def find_recipe(
     with stage("quill4: measuring what rounded inputs lose"):
         meter = LossMeter(checkpoint, measured or others)
         floor = meter.floor()
-    recipe = Recipe({}, statistics)
+    recipe = Recipe({}, statistics, {})
     _LOG.info("rounded inputs lose %.4f nats, whatever the weights are", floor)
     return _search(checkpoint, parts, recipe, tried, meter, floor, stage)
 
@@ -108,7 +108,7 @@ def _search(
     allowed, ratio = max(GOAL - floor, MIN_SHARE * GOAL), FIRST_RATIO
     for number in range(1, NUM_MIXTURES + 1):
         mixture = choose(tried, allowed / ratio)
-        recipe = recipe._replace(kinds=mixture.kinds)
+        recipe = recipe._replace(kinds=mixture.kinds, num_finer=mixture.num_finer)
         title = f"quill4: mixture {number}, {mixture.bits:.2f} bits a weight"
         with stage(title, len(_matrices(checkpoint))) as tick:
             matrices = QuantizedMatrices(checkpoint, 4, parts, tick, recipe)

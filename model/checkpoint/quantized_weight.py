@@ -207,12 +207,20 @@ class Rows:
             w_NGB -= factors[1][..., None]
 
 
+class FinerRows(NamedTuple):
+    """Some rows of a matrix, in a finer kind."""
+
+    rows_M: Tensor  # their numbers, ascending
+    weight: "QuantizedWeight"
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A matrix in the blocks of its source: row after row, along the inputs."""
 
     kind: str  # a Kind, or several with the numbers of their rows: "q4_k:1792,q6_k:256"
     raw: Tensor  # uint8: (N, b), or (bytes,) if there are several kinds
+    finer: FinerRows | None = None  # in the place of the same rows here
 
     def __post_init__(self) -> None:
         sizes = [FORMATS[kind].size for kind, _ in row_counts(self.kind)]
@@ -251,7 +259,19 @@ class QuantizedWeight:
             end = start + len(rows.raw_Nb)
             rows.dequantize(w_NI[start:end])
             start = end
+        if self.finer is not None:
+            w_NI[self.finer.rows_M.numpy()] = self.finer.weight.dequantize().numpy()
         return torch.from_numpy(w_NI)
+
+    def dequantize_rows(self, rows_U: Tensor) -> Tensor:
+        """Some rows in float32. All rows are of one kind, but for finer ones."""
+        found_UI = QuantizedWeight(self.kind, self.raw[rows_U]).dequantize()
+        if self.finer is not None:
+            rows_M, finer = self.finer
+            places_U = torch.searchsorted(rows_M, rows_U).clamp(max=len(rows_M) - 1)
+            is_finer_U = rows_M[places_U] == rows_U
+            found_UI[is_finer_U] = finer.dequantize_rows(places_U[is_finer_U])
+        return found_UI
 
 
 def _row_bytes(kind: Kind, num_inputs: int) -> int:

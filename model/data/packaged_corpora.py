@@ -22,6 +22,8 @@ _HOW_DELIVERED = re.compile(r"\A\[ ?(?:As delivered|Delivered|Read|Recorded|Rele
 # Curly apostrophes in the wrong encoding. Both occur once.
 _MISREAD = str.maketrans({"Ô": "'", "Õ": "'"})
 
+_PROGRAM = re.compile(r"bfcl_eval/(eval_checker|model_handler)/(?!.*/long_context\.py).*\.py")
+
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|<[^<>]*>|https?://\S+")
 _LETTER = re.compile(r"[^\W\d_]")
 
@@ -48,6 +50,15 @@ def clean_address(text: str) -> str:
     """One address without the marks of its editors."""
     text = _FOOTNOTE.sub("", text.translate(_MISREAD))
     return _HOW_DELIVERED.sub("", text).strip()
+
+
+def read_programs(path: Path) -> list[str]:
+    """The Python programs of the Berkeley Function Calling Leaderboard, by name: checkers, APIs of
+    invented services, clients of language models. Its questions and answers aren't read; a program
+    that is a list of file names isn't either."""
+    with zipfile.ZipFile(path) as wheel:
+        names = sorted(name for name in wheel.namelist() if _PROGRAM.fullmatch(name))
+        return [wheel.read(name).decode() for name in names]
 
 
 def read_interface(path: Path, language: str) -> list[Pair]:

@@ -199,6 +199,27 @@ def test_the_best_is_the_first_that_is_proven(
     assert len(said) == len(doubted)
 
 
+def test_a_model_as_deep_as_the_default_one_gets_quill4(text: Path, tmp_path: Path) -> None:
+    """SmolLM2's layers, KV heads, context and kinds, and narrow: rounded activations differ more in
+    every layer, and positions far from the start are compared, too."""
+    config = dataclasses.replace(
+        LLAMA, num_layers=30, num_heads=6, num_kv_heads=2, context=8192, rotary_base=1e5
+    )
+    checkpoint = make_checkpoint(config)
+    for name, weight_NI in checkpoint.weights.items():
+        if weight_NI.ndim == 2 and name != "embedding.weight":
+            weight_NI *= 1 / (0.15 * weight_NI.shape[1] ** 0.5)
+    said: list[str] = []
+    options = ExportOptions(precisions=("quill4", "quill8"), keep="best", text=text)
+    manifest = write_bundle(
+        tmp_path / "bundle", quantized_at_source(checkpoint), options, report=said.append
+    )
+    assert (manifest.precisions, manifest.left_out, said) == (("quill4",), (), [])
+    verification = manifest.graphs_in("quill4").verification
+    assert verification is not None
+    assert verification.worst_difference > 0.05  # as much noise as such depth makes
+
+
 def test_what_no_server_would_take_is_not_the_best(llama: Exported) -> None:
     graphs = llama.manifest.graphs_in("quill4")
     assert graphs.verification is not None

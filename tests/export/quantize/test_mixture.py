@@ -1,6 +1,17 @@
 """Which kind each matrix gets."""
 
-from quill.export.quantize.mixture import FREE_BITS, MAX_BITS, Option, choose
+import torch
+from torch import Tensor
+
+from quill.export.quantize.mixture import (
+    FREE_BITS,
+    MAX_BITS,
+    Option,
+    Statistics,
+    choose,
+    finer_rows,
+    options,
+)
 from quill.export.quantize.quantizers import FoundKind
 from quill.export.quantize.quill_layout import layout_bits
 
@@ -43,3 +54,29 @@ def test_kinds_that_are_not_worth_their_bits_are_passed_over() -> None:
     # From q4_0 to q5_0 each half a bit saves 3, and from q4_1 the same: q4_1 may be passed over,
     # and q5_1 saves little of what q8_0 does.
     assert choose([matrix("one", 1)], max_loss=3).kinds == {"one": "q5_0"}
+
+
+def tried(name: str, sensitivity: Tensor) -> list[Option]:
+    generator = torch.Generator().manual_seed(0)
+    weight_NI = torch.randn(len(sensitivity), 64, generator=generator)
+    return options(name, weight_NI, Statistics(sensitivity, torch.eye(64).unsqueeze(0)))
+
+
+def test_the_few_tokens_that_matter_get_8_bits() -> None:
+    sensitivity = torch.full((1024,), 1e-6)
+    sensitivity[5::64] = 1.0
+    found = choose([tried("embedding.weight", sensitivity)], max_loss=1e9)
+    assert (found.kinds, found.num_finer) == (
+        {"embedding.weight": "q4_0"},
+        {"embedding.weight": 16},
+    )
+    assert found.bits == 4.5 + 8.5 / 64
+    plain = {option.kind: option.loss for option in tried("decoder.0.x.weight", sensitivity)}
+    assert found.loss < 0.02 * plain["q4_0"]
+    rows_M = finer_rows(Statistics(sensitivity, torch.empty(0)), 16)
+    assert rows_M.tolist() == list(range(5, 1024, 64))
+
+
+def test_tokens_that_matter_alike_get_the_same_kind() -> None:
+    found = choose([tried("embedding.weight", torch.ones(1024))], max_loss=1e9)
+    assert not found.num_finer

@@ -124,3 +124,18 @@ def test_eight_bits_of_tiny_weights_err_by_half_a_step_of_float16_at_most(size: 
 
 def test_eight_bits_of_zeros_are_zeros() -> None:
     assert eight_bits(torch.zeros(2, 32)).dequantize().abs().max() == 0
+
+
+def test_the_number_of_cores_does_not_change_an_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_NI = torch.randn(700, 768, generator=generator)
+    x_LI = torch.randn(900, 768, generator=generator).cumsum(1)
+    moments_KCC = (x_LI.T @ x_LI / 900).unsqueeze(0)
+    before, found = torch.get_num_threads(), []
+    for num_cores in (1, 2, 3):
+        monkeypatch.setattr("os.cpu_count", lambda num_cores=num_cores: num_cores)
+        torch.set_num_threads(num_cores)
+        found.append(quantize("q4_0", weight_NI, inputs_of(moments_KCC)).weight.raw)
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

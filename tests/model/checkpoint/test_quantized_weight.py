@@ -1,5 +1,6 @@
 """Quantized blocks stand for the numbers that the gguf package makes of them, bit for bit."""
 
+from dataclasses import replace
 from typing import get_args
 
 import gguf
@@ -10,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from quill.model.checkpoint.quantized_weight import (
     FORMATS,
+    FinerRows,
     Kind,
     QuantizedWeight,
     in_order,
@@ -55,6 +57,18 @@ def test_parts_of_one_kind_are_one_matrix() -> None:
 def test_rows_of_one_tensor_are_a_view_not_a_copy() -> None:
     rows = random_rows("q6_k", 3, 256)
     assert stack_rows([rows]).raw.numpy().ctypes.data == rows.raw_Nb.ctypes.data
+
+
+def test_finer_rows_take_the_place_of_others() -> None:
+    coarse, finer = random_weight("q4_0", 40, 64), random_weight("q8_0", 3, 64)
+    rows_M = torch.tensor([2, 17, 39])
+    both = replace(coarse, finer=FinerRows(rows_M, finer))
+    expected_NI = coarse.dequantize()
+    expected_NI[rows_M] = finer.dequantize()
+    assert torch.equal(both.dequantize(), expected_NI)
+    for rows_U in (torch.tensor([17, 3, 39, 2]), torch.arange(40), torch.arange(3, 9)):
+        assert torch.equal(both.dequantize_rows(rows_U), expected_NI[rows_U])
+        assert torch.equal(coarse.dequantize_rows(rows_U), coarse.dequantize()[rows_U])
 
 
 def test_rows_can_be_put_in_another_order() -> None:

