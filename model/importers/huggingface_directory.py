@@ -67,7 +67,8 @@ def read_settings(directory: Path) -> TypedValues:
     directory = read_sentence(directory).model or directory
     values = read_json(directory / "config.json")
     if not values:
-        raise CheckpointError(f"{directory} has no config.json: it isn't a Hugging Face model")
+        kind = "an empty" if (directory / "config.json").exists() else "no"
+        raise CheckpointError(f"{directory} has {kind} config.json: it isn't a Hugging Face model")
     return TypedValues(values, str(directory / "config.json"))
 
 

@@ -12,6 +12,25 @@ from quill.server.errors import StartError
 from quill.server.settings import PortChoice, Settings
 
 
+def check_free(settings: Settings) -> None:
+    """StartError: another server listens at --port. Before minutes are spent on a model."""
+    if settings.port:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                bound.bind((settings.host, settings.port))
+            except OSError as error:
+                raise _taken(settings.host, settings.port, "--port", error) from error
+
+
+def _taken(host: str, port: int, option: str, error: OSError) -> StartError:
+    return StartError(
+        f"can't listen at {write_address(host, port)}: {error.strerror}. Is another server there? "
+        f"Give another {option}"
+    )
+
+
 class Ports:
     """Chosen and kept, for as long as this lives, from whoever doesn't know them."""
 
@@ -44,11 +63,7 @@ class Ports:
                 self._kept.append(self._bound(port, socket.SO_REUSEADDR, socket.SO_REUSEPORT))
             return port
         except OSError as error:
-            address = write_address(self._host, port)
-            raise StartError(
-                f"can't listen at {address}: {error.strerror}. Is another server there? Give "
-                f"another {option}"
-            ) from error
+            raise _taken(self._host, port, option, error) from error
 
     def _bound(self, port: int, *options: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

@@ -232,6 +232,9 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"can't read .*config\.json"):
         read_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has an empty config\.json"):
+        read_huggingface(tmp_path)
 
 
 ELSEWHERE = ["../outside.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "x.bin"]

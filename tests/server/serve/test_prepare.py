@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from quill.__main__ import build_parser
 from quill.model.errors import SourceError
 from quill.server.errors import StartError
-from quill.server.serve import prepare
+from quill.server.serve import prepare, run
 from quill.server.serve.prepare import prepared_bundle
 
 
@@ -30,6 +32,18 @@ def test_a_source_that_is_not_there_starts_no_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(SourceError, match="Then write hf:org/name"):
         prepared_bundle("org/name")
+
+
+def test_a_port_that_is_taken_is_refused_before_a_model_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "prepared_bundle", None)
+    monkeypatch.setattr(run, "set_up_logging", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        args = build_parser().parse_args(["serve", "--port", port])
+        with pytest.raises(StartError, match=f"can't listen at 127.0.0.1:{port}: .*another --port"):
+            run.run(args)
 
 
 class RanError(Exception):
