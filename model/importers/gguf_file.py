@@ -26,6 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_LISTED = 2**24  # numbers in lists of the metadata: one byte of the file takes 17 in memory
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS |= {12: "d"}
@@ -70,6 +71,7 @@ class _HeaderReader:
         self._data = data
         self._path = path
         self._position = 0
+        self._num_listed = 0
         self._check_magic()
         self._num_tensors, self._num_entries = self._number("Q"), self._number("Q")
         self._alignment = DEFAULT_ALIGNMENT
@@ -157,6 +159,9 @@ class _HeaderReader:
             raise self._damaged(f"there is a metadata list of the unknown type {kind}")
         code = _SCALARS[kind]
         self._check_count(length, struct.calcsize(code), "numbers in a list")
+        self._num_listed += length
+        if self._num_listed > MAX_LISTED:
+            raise self._damaged(f"its metadata have more than {MAX_LISTED:,} numbers in lists")
         raw = self._take(length * struct.calcsize(code))
         return list(struct.unpack(f"<{length}{code}", raw))
 

@@ -12,6 +12,7 @@ refused.
 
 import json
 import pickle
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ CODES, EXPONENTS = "_blocks", "_scales"  # of MXFP4
 _KINDS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+# A damaged pickle is a program that fails anywhere.
+_PICKLE_ERRORS = (
+    *(RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError, ValueError),
+    *(AttributeError, AssertionError, struct.error),
 )
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -101,20 +107,34 @@ def _open_pickle(path: Path) -> Tensors:
             state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except _PICKLE_ERRORS as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
-            f"{path} can't be read as a pickle of tensors only: {str(error).splitlines()[0]}. Save "
+            f"{path} can't be read as a pickle of tensors only: {reason}. Save "
             "the model again as safetensors: save_pretrained does so"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(each, Tensor) for each in state.values()):
         raise UnsupportedError(f"{path} holds something else than tensors by name")
+    for name, tensor in state.items():
+        if not _has_own_numbers(tensor):
+            raise UnsupportedError(
+                f"tensor {name} in {path} has fewer numbers in the file than its shape asks for, "
+                "or isn't dense. Save the model again as safetensors: save_pretrained does so"
+            )
     return lazy({str(name): tensor for name, tensor in state.items()})
+
+
+def _has_own_numbers(tensor: Tensor) -> bool:
+    """A few bytes can stand for any number of values: with strides of 0, sparse, or nowhere."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"can't read {path}: {error}") from error
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{path} names no weights")

@@ -72,6 +72,7 @@ def find_source(given: str) -> Source:
     if path.is_file():
         return Source(_file_kind(path), given, path)
     if path.is_dir():
+        _refuse_devices(path)
         return Source(_directory_kind(path), given, path)
     if given in CATALOGUE:
         return Source("catalogue", given, Path())
@@ -101,6 +102,15 @@ def _file_kind(path: Path) -> Kind:
             f"{path} is one file of a model. Give the directory that it is in: {path.parent}"
         )
     raise SourceError(f"{path} isn't a GGUF file: it doesn't begin with GGUF. Allowed is {HELP}")
+
+
+def _refuse_devices(directory: Path) -> None:
+    """A link to /dev/zero has no end, and a pipe is waited for."""
+    for pattern in ("*", "*/*"):
+        for path in directory.glob(pattern):
+            is_read = path.suffix in _CONTENT or path.suffix == ".md"
+            if is_read and path.exists() and not path.is_file() and not path.is_dir():
+                raise SourceError(f"{path} is a device or a pipe, not a file. Remove it")
 
 
 def _directory_kind(path: Path) -> Kind:

@@ -144,7 +144,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
     def _reject(self, name: str, state: Any, handler: Any) -> None:
         """Sends the status in this turn of the event loop: a task would begin in the next one."""
         answer = self._answer(name, state, {name: handler}, ())
-        with contextlib.suppress(StopIteration):
+        with contextlib.suppress(StopIteration, _core.ExecuteBatchError):
             self._keep(_rest(answer, answer.send(None)))
 
     def _start(self, call: _Accepted) -> None:
@@ -171,9 +171,10 @@ class _Core(_core.AioServer):  # type: ignore[misc]
 
 @types.coroutine
 def _rest(coroutine: Any, future: Any) -> Generator[Any, None, None]:
-    """Of a coroutine that waits for a future."""
-    yield future
-    yield from coroutine.__await__()
+    """Of a coroutine that waits for a future. A client that has left can't be sent a status."""
+    with contextlib.suppress(_core.ExecuteBatchError):
+        yield future
+        yield from coroutine.__await__()
 
 
 class AcceptingServer(_aio_server.Server):  # type: ignore[misc]

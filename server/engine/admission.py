@@ -41,12 +41,15 @@ class QueueAdmission:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Any thread may ask. A place that was reserved for too long isn't counted, though it is
+        freed only when the next call comes."""
+        num_waiting, oldest_s = len(self._waiting), self._clock() - MAX_RESERVED_S
+        return num_waiting - sum(each < oldest_s for each in list(self._reserved_s.values()))
 
     def expected_wait_s(self, owner: str = "") -> float:
         """Owners take turns: nobody waits for another's whole backlog."""
         num_turns = (self._num_waiting_of(owner) + 1) * len({owner, *self._waiting.values()})
-        return min(self.num_waiting, num_turns) * self._interval_s
+        return min(len(self._waiting), num_turns) * self._interval_s
 
     def reserve(self, owner: str) -> str:
         """A place for a request that isn't read yet: `admit` takes it, or `leave` gives it back.
@@ -63,9 +66,9 @@ class QueueAdmission:
         oldest_s = self._clock() - MAX_RESERVED_S
         while self._reserved_s and next(iter(self._reserved_s.values())) < oldest_s:
             self._free(next(iter(self._reserved_s)))
-        num_left = self._max_waiting - self.num_waiting
+        num_left = self._max_waiting - len(self._waiting)
         if num_left <= 0:
-            reason = f"{self.num_waiting} requests are waiting, which is the limit"
+            reason = f"{len(self._waiting)} requests are waiting, which is the limit"
             self._reject(reason, owner, "queue_full")
         if owner and (num_own := self._num_waiting_of(owner)) >= num_left:
             reason = f"{owner} has {num_own} requests waiting; the rest is for others"

@@ -39,10 +39,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """False for the traceback that gRPC logs of each call that was cancelled before it began, as
-    happens when a server stops. Each call has a line of its own."""
+    """False for what gRPC logs by itself: a traceback of each call that was cancelled before it
+    began, as happens when a server stops, and of each header that isn't UTF-8, with the header,
+    which may hold a key. Each call has a line of its own."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, asyncio.CancelledError)
+    is_header = isinstance(error, UnicodeDecodeError) and record.name.startswith("grpc.")
+    return not isinstance(error, asyncio.CancelledError) and not is_header
 
 
 def set_up_logging(log_format: str, stream: TextIO | None = None) -> None:

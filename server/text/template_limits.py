@@ -29,7 +29,7 @@ MAX_NUMBER = 100_000  # as an argument: widths, counts
 MAX_PRODUCT = (
     2**26
 )  # of the sizes of two arguments: what one becomes if it replaces parts of another
-MAX_POWER_BITS = 4096
+MAX_NUMBER_BITS = 4096  # of a power or a product
 _NUMBERS = re.compile(r"\d{1,20}")
 _GIVEN_WIDTH = re.compile(r"\*|:[^}]*\{")  # of a format, among its values
 
@@ -168,12 +168,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _render.add_steps()
         if operator == "+":
             _size((left, right))
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_NUMBER_BITS:
+                raise RenderLimitError("it computes a product that is too large")
         elif operator == "*" and not (_is_number(left) and _is_number(right)):
             count = next((each for each in (left, right) if isinstance(each, int)), 1)
             if count * max(_size(left), _size(right)) > MAX_CHARACTERS:
                 raise RenderLimitError(f"it makes more than {MAX_CHARACTERS} characters")
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * right > MAX_POWER_BITS:
+            if left.bit_length() * right > MAX_NUMBER_BITS:
                 raise RenderLimitError("it computes a power that is too large")
         elif operator == "%":
             _check_format(left, right)

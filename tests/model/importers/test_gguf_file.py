@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quill.model.checkpoint.checkpoint import check_weights
 from quill.model.errors import CheckpointError, ModelError, UnsupportedError
+from quill.model.importers import gguf_file
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.model.network.transformer import Transformer
@@ -120,6 +121,16 @@ def test_absurd_sizes_are_refused_before_anything_is_reserved(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_bytes(tmp_path, content)
+
+
+def test_lists_that_take_much_more_memory_than_the_file_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_LISTED", 100)
+    lists = [string(name) + struct.pack("<IIQ", 9, 0, 60) + bytes(60) for name in (b"a", b"b")]
+    assert open_bytes(tmp_path, header(0, 1) + lists[0]).metadata.get("a") == [0] * 60
+    with pytest.raises(CheckpointError, match="more than 100 numbers in lists"):
+        open_bytes(tmp_path, header(0, 2) + b"".join(lists))
 
 
 def test_an_unknown_number_type_is_refused_by_name(tmp_path: Path) -> None:

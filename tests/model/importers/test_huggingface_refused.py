@@ -190,6 +190,34 @@ def test_a_pickle_that_would_run_code_is_refused_with_what_to_do(
             read_huggingface(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x02", b"\x80\x02" + b"(" * 99 + b"."])
+def test_a_damaged_pickle_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (saved(llama(), tmp_path) / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UnsupportedError, match=r"can't be read as a pickle of tensors only: .+"):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: torch.zeros(1).expand(tensor.shape),
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: tensor.to("meta"),
+    ],
+)
+def test_a_pickled_tensor_without_numbers_of_its_own_is_refused_by_name(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """A file of some bytes could ask for any amount of memory."""
+    path = saved(llama(), tmp_path) / "model.safetensors"
+    tensors, name = load_file(path), "model.embed_tokens.weight"
+    path.unlink()
+    torch.save(tensors | {name: change(tensors[name])}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=rf"{name} in .* has fewer numbers"):
+        read_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 def test_pickles_of_tensors_are_read(tmp_path: Path, is_old: bool) -> None:
     saved(llama(), tmp_path)
@@ -238,6 +266,13 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
 
 
 ELSEWHERE = ["../outside.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "", "x.bin"]
+
+
+def test_an_index_that_is_nested_too_deeply_is_an_error(tmp_path: Path) -> None:
+    (saved(llama(), tmp_path) / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"can't read .*index\.json"):
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize("file", [*ELSEWHERE, "..\\x.safetensors", 7])

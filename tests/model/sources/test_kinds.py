@@ -1,6 +1,8 @@
 """What a user names, and what it is taken for; every dead end says what to do."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,18 @@ def test_a_dead_end_says_what_to_do(
     directory(tmp_path / "other", model__safetensors="weights")
     with pytest.raises(SourceError, match=hint):
         find_source(given)
+
+
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "README.md"])
+def test_a_device_or_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    """A link to /dev/zero took all memory; a pipe was waited for, for ever."""
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        model = directory(tmp_path / "m", config__json="{}")
+        (model / name).unlink(missing_ok=True)
+        make(model / name)
+        with pytest.raises(SourceError, match="a device or a pipe"):
+            find_source(str(model))
+        shutil.rmtree(model)
 
 
 def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:

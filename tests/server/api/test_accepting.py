@@ -186,6 +186,28 @@ def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
     raise AssertionError("all were read")
 
 
+def test_a_rejection_whose_client_has_left_logs_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever sends headers and resets their streams filled the log, six lines for each call."""
+    with running_server(max_waiting=1) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            held = pb_grpc.TextGenerationStub(channel).GenerateStream(REQUEST)
+            running.wait_for_waiting(1)
+            is_sent = threading.Event()
+            running._loop.call_soon_threadsafe(is_sent.wait, TIMEOUT_S)
+            send: Any = channel.unary_stream(METHOD)
+            for _ in range(NUM_CALLS):
+                send(b"no message", timeout=TIMEOUT_S).cancel()
+            grpc.channel_ready_future(channel).result(TIMEOUT_S)
+            is_sent.set()
+            assert health_of(running) == SERVING  # sent after them on a connection of its own
+            held.cancel()
+    gc.collect()  # a task logs its error when it is freed
+    assert "execute_batch" not in caplog.text
+
+
 def errors_left(call: Callable[[], None]) -> Callable[[], int]:
     """How many errors are still there that eight calls raised, without the garbage collector."""
 

@@ -211,6 +211,15 @@ def test_a_place_is_reserved_for_a_moment_only() -> None:
         door.admission.admit("b", "", None, place)
 
 
+def test_an_expired_place_is_not_counted_as_a_request_that_waits() -> None:
+    """Else the metric stays as it is until the next call."""
+    door = Door(2)
+    door.admission.reserve("")
+    assert door.admission.num_waiting == 1
+    door.now_s += 2 * MAX_RESERVED_S
+    assert door.admission.num_waiting == 0
+
+
 def test_places_that_are_reserved_are_no_queue_in_front_of_the_engine() -> None:
     """Else the time in which nobody waited would count as one that a start took."""
     door = Door(8)

@@ -210,6 +210,14 @@ def test_only_cancelled_calls_are_left_out(error: BaseException, told: bool) -> 
     assert is_news(record_of(error)) == told
 
 
+@pytest.mark.parametrize(("name", "told"), [("grpc._cython.cygrpc", False), ("quill.x", True)])
+def test_headers_that_grpc_cannot_decode_are_left_out(name: str, told: bool) -> None:
+    """gRPC logs their bytes, which may be a key's, and a traceback of each."""
+    record = record_of(UnicodeDecodeError("utf-8", b"Bearer \xff", 7, 8, "invalid start byte"))
+    record.name = name
+    assert is_news(record) == told
+
+
 def test_a_line_without_an_error_is_told() -> None:
     assert is_news(logging.makeLogRecord({"msg": "ready"}))
 

@@ -33,6 +33,7 @@ HOSTILE = [
     "{{ '{:999999999d}'.format(1) }}",
     "{{ '{:{}}'.format(1, 999999999) }}",
     "{{ lipsum(n=100000) }}",
+    doubling("9", "ns.x * ns.x").replace("60", "19") + "{{ ns.x * ns.x // (ns.x + 1) > 0 }}",
     doubling("'aaaa'", "ns.x ~ ns.x"),
     doubling("'aaaa'", "ns.x + ns.x"),
     doubling("[1]", "[ns.x, ns.x]", "{{ ns.x }}"),
