@@ -69,6 +69,8 @@ class Tokenizer:
             # Some files say how long a text should be, for batches that aren't ours.
             each.no_padding()
             each.no_truncation()
+            if isinstance(each.model, models.BPE):
+                each.model.dropout = None  # at random: the same text must have the same tokens
         self.special = special if special is not None else _special_by_name(inner)
 
     @classmethod

@@ -182,10 +182,13 @@ class Text:
 
 
 def _open(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """Without padding and truncation: the server decides lengths."""
+    """Without padding and truncation: the server decides lengths. Without BPE's dropout, which is
+    for training: the same text must have the same tokens."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None
     return tokenizer
 
 
