@@ -57,7 +57,7 @@ class Interceptor(Protocol):
         """What rejects the call, if anything does, and the call's place in the engine's queue."""
 
     def reject_late(self, method: str, context: Any) -> "Handler | None":
-        """What rejects a call that waited too long. None: its client has left."""
+        """What rejects a call that waited too long. None: nobody waits for a status."""
 
     def with_place(self, place: str | None) -> Any:
         """grpc.aio's interceptor for a call with this place."""

@@ -248,15 +248,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return None, None
 
     def reject_late(self, method: str, context: Any) -> Any:
-        """A call that waited too long before anything was done for it. None: nobody hears it."""
+        """A call that waited too long before anything was done for it. None: the server's own.
+
+        One that has expired gets its status, too: gRPC resets a stream that is just dropped, and a
+        client whose timer is late would take that for CANCELLED.
+        """
         metadata = context.invocation_metadata()
         if self._probe in metadata:
             return None
         left_s = cast("float | None", context.time_remaining())
         if left_s is not None and left_s <= 0:
             error = DeadlineError("the deadline passed before the call was read", "unread")
-            self._rejected(method, metadata, error, ANYBODY)
-            return None
+            return self._rejected(method, metadata, error, ANYBODY)
         reason = "more calls come than the server can start. Try again later"
         late = OverloadedError(reason, LATE_RETRY_S * random.uniform(1, 2), "unread")
         return self._rejected(method, metadata, late, ANYBODY)
@@ -270,7 +273,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._calls.reject(call, error)
         status, is_held = (
             grpc_status(error, call.request_id),
-            not isinstance(error, OverloadedError),
+            not isinstance(error, OverloadedError | DeadlineError),
         )
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:

@@ -137,6 +137,30 @@ def test_a_call_that_has_expired_unread_is_dropped_and_counted() -> None:
         assert list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
 
 
+class Expired:
+    """grpc.aio's context of a call whose deadline has passed."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def time_remaining(self) -> float:
+        return -0.001
+
+
+def test_a_call_that_has_expired_gets_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is dropped is reset, which is CANCELLED for a client whose timer is late."""
+    make = accepting._Core._context
+    monkeypatch.setattr(accepting._Core, "_context", lambda *given: Expired(make(*given)))
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(pb_grpc.TextGenerationStub(channel).GenerateStream(REQUEST, timeout=TIMEOUT_S))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert running.next_record("DEADLINE_EXCEEDED").rejection == "unread"
+
+
 def test_a_full_queue_rejects_a_call_before_its_message_is_read() -> None:
     with running_server(max_waiting=1) as running:
         running.session.hold()
