@@ -215,7 +215,10 @@ class Running:
         return record
 
     def wait_for_waiting(self, number: int) -> None:
-        self.wait_for(lambda: self.server.dispatcher.admission.num_waiting == number)
+        """Requests that were read: a place is counted from its call's header on."""
+        admission: Any = self.server.dispatcher.admission
+        reserved = getattr(admission, "_reserved_s", ())
+        self.wait_for(lambda: admission.num_waiting == number and not reserved)
 
     def wait_for_requests(self, number: int) -> None:
         self.wait_for(lambda: len(self.server.dispatcher) == number)
