@@ -15,13 +15,10 @@ from quill.server.settings import PortChoice, Settings
 def check_free(settings: Settings) -> None:
     """StartError: another server listens at --port. Before minutes are spent on a model."""
     if settings.port:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as bound:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                bound.bind((settings.host, settings.port))
-            except OSError as error:
-                raise _taken(settings.host, settings.port, "--port", error) from error
+        try:
+            _bound(settings.host, settings.port, socket.SO_REUSEADDR).close()
+        except OSError as error:
+            raise _taken(settings.host, settings.port, "--port", error) from error
 
 
 def _taken(host: str, port: int, option: str, error: OSError) -> StartError:
@@ -57,25 +54,28 @@ class Ports:
         between.
         """
         try:
-            with self._bound(port, socket.SO_REUSEADDR) as alone:
+            with _bound(self._host, port, socket.SO_REUSEADDR) as alone:
                 port = int(alone.getsockname()[1])
                 self._kept.append(_named(f"quill-{os.getuid()}-{self._host}-{port}"))
-                self._kept.append(self._bound(port, socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+                self._kept.append(
+                    _bound(self._host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+                )
             return port
         except OSError as error:
             raise _taken(self._host, port, option, error) from error
 
-    def _bound(self, port: int, *options: int) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            for option in options:
-                bound.setsockopt(socket.SOL_SOCKET, option, 1)
-            bound.bind((self._host, port))
-        except BaseException:
-            bound.close()
-            raise
-        return bound
+
+def _bound(host: str, port: int, *options: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def _named(name: str) -> socket.socket:
