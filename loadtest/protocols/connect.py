@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from grpc import StatusCode
-
 from quill.loadtest.protocols.grpc import CallError, Chunks, GrpcClient, ProtocolClient
 from quill.loadtest.protocols.http import HttpClient
 from quill.loadtest.protocols.kserve import KserveClient
@@ -27,14 +25,6 @@ class OtherServer(Retries):
     def delay_s(self, error: ClientError, num_failed: int, left_s: float | None) -> float | None:
         """`left_s` is None where another server serves: its calls have deadlines."""
         return 0.0 if left_s is None and is_retryable(error) else None
-
-
-class Resuming(Retries):
-    """What breaks is resumed. A rejection is an answer, but to a call that broke before."""
-
-    def delay_s(self, error: ClientError, num_failed: int, left_s: float | None) -> float | None:
-        is_rejection = error.code is StatusCode.RESOURCE_EXHAUSTED and not num_failed
-        return None if is_rejection else super().delay_s(error, num_failed, left_s)
 
 
 class PoolClient:

@@ -39,7 +39,7 @@ from quill.loadtest.environment.server import (
     start_server,
 )
 from quill.loadtest.errors import LoadtestError
-from quill.loadtest.protocols.connect import PoolClient, Resuming
+from quill.loadtest.protocols.connect import PoolClient
 from quill.loadtest.protocols.grpc import GrpcClient, ProtocolClient
 from quill.loadtest.results.verify import verify
 from quill.loadtest.run.soak_criteria import (
@@ -57,6 +57,7 @@ from quill.loadtest.workload.request import LoadRequest, ModelInfo
 from quill.loadtest.workload.scenarios import make_request
 from quill.loadtest.workload.schedule import arrivals
 from quill.server.client.access import Access
+from quill.server.client.retry import Retries
 
 SEQUENCES, QUEUE = 8, 16
 SERVE = ("--max-num-seqs", str(SEQUENCES), "--max-queue", str(QUEUE), "--kv-cache-mb", "512")
@@ -64,6 +65,8 @@ MAX_CALLS = 200  # concurrent calls of the clients: far more than the server adm
 SHOW_S = 10.0
 SETTLE_S = 60.0
 MAX_MORE_PERIODS = 10  # until each fault has happened
+# A rejection is an answer: calls that retried it would be more than the clients have threads for.
+RESUMING = Retries(retry_rejected=False)
 
 
 class SoakClient:
@@ -86,7 +89,7 @@ class SoakClient:
     def _connect(self, number: int) -> ProtocolClient:
         access = self._accesses[number % len(self._accesses)]
         if self._resumes:
-            return PoolClient(self._address, access, Resuming())
+            return PoolClient(self._address, access, RESUMING)
         return GrpcClient(self._address, access)
 
     def send(self, index: int, due_s: float | None = None) -> None:
@@ -127,6 +130,7 @@ def find_capacity(client: SoakClient, indices: Iterator[int], duration_s: float)
 def overload(client: SoakClient, indices: Iterator[int], rate: float, duration_s: float) -> int:
     """Sends at the rate, whatever the server does. Returns the number sent when all have ended."""
     start_s, shown_s, sent = time.monotonic(), time.monotonic(), []
+    num_before = len(client.records)
     with ThreadPoolExecutor(MAX_CALLS) as pool:
         for offset_s in arrivals(0, 0, rate, 0.0):
             if offset_s > duration_s:
@@ -137,9 +141,8 @@ def overload(client: SoakClient, indices: Iterator[int], rate: float, duration_s
             sent.append(future)
             if time.monotonic() - shown_s > SHOW_S:
                 shown_s = time.monotonic()
-                _print(
-                    f"{shown_s - start_s:5.0f} s: {len(sent):,} sent, {len(client.records):,} ended"
-                )
+                num_ended = len(client.records) - num_before
+                _print(f"{shown_s - start_s:5.0f} s: {len(sent):,} sent, {num_ended:,} ended")
     for future in sent:
         future.result()
     return len(sent)

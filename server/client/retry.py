@@ -35,6 +35,8 @@ class Retries:
     `unavailable_timeout_s`: for calls without a deadline, after the first failure. Six times what
     the restart of a server with the default model took.
     `retry_connect`: False: a client that has reached no server yet fails at once.
+    `retry_rejected`: False: a server that is too busy (RESOURCE_EXHAUSTED) ends a call that has
+    brought nothing yet. What has begun is still resumed.
     """
 
     max_retries: int | None = None
@@ -42,6 +44,7 @@ class Retries:
     max_s: float = 2.0
     unavailable_timeout_s: float = 60.0
     retry_connect: bool = True
+    retry_rejected: bool = True
 
     def delay_s(self, error: CallError, num_failed: int, left_s: float | None) -> float | None:
         """None: give up. The server's own delay goes first; the deadline is never overrun."""
@@ -63,6 +66,7 @@ class Attempts:
         self._retries = retries
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.note_progress()
+        self._has_progress = False
 
     @property
     def left_s(self) -> float | None:
@@ -72,6 +76,7 @@ class Attempts:
         """The call has brought something new: failures before that don't count."""
         self._num_failed = 0
         self._has_warned = False
+        self._has_progress = True
 
     def delay_s(self, error: CallError, *, has_other: bool, was_reached: bool) -> float | None:
         """After a failed attempt: how long to wait before the next. None: give up.
@@ -79,6 +84,9 @@ class Attempts:
         `has_other`: another server can be called, at first without waiting.
         `was_reached`: this client has reached a server before.
         """
+        is_final = not (self._retries.retry_rejected or self._has_progress)
+        if is_final and error.code is _OVERLOADED:
+            return None
         now_s = time.monotonic()
         if not self._num_failed:
             self._failed_s = now_s

@@ -112,6 +112,15 @@ def test_overload_is_retried_as_the_server_says_until_the_deadline(
     assert waits(monkeypatch, Attempts(Retries(), None), error(OVERLOADED, 70.0)) == [70.0]
 
 
+def test_rejection_can_be_final_for_calls_that_have_not_begun() -> None:
+    attempts = Attempts(Retries(retry_rejected=False), None)
+    first = attempts.delay_s(error(UNAVAILABLE), has_other=False, was_reached=True)
+    rejected = attempts.delay_s(error(OVERLOADED, 9.0), has_other=False, was_reached=True)
+    assert (first is None, rejected) == (False, None)
+    attempts.note_progress()
+    assert attempts.delay_s(error(OVERLOADED, 9.0), has_other=False, was_reached=True) == 9.0
+
+
 def test_delays_grow_with_jitter_and_anew_after_progress() -> None:
     attempts = Attempts(Retries(max_retries=4, first_s=1.0, max_s=3.0), None)
     for _ in range(3):
