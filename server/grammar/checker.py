@@ -122,7 +122,7 @@ class _Worker:
                 send(here, constraint)
                 return receive_verdict(here)
             except (OSError, EOFError):
-                self.stop(control)
+                self._restart(control)
                 raise
 
     def _start(self) -> socket.socket:
@@ -149,18 +149,20 @@ class _Worker:
             return here
 
     def _watch(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        """Starts the worker again at once when it has died, so no constraint waits for that."""
         process.wait()
+        self._restart(control)
+
+    def _restart(self, control: socket.socket) -> None:
+        """At once, so no constraint waits for that; only by the first who notices."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             if self._control is control:
-                logger.error("the grammar worker has died: it is started again")
+                logger.error("the grammar worker has died, or hangs: it is started again")
                 self.stop()
                 self._start()
 
-    def stop(self, control: socket.socket | None = None) -> None:
-        """Or only the worker that this belongs to."""
+    def stop(self) -> None:
         with self._lock:
-            if self._control is None or control not in (None, self._control):
+            if self._control is None:
                 return
             self._control.close()
             if self._process is not None:

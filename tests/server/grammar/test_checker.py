@@ -152,6 +152,18 @@ def test_constraint_whose_worker_is_killed_is_tried_again(checker: GrammarChecke
     assert checker.has_passed(constraint)
 
 
+def test_death_that_a_constraint_notices_first_is_logged(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quill.server.grammar.checker._Worker._watch", lambda *_: None)
+    check(checker, FINE)
+    pid = pid_of(checker)
+    with ending(pid):
+        os.kill(pid, signal.SIGKILL)
+    check(checker, Constraint("regex", "[a-f]{8}"))
+    assert caplog.text.count("the grammar worker has died") == 1
+
+
 def test_worker_that_cannot_start_is_an_error_of_the_server(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError):
         check(GrammarChecker(tmp_path / "none.json", VOCAB_SIZE, [EOS]), FINE)
