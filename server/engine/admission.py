@@ -18,8 +18,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # rejection took 0.13 ms of the event loop's time.
 RETRIES_PER_S = 200.0
 MAX_SPREAD_S = 2.0  # over which they are asked back, however many they are
-# How long a place is kept for a call that was accepted and whose request isn't there yet: clients
-# that send a header and no message don't fill the queue.
+# How long a place is kept for a call that isn't started yet, or whose request isn't checked yet:
+# old calls that wait behind newer ones don't fill the queue.
 MAX_RESERVED_S = 1.0
 WEIGHT = 1 / 32  # of one start's interval: requests whose answers are equally long start in waves
 
