@@ -284,15 +284,20 @@ class Interceptor(grpc.aio.ServerInterceptor):
             make: Any = grpc.stream_stream_rpc_method_handler
         else:
             behavior = self._unary(handler, method, caller)
-            make = grpc.unary_unary_rpc_method_handler
+            # As for a stream of requests: grpc.aio's own unary calls end without a status where the
+            # client ends its stream without a message.
+            make = grpc.stream_unary_rpc_method_handler
             if handler.response_streaming:
-                make = grpc.unary_stream_rpc_method_handler
+                make = grpc.stream_stream_rpc_method_handler
         return make(behavior, response_serializer=handler.response_serializer)
 
     def _unary(self, handler: Any, method: str, caller: Caller | None) -> _Behavior:
-        async def answer(message: bytes, context: Any) -> Any:
+        async def answer(_: AsyncIterator[bytes], context: Any) -> Any:
             ours: Any = CallerContext(context, caller)
             try:
+                message = await context.read()
+                if message is grpc.aio.EOF:
+                    await asyncio.sleep(0)  # a client that has left cancels this task
                 request = await self._read(handler, method, message, ours)
                 return await (handler.unary_unary or handler.unary_stream)(request, ours)
             except grpc.aio.AbortError as aborted:
@@ -305,7 +310,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         return answer
 
-    async def _read(self, handler: Any, method: str, message: bytes, context: Any) -> Any:
+    async def _read(self, handler: Any, method: str, message: Any, context: Any) -> Any:
         """The message is there: from now on the call has a place in the queue, if it needs one."""
         try:
             if method in _QUEUED:
@@ -343,7 +348,9 @@ def _host(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-def _decoded(handler: Any, message: bytes) -> Any:
+def _decoded(handler: Any, message: Any) -> Any:
+    if message is grpc.aio.EOF:
+        raise InvalidFieldError("message", "is missing: the stream ended before one was sent")
     try:
         return handler.request_deserializer(message)
     except DecodeError as error:

@@ -221,6 +221,7 @@ def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
 
 def started_without_message(channel: grpc.Channel, messages: Messages) -> Any:
     """A call whose message comes later, or never."""
+    grpc.channel_ready_future(channel).result(TIMEOUT_S)
     send: Any = channel.stream_stream(METHOD)
     call = send(iter(messages.get, None), timeout=TIMEOUT_S)
     health = health_pb2_grpc.HealthStub(channel)
@@ -254,6 +255,17 @@ def test_a_call_whose_message_comes_when_the_queue_is_full_is_rejected() -> None
             assert running.next_record("RESOURCE_EXHAUSTED").rejection == "queue_full"
             messages.put(None)
             held.cancel()
+
+
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
+def test_a_call_that_ends_its_stream_without_a_message_gets_a_status(name: str) -> None:
+    """grpc.aio's own unary calls end without one, and clients wait until their deadlines."""
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        send: Any = channel.stream_stream(f"/quill.v1.TextGeneration/{name}")
+        call = send(iter(()), timeout=TIMEOUT_S)
+        assert call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert call.details() == "message is missing: the stream ended before one was sent"
+        assert running.next_record("INVALID_ARGUMENT").method == name
 
 
 def test_a_rejection_whose_client_has_left_logs_no_traceback(
