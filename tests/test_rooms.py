@@ -13,13 +13,13 @@ MAX_MODULES = 15  # in one folder: more can't be seen at a glance
 
 # What a package may import of the others. A line for a folder stands in place of its package's.
 BETWEEN = {
-    "model": "cache json_records command_table",
+    "model": "cache json_records command_table tokenizer_growth",
     # Benchmarks run on servers, too.
     "model/benchmarks": "json_records protos server.client server.addresses "
     "server.text.chat_template",
     "export": "model cache json_records command_table",
-    "server": "protos cache export.bundle export.errors export.precisions export.operators.library "
-    "model.sources.kinds model.sources.catalogue",
+    "server": "protos cache tokenizer_growth export.bundle export.errors export.precisions "
+    "export.operators.library model.sources.kinds model.sources.catalogue",
     "server/client": "protos",
     "protos": "",
     "loadtest": "protos server.fields server.client server.balancing_headers "

@@ -42,6 +42,11 @@ EARLIER = (
     "The seed was given. If this server had answered the same requests before, their prompts were "
     "in its prefix cache, and the run is flattered."
 )
+MIN_DRAIN_S = 30.0
+DRAINED = (
+    "Requests of a step had {:g} s to end after the last one was sent. Those that hadn't ended "
+    "were cut off, and count by what had come until then."
+)
 INTERRUPTED = (
     "Ctrl-C ended the run early: requests that hadn't ended aren't counted, nothing is verified."
 )
@@ -223,8 +228,11 @@ def _search(options: LoadtestOptions, target: Target, loaded: Run) -> None:
     """Each step has requests of its own: the prefix cache must not have them from the last step."""
     plan, slo, trials = options.plan, loaded.slo, loaded.trials
     assert slo is not None
+    # A request that is cut off has missed a limit on its whole time.
+    drain_s = max(MIN_DRAIN_S, plan.duration_s, 2 * max(slo.limits_ms.values()) / 1000)
+    loaded.notes.append(DRAINED.format(drain_s))
     while (rate := next_rate(trials, plan.rate)) is not None:
-        step = replace(plan, rate=rate, seed=plan.seed + len(trials))
+        step = replace(plan, rate=rate, seed=plan.seed + len(trials), drain_s=drain_s)
         records = _load(replace(options, plan=step, shape="constant"), target, loaded)
         if not loaded.is_whole:
             return

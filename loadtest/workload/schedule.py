@@ -15,6 +15,7 @@ from typing import Any
 from quill.loadtest.workload.request import LoadRequest, ModelInfo
 from quill.loadtest.workload.scenarios import make_request
 
+MIN_TIMEOUT_S = 0.1  # of a request that is sent too late
 PROGRESS = "PROGRESS "  # begins the lines in which a Locust process reports progress as JSON
 
 
@@ -33,6 +34,7 @@ class Plan:
     rate: float = _option(0.0, "rate", "requests a second, open loop; 0: closed")
     ramp_s: float = _option(0.0, "ramp", "seconds until the rate is reached (open loop)")
     max_new_tokens: int = _option(0, "max-new-tokens", "limit all answers; 0: no limit")
+    drain_s: float = _option(0.0, "drain", "cut requests off so long after --duration; 0: never")
 
     def arguments(self) -> list[str]:
         """For Locust's command line."""
@@ -89,7 +91,11 @@ class Schedule:
     def request(self, index: int) -> LoadRequest:
         plan = self.plan
         cap = plan.max_new_tokens or None
-        return make_request(plan.scenario, plan.seed, index, self._info, cap)
+        load = make_request(plan.scenario, plan.seed, index, self._info, cap)
+        if not plan.drain_s:
+            return load
+        left_s = self._start_s + plan.duration_s + plan.drain_s - self._clock()
+        return replace(load, timeout_s=min(load.timeout_s, max(left_s, MIN_TIMEOUT_S)))
 
     def is_over(self, at_s: float | None = None) -> bool:
         """No more requests are sent; some may still run."""

@@ -9,7 +9,7 @@ What is patched, and why:
   were seconds old before Python saw them. Here a turn reads all bytes.
 - grpc.aio accepts one call of each method in several turns of the event loop, first in, first out.
   Here many are accepted at once. Those that the engine's queue has no place for are rejected at
-  once: a rejection costs no more than a header, and waits for no other call. The others have their
+  once: a rejection costs no more than a header, and waits for no other call. The others have a
   place and wait in an AcceptQueue; a few are started in a turn, so that what was started ends
   before its deadline. Those that waited too long are rejected unread.
 - grpc.aio decodes the name of an unregistered method as UTF-8 inside the loop that accepts all
@@ -59,11 +59,8 @@ class Interceptor(Protocol):
     def reject_late(self, method: str, context: Any) -> "Handler | None":
         """What rejects a call that waited too long. None: nobody waits for a status."""
 
-    def with_place(self, place: str | None) -> Any:
-        """grpc.aio's interceptor for a call with this place."""
-
-    def free(self, place: str) -> None:
-        """The call has ended: it needs no place."""
+    def free(self, place: str | None) -> None:
+        """The call is rejected, or started: its message gets a place of its own."""
 
 
 class _Accepted(NamedTuple):
@@ -128,8 +125,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
     def _start_some(self) -> None:
         """Once a turn, while calls wait."""
         for name, state, place in self._accepted.take_late():
-            if place is not None:
-                self._interceptor.free(place)
+            self._interceptor.free(place)
             handler = self._interceptor.reject_late(name, self._context(state))
             if handler is not None:
                 self._reject(name, state, handler)
@@ -149,12 +145,10 @@ class _Core(_core.AioServer):  # type: ignore[misc]
 
     def _start(self, call: _Accepted) -> None:
         handlers = {} if call.name == UNKNOWN_METHOD else self._handlers
-        interceptor, place = self._interceptor.with_place(call.place), call.place
-        answer = self._answer(call.name, call.state, handlers, (interceptor,))
-        loop = self._own_loop
-        task = self._keep(_core._schedule_rpc_coro(answer, call.state, loop, call.name))
-        if place is not None:
-            task.add_done_callback(lambda _: self._interceptor.free(place))
+        # Now the server waits for the call's message, which may never come.
+        self._interceptor.free(call.place)
+        answer = self._answer(call.name, call.state, handlers, (self._interceptor,))
+        self._keep(_core._schedule_rpc_coro(answer, call.state, self._own_loop, call.name))
 
     def _answer(
         self, name: str, state: Any, handlers: dict[str, Any], interceptors: Sequence[Any]
@@ -162,11 +156,10 @@ class _Core(_core.AioServer):  # type: ignore[misc]
         resolver = _core._MethodResolver([], handlers)
         return _core._handle_rpc(name, resolver, interceptors, state, self._own_loop, False)
 
-    def _keep(self, answer: Any) -> "asyncio.Task[None]":
+    def _keep(self, answer: Any) -> None:
         task: asyncio.Task[None] = self._own_loop.create_task(answer)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        return task
 
 
 @types.coroutine

@@ -7,7 +7,6 @@ Left to itself grpc.aio logs a traceback for bytes that are no message, and answ
 """
 
 import asyncio
-import copy
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -63,9 +62,10 @@ class CallerContext:
     """grpc.aio's context of one call, with the caller whom the interceptor identified, and the
     call's place in the engine's queue."""
 
-    def __init__(self, context: Any, caller: Caller | None, place: str | None) -> None:
+    place: str | None = None
+
+    def __init__(self, context: Any, caller: Caller | None) -> None:
         self._context = context
-        self.place = place
         self.caller = _certified(context) if caller is None else caller
 
     def __getattr__(self, name: str) -> Any:
@@ -194,17 +194,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._keyring = keyring
         self._open = (HEALTH, *([REFLECTION] if open_reflection else []))
-        self._place: str | None = None
 
-    def with_place(self, place: str | None) -> "Interceptor":
-        """For the one call that this place in the engine's queue was reserved for."""
-        if place is None:
-            return self
-        own = copy.copy(self)
-        own._place = place
-        return own
-
-    def free(self, place: str) -> None:
+    def free(self, place: str | None) -> None:
         self._calls.free(place)
 
     async def intercept_service(
@@ -221,10 +212,10 @@ class Interceptor(grpc.aio.ServerInterceptor):
         except RequestError as error:
             return self._rejected(method, metadata, error, ANYBODY)
         handler = await continuation(handler_call_details)
-        _, service, name = method.split("/", 2)
+        _, service, _ = method.split("/", 2)
         if handler is None or service not in self._services:
             return handler
-        return self._wrapped(handler, name, frontend_of(method), caller)
+        return self._wrapped(handler, method, caller)
 
     def _identify(self, method: str, metadata: Any) -> Caller | None:
         if self._keyring is None or method.startswith(self._open):
@@ -287,41 +278,55 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    def _wrapped(self, handler: Any, name: str, frontend: Frontend, caller: Caller | None) -> Any:
+    def _wrapped(self, handler: Any, method: str, caller: Caller | None) -> Any:
         if handler.request_streaming:
-            behavior = self._stream(handler, name, frontend, caller)
+            behavior = self._stream(handler, method, caller)
             make: Any = grpc.stream_stream_rpc_method_handler
         else:
-            behavior = self._unary(handler, name, frontend, caller)
-            make = grpc.unary_unary_rpc_method_handler
+            behavior = self._unary(handler, method, caller)
+            # As for a stream of requests: grpc.aio's own unary calls end without a status where the
+            # client ends its stream without a message.
+            make = grpc.stream_unary_rpc_method_handler
             if handler.response_streaming:
-                make = grpc.unary_stream_rpc_method_handler
+                make = grpc.stream_stream_rpc_method_handler
         return make(behavior, response_serializer=handler.response_serializer)
 
-    def _unary(
-        self, handler: Any, name: str, frontend: Frontend, caller: Caller | None
-    ) -> _Behavior:
-        async def answer(message: bytes, context: Any) -> Any:
-            ours = cast("Context", CallerContext(context, caller, self._place))
+    def _unary(self, handler: Any, method: str, caller: Caller | None) -> _Behavior:
+        async def answer(_: AsyncIterator[bytes], context: Any) -> Any:
+            ours: Any = CallerContext(context, caller)
             try:
-                request = _decoded(handler, message)
-            except InvalidFieldError as error:
-                async with answering(name, ours, frontend) as call, self._calls.record(call):
-                    raise error
-            try:
+                message = await context.read()
+                if message is grpc.aio.EOF:
+                    await asyncio.sleep(0)  # a client that has left cancels this task
+                request = await self._read(handler, method, message, ours)
                 return await (handler.unary_unary or handler.unary_stream)(request, ours)
             except grpc.aio.AbortError as aborted:
                 # gRPC raises it once more after this. The call's state has the error, and the
                 # error's traceback would have the state: a reference cycle.
                 aborted.__traceback__ = aborted.__context__ = None
                 return None
+            finally:
+                self.free(ours.place)
 
         return answer
 
-    def _stream(
-        self, handler: Any, name: str, frontend: Frontend, caller: Caller | None
-    ) -> _Behavior:
+    async def _read(self, handler: Any, method: str, message: Any, context: Any) -> Any:
+        """The message is there: from now on the call has a place in the queue, if it needs one."""
+        try:
+            if method in _QUEUED:
+                context.place = self._calls.reserve(context.caller)
+            return _decoded(handler, message)
+        except RequestError as error:
+            name = method.rpartition("/")[2]
+            async with (
+                answering(name, context, frontend_of(method)) as call,
+                self._calls.record(call),
+            ):
+                raise error
+
+    def _stream(self, handler: Any, method: str, caller: Caller | None) -> _Behavior:
         """A message that can't be decoded ends the stream."""
+        name, frontend = method.rpartition("/")[2], frontend_of(method)
 
         async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for message in messages:
@@ -333,8 +338,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 yield request
 
         async def answer(messages: Any, context: Any) -> Any:
-            ours = CallerContext(context, caller, None)
-            return await handler.stream_stream(decoded(messages), ours)
+            return await handler.stream_stream(decoded(messages), CallerContext(context, caller))
 
         return answer
 
@@ -344,7 +348,9 @@ def _host(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-def _decoded(handler: Any, message: bytes) -> Any:
+def _decoded(handler: Any, message: Any) -> Any:
+    if message is grpc.aio.EOF:
+        raise InvalidFieldError("message", "is missing: the stream ended before one was sent")
     try:
         return handler.request_deserializer(message)
     except DecodeError as error:

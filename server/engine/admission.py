@@ -18,8 +18,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 # rejection took 0.13 ms of the event loop's time.
 RETRIES_PER_S = 200.0
 MAX_SPREAD_S = 2.0  # over which they are asked back, however many they are
-# How long a place is kept for a call that was accepted and whose request isn't there yet: clients
-# that send a header and no message don't fill the queue.
+# How long a place is kept for a call that isn't started yet, or whose request isn't checked yet:
+# old calls that wait behind newer ones don't fill the queue.
 MAX_RESERVED_S = 1.0
 WEIGHT = 1 / 32  # of one start's interval: requests whose answers are equally long start in waves
 
@@ -41,10 +41,13 @@ class QueueAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Any thread may ask. A place that was reserved for too long isn't counted, though it is
-        freed only when the next call comes."""
-        num_waiting, oldest_s = len(self._waiting), self._clock() - MAX_RESERVED_S
-        return num_waiting - sum(each < oldest_s for each in list(self._reserved_s.values()))
+        """Requests, without the places that are only reserved. Any thread may ask."""
+        return len(self._waiting) - len(self._reserved_s)
+
+    @property
+    def num_reserved(self) -> int:
+        """Places; with those that were reserved for too long, until the next call comes."""
+        return len(self._reserved_s)
 
     def expected_wait_s(self, owner: str = "") -> float:
         """Owners take turns: nobody waits for another's whole backlog."""
@@ -83,7 +86,7 @@ class QueueAdmission:
             self._check_deadline(deadline_s - self._clock(), owner)
         if not has_place:
             self._check_room(owner)
-        if not self._has_requests:
+        if not self.num_waiting:
             self._arrived_first[request_id] = self._clock()
         self._waiting[request_id] = owner
 
@@ -99,10 +102,6 @@ class QueueAdmission:
         """Whether it was taken or reserved."""
         self._reserved_s.pop(place, None)
         return self._waiting.pop(place, None) is not None
-
-    @property
-    def _has_requests(self) -> bool:
-        return len(self._waiting) > len(self._reserved_s)
 
     def _num_waiting_of(self, owner: str) -> int:
         return sum(each == owner for each in self._waiting.values())
@@ -151,4 +150,4 @@ class QueueAdmission:
             arrived_s = self._arrived_first.pop(request_id, None)
             if arrived_s is not None:
                 self._interval_s = min(self._interval_s, now_s - arrived_s)
-        self._last_start_s = now_s if self._has_requests else None
+        self._last_start_s = now_s if self.num_waiting else None

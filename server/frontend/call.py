@@ -139,9 +139,10 @@ class Calls:
         there is none."""
         return self.dispatcher.admission.reserve(caller.name)
 
-    def free(self, place: str) -> None:
-        """Its call has ended, perhaps without a request for the engine."""
-        self.dispatcher.admission.leave((), (place,))
+    def free(self, place: str | None) -> None:
+        """Its call has none, needs none, or has ended, perhaps without a request for the engine."""
+        if place is not None:
+            self.dispatcher.admission.leave((), (place,))
 
     @raising_context
     async def open(self, context: RequestContext) -> AsyncIterator["Call"]:

@@ -20,6 +20,7 @@ import tokenizers
 
 from quill.server.errors import StartError, StepError
 from quill.server.text.streaming import ByteDecoder, Decoder, WindowDecoder
+from quill.tokenizer_growth import check_growth
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class Text:
 
     def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
         """`bos` and `eos` begin and end each text that the model reads, if they are given."""
+        settings = json.loads(tokenizer_json)
+        check_growth(settings)  # first: the library normalizes added tokens when it reads them
         self._parsing = _open(tokenizer_json)
         # The library keeps this option in the object. One object for each keeps calls independent.
         self._plain = _open(tokenizer_json)
@@ -65,7 +68,7 @@ class Text:
         self._special_ids = frozenset(self._special.values())
         self._any_added = _any_of(self._added)
         self._any_special = _any_of(self._special)
-        decoder = json.loads(tokenizer_json).get("decoder") or {}
+        decoder = settings.get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._falls_back = "ByteFallback" in _types(decoder)
         self._bytes: dict[int, bytes] = {}

@@ -215,10 +215,8 @@ class Running:
         return record
 
     def wait_for_waiting(self, number: int) -> None:
-        """Requests that were read: a place is counted from its call's header on."""
-        admission: Any = self.server.dispatcher.admission
-        reserved = getattr(admission, "_reserved_s", ())
-        self.wait_for(lambda: admission.num_waiting == number and not reserved)
+        admission = self.server.dispatcher.admission
+        self.wait_for(lambda: admission.num_waiting == number)
 
     def wait_for_requests(self, number: int) -> None:
         self.wait_for(lambda: len(self.server.dispatcher) == number)

@@ -177,6 +177,7 @@ def test_search_ends_with_a_rate_and_its_goodput(
     assert "40 requests/s isn't carried: 0.0% served well" in done.out
     assert "No rate was carried, down to" in done.out
     assert (tmp_path / "search.png").exists()
+    assert "had 30 s to end" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

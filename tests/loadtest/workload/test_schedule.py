@@ -26,7 +26,7 @@ def drain(schedule: Schedule) -> list[int]:
 
 
 def test_plan_survives_the_command_line() -> None:
-    plan = Plan("mixed", 7, 11, 2.5, 3.5, 1.25, 9)
+    plan = Plan("mixed", 7, 11, 2.5, 3.5, 1.25, 9, 4.5)
     words = plan.arguments()
     parser = argparse.ArgumentParser()
     for each in fields(Plan):
@@ -51,6 +51,19 @@ def test_several_processes_together_ask_what_one_would_ask() -> None:
     )
     loads = [Schedule(plan, INFO, part, 3).request(5).request for part in range(3)]
     assert loads[0] == loads[1] == loads[2]
+
+
+def test_requests_end_when_the_drain_does() -> None:
+    """However long their own deadlines are: a search's step of 6 s waited for minutes."""
+    clock = Clock()
+    schedule = Schedule(Plan(duration_s=6, drain_s=30), INFO, clock=clock)
+    assert schedule.request(0).timeout_s == 36
+    clock.now_s += 5
+    assert schedule.request(1).timeout_s == 31
+    clock.now_s += 50
+    assert schedule.request(2).timeout_s > 0
+    short = Schedule(Plan("deadlines", duration_s=6, drain_s=30), INFO, clock=clock).request(0)
+    assert short == Schedule(Plan("deadlines"), INFO).request(0)
 
 
 def test_load_is_over_when_the_time_is_up_and_done_when_nothing_runs() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from quill.protos import generation_pb2 as pb
@@ -24,6 +26,7 @@ NUM_CALLS = 64
 MAX_ROUNDS = 20
 METHOD = "/quill.v1.TextGeneration/GenerateStream"
 REQUEST = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+Messages = queue.SimpleQueue[bytes | None]
 
 
 async def most_in_a_turn(count: Callable[[], int], is_blocked: threading.Event) -> int:
@@ -191,6 +194,12 @@ def test_a_full_queue_rejects_more_calls_in_a_turn_than_are_started() -> None:
     raise AssertionError(f"at most {most} were rejected in a turn")
 
 
+def wait_for_free_places(running: Running) -> None:
+    """All that were reserved were given back."""
+    admission: Any = running.server.dispatcher.admission
+    running.wait_for(lambda: admission.num_reserved == 0)
+
+
 def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
     """Each call has its place from the start: of those that come together, no more are read than
     there are places. These messages aren't requests, so none of them ever waits."""
@@ -204,10 +213,59 @@ def test_a_full_queue_is_full_before_its_requests_are_read() -> None:
                 calls = [send(b"no message", timeout=TIMEOUT_S) for _ in range(NUM_CALLS)]
                 is_sent.set()
                 codes = {call.code() for call in calls}
-            running.wait_for_waiting(0)  # all places were given back
+            wait_for_free_places(running)
         if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
             return
     raise AssertionError("all were read")
+
+
+def started_without_message(channel: grpc.Channel, messages: Messages) -> Any:
+    """A call whose message comes later, or never."""
+    grpc.channel_ready_future(channel).result(TIMEOUT_S)
+    send: Any = channel.stream_stream(METHOD)
+    call = send(iter(messages.get, None), timeout=TIMEOUT_S)
+    health = health_pb2_grpc.HealthStub(channel)
+    health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)  # which came after the call
+    return call
+
+
+def test_a_call_without_a_message_keeps_no_place() -> None:
+    """Clients that sent headers alone kept all others out."""
+    messages = Messages()
+    with (
+        running_server(max_waiting=1) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        started_without_message(channel, messages)
+        stub = pb_grpc.TextGenerationStub(channel)
+        assert list(stub.GenerateStream(REQUEST, timeout=TIMEOUT_S))
+        messages.put(None)
+
+
+def test_a_call_whose_message_comes_when_the_queue_is_full_is_rejected() -> None:
+    messages = Messages()
+    with running_server(max_waiting=1) as running:
+        running.session.hold()
+        with grpc.insecure_channel(running.address) as channel:
+            late = started_without_message(channel, messages)
+            held = pb_grpc.TextGenerationStub(channel).GenerateStream(REQUEST)
+            running.wait_for_waiting(1)
+            messages.put(b"no message")
+            assert late.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert running.next_record("RESOURCE_EXHAUSTED").rejection == "queue_full"
+            messages.put(None)
+            held.cancel()
+
+
+@pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
+def test_a_call_that_ends_its_stream_without_a_message_gets_a_status(name: str) -> None:
+    """grpc.aio's own unary calls end without one, and clients wait until their deadlines."""
+    with running_server() as running, grpc.insecure_channel(running.address) as channel:
+        send: Any = channel.stream_stream(f"/quill.v1.TextGeneration/{name}")
+        call = send(iter(()), timeout=TIMEOUT_S)
+        assert call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert call.details() == "message is missing: the stream ended before one was sent"
+        assert running.next_record("INVALID_ARGUMENT").method == name
 
 
 def test_a_rejection_whose_client_has_left_logs_no_traceback(

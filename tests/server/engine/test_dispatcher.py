@@ -211,13 +211,12 @@ def test_a_place_is_reserved_for_a_moment_only() -> None:
         door.admission.admit("b", "", None, place)
 
 
-def test_an_expired_place_is_not_counted_as_a_request_that_waits() -> None:
-    """Else the metric stays as it is until the next call."""
+def test_a_reserved_place_is_not_counted_as_a_request_that_waits() -> None:
     door = Door(2)
-    door.admission.reserve("")
-    assert door.admission.num_waiting == 1
-    door.now_s += 2 * MAX_RESERVED_S
-    assert door.admission.num_waiting == 0
+    place = door.admission.reserve("")
+    assert (door.admission.num_waiting, door.admission.num_reserved) == (0, 1)
+    door.admission.admit("a", "", None, place)
+    assert (door.admission.num_waiting, door.admission.num_reserved) == (1, 0)
 
 
 def test_places_that_are_reserved_are_no_queue_in_front_of_the_engine() -> None:
@@ -230,7 +229,7 @@ def test_places_that_are_reserved_are_no_queue_in_front_of_the_engine() -> None:
     door.admit("b")
     door.admission.leave(("b",), ())
     door.admit("c")
-    assert door.admission.num_waiting == 2, "with the place"
+    assert door.admission.num_waiting == 1, "without the place"
     assert door.admission.expected_wait_s() == 0.0
 
 

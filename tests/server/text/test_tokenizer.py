@@ -1,12 +1,19 @@
 """Texts become tokens beside everybody else's work."""
 
+import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import tokenizers
 
 from quill.model.data.tokenizer import Tokenizer, train_bpe
+from quill.model.errors import CheckpointError
+from quill.server.errors import StartError
 from quill.server.text.tokenizer import Text
+from quill.tokenizer_growth import check_growth
 from tests.turns import NEVER_S, num_turns_of_others
 
 TEXT = Text(train_bpe(["the cat sat on the mat"] * 3, 280)._json)
@@ -39,3 +46,46 @@ def test_a_tokenizers_dropout_is_off() -> None:
     assert Text(with_dropout).encode("the cat") == TEXT.encode("the cat")
     loaded = Tokenizer(tokenizers.Tokenizer.from_str(with_dropout))
     assert loaded.encode("the cat") == TEXT.encode("the cat")
+
+
+def replace(content: str, **pattern: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def precompiled(text: str) -> dict[str, Any]:
+    charsmap = bytes(4) + b"short\0" + text.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [replace("a" * 130, String="aa")],
+        [replace("aa", String="a")] * 7,
+        [replace("a" * 64, Regex="(?=a)")],
+        [{"type": "Prepend", "prepend": "a" * 64}],
+        [{"type": "Sequence", "normalizers": [replace("a" * 9, String="a")] * 2}],
+        [precompiled("a" * 65)],
+    ],
+)
+def test_a_tokenizer_whose_rules_multiply_texts_is_refused(
+    rules: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = json.loads(train_bpe(["the cat sat on the mat"] * 3, 280)._json)
+    settings["normalizer"] = {"type": "Sequence", "normalizers": rules}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(StartError, match="times as long; at most 64 times is allowed"):
+        Text.load(path, None)
+    with pytest.raises(CheckpointError, match="times as long; at most 64 times is allowed"):
+        Tokenizer.load(path)
+    with pytest.raises(ValueError, match="of its decoder can"):
+        check_growth({"decoder": {"type": "Sequence", "decoders": rules}})
+
+
+def test_rules_of_common_tokenizers_are_allowed() -> None:
+    llama = [{"type": "Prepend", "prepend": "▁"}, replace("▁", String=" ")]
+    xlm_roberta = [precompiled("صلى الله عليه وسلم"), replace(" ", Regex=" {2,}")]
+    albert = [replace('"', String="``"), replace('"', String="''"), {"type": "NFKD"}]
+    for rules in (llama, xlm_roberta, albert, [*albert, *xlm_roberta]):
+        check_growth({"normalizer": {"type": "Sequence", "normalizers": rules}, "decoder": None})
