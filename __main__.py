@@ -12,11 +12,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from quill.command_table import Parser
+
 PACKAGES = ("model", "export", "server", "loadtest")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quill",
         description="Train a Transformer, export it to ONNX, serve it over gRPC.",
         epilog="`quill COMMAND --help` explains each command.",

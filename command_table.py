@@ -4,10 +4,42 @@ Knows: argparse. Does not know: any command. Imports nothing heavy: `--help` mus
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error in one line, with the option or command that was probably meant. Parsers of
+    subcommands are of this class, too."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Also of a subcommand, where argparse would leave the rest to the command above it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for each in (word.partition("=")[0] for word in unknown if word.startswith("-")):
+            self.error(f"unknown option {each}{_meant(each, self._option_string_actions)}")
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            kind = str(action.metavar).lower()
+            self.error(f"unknown {kind} {value!r}{_meant(value, action.choices)}")
+        super()._check_value(action, value)
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help\n")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 class Option(NamedTuple):

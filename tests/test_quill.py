@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from quill.__main__ import main
+from quill.__main__ import build_parser, main
 
 COMMANDS = ["train", "eval", "import", "attention", "serve", "generate", "chat"]
 COMMANDS += ["loadtest", "bench"]
 
-FRONT_DOOR = "import sys; from quill.__main__ import main; sys.exit(main())"
+FRONT_DOOR = "import sys; from quill.__main__ import build_parser, main; sys.exit(main())"
 # A process in which importing torch raises, as on a serving machine.
 WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {FRONT_DOOR}"
 
@@ -27,7 +27,7 @@ def run(*arguments: str, script: str = FRONT_DOOR) -> str:
 def test_help_loads_nothing_heavy(command: str) -> None:
     script = (
         "import sys\n"
-        "from quill.__main__ import main\n"
+        "from quill.__main__ import build_parser, main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'onnx', 'onnxruntime', 'numpy', 'grpc', 'matplotlib', 'tokenizers'}\n"
@@ -56,8 +56,39 @@ def test_help_names_every_command() -> None:
     assert all(command in printed for command in COMMANDS)
 
 
-def test_an_unknown_command_is_refused() -> None:
-    assert run("fly").startswith("2\n")
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("fly", "quill: unknown command 'fly'. See quill --help"),
+        ("srve", "quill: unknown command 'srve'. Did you mean serve? See quill --help"),
+        (
+            "cluster upp",
+            "quill cluster: unknown action 'upp'. Did you mean up? See quill cluster --help",
+        ),
+        (
+            "serve --prot 6000",
+            "quill serve: unknown option --prot. Did you mean --port? See quill serve --help",
+        ),
+        ("serve --prot=6000 x", "quill serve: unknown option --prot. Did you mean --port? See"),
+        ("generate a --zzz", "quill generate: unknown option --zzz. See quill generate --help"),
+        ("models a", "quill models: unexpected argument 'a'. See quill models --help"),
+        ("serve --port x", "quill serve: argument --port: 'x' isn't a whole number from 0 to"),
+    ],
+)
+def test_what_is_mistyped_is_reported_in_one_line(
+    line: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert errors.startswith(error)
+    assert errors.count("\n") == 1
+
+
+def test_options_of_generate_have_openais_names_too() -> None:
+    args = build_parser().parse_args(["generate", "Hello", "--max-tokens", "5"])
+    assert args.max_new_tokens == 5
 
 
 def test_a_command_whose_package_is_missing_names_the_extra() -> None:
@@ -83,7 +114,7 @@ def test_an_error_of_the_world_is_one_line(capfd: pytest.CaptureFixture[str]) ->
 def test_sigterm_ends_a_command_in_good_order(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, types\n"
-        "from quill.__main__ import main\n"
+        "from quill.__main__ import build_parser, main\n"
         "from pathlib import Path\n"
         "from quill.model.checkpoint.atomic import atomic_directory\n"
         "def run(args):\n"

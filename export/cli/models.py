@@ -23,14 +23,13 @@ def run(args: argparse.Namespace) -> None:
     for model in CATALOGUE.values():
         size = f"{model.num_bytes / 1e6:,.0f} MB"
         print(f"{model.name:24} {size:>9}  {model.licence:16} {_cached(model.name)}")
-    others = sorted({_label(path) for path in _directories()} - set(CATALOGUE))
-    for name in others:
-        print(f"{name:24} {'':>9}  {'':16} {_cached(name)}")
+    for name in sorted({_name(path) for path in _directories()} - set(CATALOGUE)):
+        print(f"{name}  {_cached(name)}")
     print(f"\nServe one: quill serve NAME. Remove it: quill models --remove NAME ({_cache_path()})")
 
 
 def _cached(name: str) -> str:
-    found = [path for path in _directories() if _label(path) == name]
+    found = [path for path in _directories() if _name(path) == name]
     if not found:
         return "no"
     size = sum(each.stat().st_size for path in found for each in path.rglob("*") if each.is_file())
@@ -46,15 +45,20 @@ def _directories() -> Iterator[Path]:
             yield from (path for path in sorted(place.iterdir()) if path.name[0] != ".")
 
 
-def _label(path: Path) -> str:
-    return path.name.rpartition("-")[0] if path.parent == bundles_directory() else path.name
+def _name(path: Path) -> str:
+    """What `quill serve` takes: a name, hf:ORG/NAME, or the path of another model."""
+    label = path.name.rpartition("-")[0] if path.parent == bundles_directory() else path.name
+    if label in CATALOGUE:
+        return label
+    is_hub = (cache_directory() / "hub" / label).is_dir()
+    return f"hf:{label.replace('--', '/', 1)}" if is_hub else str(path)
 
 
 def _remove(name: str) -> None:
-    name = name.removeprefix("hf:").replace("/", "--")
-    found = [path for path in _directories() if _label(path) == name]
+    names = {name, str(Path(name).expanduser().absolute())}
+    found = [path for path in _directories() if _name(path) in names]
     if not found:
-        known = ", ".join(sorted({_label(path) for path in _directories()})) or "nothing"
+        known = ", ".join(sorted({_name(path) for path in _directories()})) or "nothing"
         raise ExportError(f"the cache has no {name}; it has {known} ({_cache_path()})")
     for path in found:
         shutil.rmtree(path)

@@ -165,15 +165,16 @@ def locate(source: Source) -> Path:
 
 
 def content_hash(source: Source) -> str:
-    """Of all that the model consists of. A file that didn't change isn't read again."""
+    """Of all that the model consists of; of one file its SHA-256, as in the catalogue. A file that
+    didn't change isn't read again."""
     if source.kind == "catalogue":
         return CATALOGUE[source.given].sha256
     path = locate(source)
-    paths = [path] if path.is_file() else sorted(_content(path))
-    digest = hashlib.sha256()
+    if path.is_file():
+        return sha256_of([path])[0]
+    paths, digest = sorted(_content(path)), hashlib.sha256()
     for each, sha256 in zip(paths, sha256_of(paths), strict=True):
-        name = "" if path.is_file() else each.relative_to(path).as_posix()
-        digest.update(f"{name} {sha256}\n".encode())
+        digest.update(f"{each.relative_to(path).as_posix()} {sha256}\n".encode())
     return digest.hexdigest()
 
 

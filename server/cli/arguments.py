@@ -57,7 +57,8 @@ def add_option(
 
 
 def add_fields(parser: argparse.ArgumentParser, fields: Iterable[Field]) -> None:
-    """A flag for each option of a request. One that isn't given is None."""
+    """A flag for each option of a request, also by its name in OpenAI's JSON. One that isn't given
+    is None."""
     group = parser.add_argument_group("request")
     for field in fields:
         several = "; may be given several times" if field.is_list else ""
@@ -71,7 +72,8 @@ def add_fields(parser: argparse.ArgumentParser, fields: Iterable[Field]) -> None
         else:
             options |= {"type": _parser(field), "metavar": _METAVARS.get(field.type, "N")}
             options |= {"action": "append"} if field.is_list else {}
-        group.add_argument(field.flag, **options)
+        flags = dict.fromkeys((field.flag, f"--{field.json_name.replace('_', '-')}"))
+        group.add_argument(*flags, **options)
 
 
 def given_fields(args: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:

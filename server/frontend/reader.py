@@ -33,7 +33,6 @@ from quill.server.request import BeamParams, Constraint, PoolingParams, Request,
 
 MAX_INPUTS = 2048
 MAX_MASKS = 64  # logits are computed for each
-GENERATES_NOTHING = "this model is an encoder, which generates nothing. It has Embed and FillMask"
 _TEXT_OR_IDS = ("input", "text or token_ids")
 
 
@@ -67,7 +66,7 @@ class RequestReader:
 
     def read_generate(self, spec: GenerateSpec, arrival: Arrival) -> ParsedRequest:
         if self._served.is_encoder:
-            raise UnimplementedError(GENERATES_NOTHING)
+            raise _generates_nothing(self._served)
         # From the quickest check to the longest: the prompt is read last.
         options = self._generate_options(spec)
         constraint = read_constraint(spec, options, self._served)
@@ -187,7 +186,7 @@ class RequestReader:
 
     def read_score(self, spec: GenerateSpec, arrival: Arrival) -> ParsedRequest:
         if self._served.is_encoder:
-            raise UnimplementedError(GENERATES_NOTHING)
+            raise _generates_nothing(self._served)
         if self._served.is_translator:
             raise UnimplementedError("a translation model can't score a text by itself")
         options = _checked(spec.options, SCORE)
@@ -290,13 +289,21 @@ def _check_embeds(served: ServedModel) -> None:
         )
 
 
+def _generates_nothing(served: ServedModel) -> UnimplementedError:
+    calls = "Embed" if served.mask is None else "Embed and FillMask"
+    return UnimplementedError(f"this model is an encoder, which generates nothing. It has {calls}")
+
+
 def _mask(served: ServedModel) -> int:
     if not served.is_encoder:
         raise UnimplementedError(
             "only encoders fill masks. This model continues or translates its input: Generate"
         )
     if served.mask is None:
-        raise UnsupportedError("this model has no mask token, so there is nothing to fill")
+        raise UnsupportedError(
+            "this encoder fills no masks: it has no head for masked tokens, or no mask token. It "
+            "has Embed"
+        )
     return served.mask
 
 

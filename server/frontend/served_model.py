@@ -108,7 +108,7 @@ class ServedModel:
 
     @property
     def mask(self) -> int | None:
-        """The token that FillMask fills; None: the model has none."""
+        """The token that FillMask fills; None: the model has none, or no head for masked tokens."""
         return self.manifest.special_tokens.mask if self.is_encoder else None
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quill.export.bundle import graph_contract
 from quill.export.bundle.manifest import Graphs, Manifest
 from quill.export.operators.library import operators_are_fast, operators_problem
-from quill.export.precisions import Family, Precision, preferred
+from quill.export.precisions import PRECISIONS, Family, Precision, preferred
 from quill.server.engine.kv_cache import BlockShape
 from quill.server.errors import StartError
 from quill.server.machine.onnx_session import cuda_problem
@@ -48,11 +48,27 @@ def choose_graphs(
         why = "as chosen" if device == "cuda" else "CUDA works here"
         return Choice(on_cuda[precision or "fp16"], why)
     if device == "cuda" or precision in on_cuda:
-        raise StartError(
-            f"CUDA can't be used: {problem}. It takes an NVIDIA card with its driver, CUDA 13, "
-            "cuDNN 9, and a bundle with fp16 graphs. Or use --device cpu"
-        )
+        raise _cuda_error(problem)
     return _on_cpu(manifest, precision, f"without CUDA: {problem}")
+
+
+def check_device(device: str, precisions: str) -> None:
+    """Raises what no bundle could change, before one is exported. `precisions`: with commas."""
+    wanted = {name for name in precisions.split(",") if name}
+    on_cuda = [name for name in PRECISIONS if name in wanted and PRECISIONS[name].device == "cuda"]
+    if device == "cpu" and on_cuda:
+        raise StartError(f"--precision {on_cuda[0]} is for CUDA. Leave it out, or --device cpu")
+    if device == "cuda" and len(on_cuda) < len(wanted):
+        raise _cuda_error(f"{precisions} is for the CPU")
+    if (device == "cuda" or on_cuda) and (problem := cuda_problem()):
+        raise _cuda_error(problem)
+
+
+def _cuda_error(problem: str) -> StartError:
+    return StartError(
+        f"CUDA can't be used: {problem}. It takes an NVIDIA card with its driver, CUDA 13, "
+        "cuDNN 9, and a bundle with fp16 graphs. Or use --device cpu"
+    )
 
 
 def _fitting_problem(

@@ -49,20 +49,18 @@ def check_precision(wanted: str | None) -> None:
 def main() -> None:
     """Becomes `quill export`, whose only line on stdout is the bundle's directory."""
     given, device, precision = sys.argv[1:]
+    from quill.server.loading import choices  # imports ONNX Runtime
+
+    try:
+        choices.check_device(device, precision)
+    except StartError as error:
+        sys.exit(f"quill: {error}")
     command = [sys.executable, "-m", "quill", "export", given]
-    if not precision and _takes_cuda(device):
+    if not precision and choices.takes_cuda(device):
         code = subprocess.run([*command, "--precision", "fp16"], check=False).returncode
         if code != UNSUPPORTED or device == "cuda":
             sys.exit(code)
     os.execv(sys.executable, [*command, *(["--precision", precision] if precision else [])])
-
-
-def _takes_cuda(device: str) -> bool:
-    if device == "cpu":
-        return False
-    from quill.server.loading.choices import takes_cuda  # imports ONNX Runtime
-
-    return takes_cuda(device)
 
 
 if __name__ == "__main__":

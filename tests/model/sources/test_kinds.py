@@ -1,5 +1,6 @@
 """What a user names, and what it is taken for; every dead end says what to do."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quill.model.errors import SourceError
+from quill.model.sources.catalogue import CATALOGUE
 from quill.model.sources.kinds import KINDS, content_hash, find_source, locate
 
 
@@ -97,6 +99,18 @@ def test_the_hash_is_of_what_the_model_consists_of(tmp_path: Path) -> None:
     assert content_hash(find_source(str(same))) == found
     (same / "model.safetensors").write_text("2")
     assert content_hash(find_source(str(same))) != found
+
+
+def test_a_copy_of_the_catalogues_file_has_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"GGUF" + bytes(100)
+    (tmp_path / "copy.gguf").write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    model = CATALOGUE["smollm2-135m"]._replace(sha256=sha256)
+    monkeypatch.setitem(CATALOGUE, model.name, model)
+    copy = find_source(str(tmp_path / "copy.gguf"))
+    assert content_hash(copy) == content_hash(find_source(model.name))
 
 
 def test_a_file_that_did_not_change_is_not_read_again(

@@ -160,5 +160,18 @@ def test_models_that_cant_say_so_in_words() -> None:
     with pytest.raises(UnimplementedError, match="only encoders"):
         fill(EMBEDDER)
     no_mask = make_encoder(special_tokens=SpecialTokens(bos=0, eos=1, pad=None, unk=None))
-    with pytest.raises(UnsupportedError, match="no mask token"):
+    with pytest.raises(UnsupportedError, match="no head for masked tokens"):
         fill(no_mask)
+
+
+def test_what_an_encoder_has_is_said_alike_wherever_it_is_said() -> None:
+    special = SpecialTokens(bos=0, eos=1, pad=None, unk=None)
+    for served, calls in (
+        (ENCODER, "Embed and FillMask"),
+        (make_encoder(special_tokens=special), "Embed"),
+    ):
+        spec = messages.read_generate(pb.GenerateRequest(prompt="abc"))
+        for read in (RequestReader(served).read_generate, RequestReader(served).read_score):
+            with pytest.raises(UnimplementedError, match=f"It has {calls}$"):
+                read(spec, ARRIVAL)
+        assert messages.model_message(served).HasField("mask_token_id") == ("FillMask" in calls)

@@ -13,6 +13,7 @@ import pytest
 from quill.__main__ import build_parser
 from quill.model.errors import SourceError
 from quill.server.errors import StartError
+from quill.server.loading import choices
 from quill.server.serve import prepare, run
 from quill.server.serve.prepare import prepared_bundle
 
@@ -80,12 +81,32 @@ def test_cuda_takes_halves_where_a_model_has_them(
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(os, "execv", become)
-    monkeypatch.setattr(prepare, "_takes_cuda", lambda device: has_cuda and device != "cpu")
+    monkeypatch.setattr(choices, "cuda_problem", lambda: None if has_cuda else "no card")
     monkeypatch.setattr(sys, "argv", ["prepare", "model.gguf", *asked])
     with pytest.raises((RanError, SystemExit)):
         prepare.main()
     export = [sys.executable, "-m", "quill", "export", "model.gguf"]
     assert commands == [[*export, *options] for options in ran]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("auto", "fp16"), "CUDA can't be used: no card"),
+        (("cuda", ""), "CUDA can't be used: no card"),
+        (("cuda", "quill4"), "CUDA can't be used: quill4 is for the CPU"),
+        (("cpu", "quill4,fp16"), "--precision fp16 is for CUDA"),
+    ],
+)
+def test_what_no_bundle_could_run_on_is_refused_before_an_export(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[str, str], words: str
+) -> None:
+    for module, name in ((subprocess, "run"), (os, "execv")):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(choices, "cuda_problem", lambda: "no card")
+    monkeypatch.setattr(sys, "argv", ["prepare", "model.gguf", *asked])
+    with pytest.raises(SystemExit, match=f"quill: {words}"):
+        prepare.main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
