@@ -278,7 +278,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             if is_held:
-                await self._failed.hold(_host(context.peer()))
+                await self._failed.hold(host_of(context.peer()))
             # `abort` would leave a reference cycle: the call's state has an error, whose traceback
             # has the state. Of thousands Python's collector stopped the event loop for 70 ms.
             context.set_code(status.code)
@@ -339,7 +339,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return answer
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Of gRPC's name for a peer, such as ipv4:127.0.0.1:4711."""
     return peer.rpartition(":")[0]
 
