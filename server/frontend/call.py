@@ -11,7 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
@@ -218,6 +223,7 @@ class Call:
         self._deadline_s = _deadline_s(context)
         self._num_requests = 0
         self._is_admitted = False
+        self._admitting = asyncio.Lock()
 
     @property
     def served(self) -> ServedModel:
@@ -276,15 +282,22 @@ class Call:
     async def stream(self, parsed: ParsedRequest, send: SendChunk) -> None:
         """Submits a request to the engine, and sends what it generates as it comes."""
         self._record.submitted_s = self._record.submitted_s or time.monotonic()
-        limits, request = self._calls.limits, parsed.request
-        caller, is_admitted = self._context.caller, self._is_admitted
-        # A call is admitted as a whole, by the first of its requests.
-        async with limits.tokens(caller, request.num_prompt, is_admitted) as usage:
-            self._is_admitted = True
+        async with self._admitted(parsed.request.num_prompt) as usage:
             try:
                 await self._serve(parsed, send, usage)
             except InvalidFieldError as error:
                 raise renamed(error, parsed.names) from None
+
+    @asynccontextmanager
+    async def _admitted(self, num_prompt: int) -> AsyncIterator[QuotaUsage]:
+        """A call is admitted as a whole, by the first of its requests: the others wait for it."""
+        async with AsyncExitStack() as held:
+            async with self._admitting:
+                tokens = self._calls.limits.tokens
+                caller, is_admitted = self._context.caller, self._is_admitted
+                usage = await held.enter_async_context(tokens(caller, num_prompt, is_admitted))
+                self._is_admitted = True
+            yield usage
 
     async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
