@@ -240,7 +240,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return None, None
         caller = ANYBODY
         try:
-            caller = self._identify(method, metadata) or ANYBODY
+            caller = self._identify(method, metadata) or _certified(context)
             return None, self._calls.reserve(caller)
         except OverloadedError as error:
             return self._rejected(method, metadata, error, caller), None
