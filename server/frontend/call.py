@@ -10,7 +10,7 @@ call returns. A call may have several requests: a batch of prompts is one call.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -254,7 +254,7 @@ class Call:
             except InvalidFieldError as error:
                 raise renamed(error, spec.names) from None
 
-        return await inline_or_thread(num_bytes, parse_and_read)
+        return await inline_or_thread(num_bytes > MAX_INLINE_BYTES, parse_and_read)
 
     async def _check(self, request: Request) -> None:
         """Has the grammar worker compile the constraint, before the engine does. Requests of one
@@ -338,7 +338,8 @@ class Call:
         self.text()
         encode = PromptReader(self.served).encode
         async with self.charged() as charge:
-            ids = await inline_or_thread(len(text), encode, text, field, add_special_tokens)
+            is_long = len(text) > MAX_INLINE_BYTES
+            ids = await inline_or_thread(is_long, encode, text, field, add_special_tokens)
             charge(len(ids))
         check_key_limit(len(ids), field, self._context.caller.max_prompt_tokens)
         return ids
@@ -358,7 +359,8 @@ class Call:
         PromptReader(self.served).check_ids(field, ids)
         async with self.charged() as charge:
             charge(len(ids))
-        return await inline_or_thread(2 * len(ids), self.text().decode, ids, skip_special_tokens)
+        is_long = 2 * len(ids) > MAX_INLINE_BYTES
+        return await inline_or_thread(is_long, self.text().decode, ids, skip_special_tokens)
 
     def text(self) -> Text:
         if self.served.text is None:
@@ -379,15 +381,21 @@ class Call:
 
 
 async def inline_or_thread(
-    num_bytes: int,
+    is_long: bool,
     work: Callable[_Parameters, _Value],
     *args: _Parameters.args,
     **kwargs: _Parameters.kwargs,
 ) -> _Value:
     """Long work in another thread."""
-    if num_bytes <= MAX_INLINE_BYTES:
+    if not is_long:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def has_many_logprobs(chunks: Iterable[Chunk]) -> bool:
+    """Whether it takes long to write an answer's logprobs, with their alternatives."""
+    rated = (each for chunk in chunks for each in (*chunk.prompt_logprobs, *chunk.logprobs))
+    return sum(1 + len(each.top) for each in rated) > MAX_INLINE_TOKENS
 
 
 def _note_error(record: Record, error: RequestError) -> None:
