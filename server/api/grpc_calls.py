@@ -231,7 +231,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return None, None
         caller = ANYBODY
         try:
-            caller = self._identify(method, metadata) or ANYBODY
+            caller = self._identify(method, metadata) or _certified(context)
             return None, self._calls.reserve(caller)
         except OverloadedError as error:
             return self._rejected(method, metadata, error, caller), None
@@ -269,7 +269,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> None:
             if is_held:
-                await self._failed.hold(_host(context.peer()))
+                await self._failed.hold(host_of(context.peer()))
             # `abort` would leave a reference cycle: the call's state has an error, whose traceback
             # has the state. Of thousands Python's collector stopped the event loop for 70 ms.
             context.set_code(status.code)
@@ -343,7 +343,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return answer
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Of gRPC's name for a peer, such as ipv4:127.0.0.1:4711."""
     return peer.rpartition(":")[0]
 

@@ -1,16 +1,14 @@
-"""The gRPC server: its services, its interceptor, its port, its health.
+"""The gRPC server: its services, its interceptor, its port.
 
 Knows: grpc.aio, TLS, ports.
 Does not know: when the server starts and stops, what calls do.
 """
 
-import asyncio
 import contextlib
-import logging
 import resource
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quill.protos import generation_pb2 as pb
@@ -19,6 +17,7 @@ from quill.protos import kserve_pb2_grpc as kserve_grpc
 from quill.server.addresses import write_address
 from quill.server.api.accepting import AcceptingServer
 from quill.server.api.grpc_calls import KSERVE, Interceptor
+from quill.server.api.health import Health
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.key_file import Keyring
 from quill.server.auth.tls import server_credentials
@@ -37,15 +36,6 @@ MAX_UNREAD_S = 1800
 # How many calls may wait unread. Above gRPC's default of 1,000 random calls end with CANCELLED: of
 # 4,500 calls over five connections 1,486, which no client retried and no log had.
 MAX_UNREAD = 2**14
-logger = logging.getLogger(__name__)
-
-_NOW = {
-    "failing": "step after step fails; health says NOT_SERVING until one succeeds",
-    "restarting": "health says NOT_SERVING: the engine's process is started again",
-    "unread": "calls wait unaccepted for seconds; health says NOT_SERVING until they don't",
-    "stopping": "health says NOT_SERVING: the server is stopping",
-}
-_OVER = {"failing": "steps succeed again"}
 ADMINISTRATION = pb.DESCRIPTOR.services_by_name["Administration"].full_name
 
 
@@ -56,7 +46,7 @@ def make_server(
     servicer: TextGeneration,
     inference: kserve_grpc.GRPCInferenceServiceServicer,
     administration: Administration,
-    health_servicer: health.aio.HealthServicer,
+    health_servicer: Health,
     probe_secret: str = "",
 ) -> grpc.aio.Server:
     """Without API keys there is no administrator: that service reports so, and isn't listed."""
@@ -106,47 +96,3 @@ def bind(server: grpc.aio.Server, settings: Settings) -> int:
             f"can't listen at {address}: is another server there? Give another --port, or 0 for "
             "any free one"
         ) from error
-
-
-class Health:
-    """Belongs to the event loop, but for `note_soon`."""
-
-    def __init__(self, service: str) -> None:
-        self.servicer = health.aio.HealthServicer()
-        self._services = ("", service)
-        self._loop = asyncio.get_running_loop()
-        self._problems = {"loading"}
-
-    @property
-    def is_serving(self) -> bool:
-        return not self._problems
-
-    def has(self, problem: str) -> bool:
-        return problem in self._problems
-
-    async def begin(self) -> None:
-        await self._publish()
-
-    async def note(self, problem: str, is_there: bool) -> None:
-        if is_there == (problem in self._problems):
-            return
-        if is_there:
-            self._problems.add(problem)
-        else:
-            self._problems.discard(problem)
-        message = (_NOW if is_there else _OVER).get(problem)
-        if message is not None:
-            logger.log(
-                logging.ERROR if problem == "failing" and is_there else logging.INFO, message
-            )
-        await self._publish()
-
-    def note_soon(self, problem: str, is_there: bool) -> None:
-        """From any thread."""
-        asyncio.run_coroutine_threadsafe(self.note(problem, is_there), self._loop)
-
-    async def _publish(self) -> None:
-        states = health_pb2.HealthCheckResponse
-        state = states.SERVING if self.is_serving else states.NOT_SERVING
-        for service in self._services:
-            await self.servicer.set(service, state)

@@ -4,7 +4,7 @@ Knows: protobuf, specs, results. Does not know: gRPC, how answers come about, li
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -256,6 +256,10 @@ def score_response(whole: Chunk, text: Text | None) -> pb.ScoreResponse:
         timings=_timings(whole.finish.timings),
         request_id=whole.finish.request_id,
     )
+
+
+def tokenize_response(ids: Sequence[int], text: Text) -> pb.TokenizeResponse:
+    return pb.TokenizeResponse(token_ids=ids, tokens=map(text.piece, ids))
 
 
 def _end(whole: Chunk, served: ServedModel) -> dict[str, Any]:

@@ -13,7 +13,15 @@ from quill.server.api import messages
 from quill.server.api.grpc_calls import Context, answering, reporting_load, write
 from quill.server.errors import ForbiddenError, UnimplementedError
 from quill.server.frontend.answer import Chunk
-from quill.server.frontend.call import MAX_INLINE_EMBEDDINGS, Call, Calls, raising_context
+from quill.server.frontend.call import (
+    MAX_INLINE_EMBEDDINGS,
+    MAX_INLINE_TOKENS,
+    Call,
+    Calls,
+    has_many_logprobs,
+    inline_or_thread,
+    raising_context,
+)
 from quill.server.frontend.reader import RequestReader
 from quill.server.frontend.served_model import ServedModel
 
@@ -41,7 +49,9 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with self._engine_call("Generate", context) as call:
             parsed = await call.read(partial(messages.read_generate, request), request.ByteSize())
-            return messages.response_message(await call.generate(parsed), call.served.text)
+            result, text = await call.generate(parsed), call.served.text
+            is_long = has_many_logprobs(result.sequences)
+            return await inline_or_thread(is_long, messages.response_message, result, text)
 
     async def GenerateStream(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
@@ -51,7 +61,9 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             text = call.served.text
 
             async def send(chunk: Chunk) -> None:
-                await write(messages.chunk_message(chunk, text), context, self._write_timeout_s)
+                is_long = has_many_logprobs((chunk,))
+                message = await inline_or_thread(is_long, messages.chunk_message, chunk, text)
+                await write(message, context, self._write_timeout_s)
 
             parsed = await call.read(partial(messages.read_generate, request), request.ByteSize())
             await call.stream(parsed, send)
@@ -60,15 +72,15 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         async with self._engine_call("Score", context) as call:
             parse = partial(messages.read_score, request)
             _, whole = await call.read_only(RequestReader.read_score, parse, request.ByteSize())
-            return messages.score_response(whole, call.served.text)
+            is_long, text = has_many_logprobs((whole,)), call.served.text
+            return await inline_or_thread(is_long, messages.score_response, whole, text)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         async with self._engine_call("Embed", context) as call:
             parse = partial(messages.read_embed, request)
             found = await call.read_only(RequestReader.read_embed, parse, request.ByteSize())
-            if len(request.inputs) <= MAX_INLINE_EMBEDDINGS:
-                return messages.embed_response(*found, call.served)
-            return await asyncio.to_thread(messages.embed_response, *found, call.served)
+            is_long = len(request.inputs) > MAX_INLINE_EMBEDDINGS
+            return await inline_or_thread(is_long, messages.embed_response, *found, call.served)
 
     async def FillMask(self, request: pb.FillMaskRequest, context: Context) -> pb.FillMaskResponse:
         async with self._engine_call("FillMask", context) as call:
@@ -81,7 +93,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             has = request.HasField("add_special_tokens")
             special, text = request.add_special_tokens or not has, call.text()
             ids = await call.tokenize(request.text, "text", special)
-            return pb.TokenizeResponse(token_ids=ids, tokens=map(text.piece, ids))
+            is_long = len(ids) > MAX_INLINE_TOKENS
+            return await inline_or_thread(is_long, messages.tokenize_response, ids, text)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context

@@ -44,7 +44,6 @@ class ReplicaServer(Server):
 
     async def start(self, host: str) -> None:
         """Loads, listens at `host`, and only then joins the cluster."""
-        await self.health.begin()
         if await self._load():
             await self._announce()
         server = self._server = self._make_server()
@@ -67,7 +66,7 @@ class ReplicaServer(Server):
         """
         await self._member.drain()
         await asyncio.sleep(drain_s)
-        await self.health.note("stopping", True)
+        self.health.note("stopping", True)
         if self._server is not None:
             stopping = asyncio.ensure_future(self._server.stop(timeout_s))
             await self.calls.wait_until_quiet(QUIET_S, timeout_s)

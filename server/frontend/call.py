@@ -10,8 +10,13 @@ call returns. A call may have several requests: a batch of prompts is one call.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
@@ -219,6 +224,7 @@ class Call:
         self._deadline_s = _deadline_s(context)
         self._num_requests = 0
         self._is_admitted = False
+        self._admitting = asyncio.Lock()
 
     @property
     def served(self) -> ServedModel:
@@ -249,7 +255,7 @@ class Call:
             except InvalidFieldError as error:
                 raise renamed(error, spec.names) from None
 
-        return await inline_or_thread(num_bytes, parse_and_read)
+        return await inline_or_thread(num_bytes > MAX_INLINE_BYTES, parse_and_read)
 
     async def _check(self, request: Request) -> None:
         """Has the grammar worker compile the constraint, before the engine does. Requests of one
@@ -277,15 +283,22 @@ class Call:
     async def stream(self, parsed: ParsedRequest, send: SendChunk) -> None:
         """Submits a request to the engine, and sends what it generates as it comes."""
         self._record.submitted_s = self._record.submitted_s or time.monotonic()
-        limits, request = self._calls.limits, parsed.request
-        caller, is_admitted = self._context.caller, self._is_admitted
-        # A call is admitted as a whole, by the first of its requests.
-        async with limits.tokens(caller, request.num_prompt, is_admitted) as usage:
-            self._is_admitted = True
+        async with self._admitted(parsed.request.num_prompt) as usage:
             try:
                 await self._serve(parsed, send, usage)
             except InvalidFieldError as error:
                 raise renamed(error, parsed.names) from None
+
+    @asynccontextmanager
+    async def _admitted(self, num_prompt: int) -> AsyncIterator[QuotaUsage]:
+        """A call is admitted as a whole, by the first of its requests: the others wait for it."""
+        async with AsyncExitStack() as held:
+            async with self._admitting:
+                tokens = self._calls.limits.tokens
+                caller, is_admitted = self._context.caller, self._is_admitted
+                usage = await held.enter_async_context(tokens(caller, num_prompt, is_admitted))
+                self._is_admitted = True
+            yield usage
 
     async def _serve(self, parsed: ParsedRequest, send: SendChunk, usage: QuotaUsage) -> None:
         record, request = self._record, parsed.request
@@ -326,7 +339,8 @@ class Call:
         self.text()
         encode = PromptReader(self.served).encode
         async with self.charged() as charge:
-            ids = await inline_or_thread(len(text), encode, text, field, add_special_tokens)
+            is_long = len(text) > MAX_INLINE_BYTES
+            ids = await inline_or_thread(is_long, encode, text, field, add_special_tokens)
             charge(len(ids))
         check_key_limit(len(ids), field, self._context.caller.max_prompt_tokens)
         return ids
@@ -346,7 +360,8 @@ class Call:
         PromptReader(self.served).check_ids(field, ids)
         async with self.charged() as charge:
             charge(len(ids))
-        return await inline_or_thread(2 * len(ids), self.text().decode, ids, skip_special_tokens)
+        is_long = 2 * len(ids) > MAX_INLINE_BYTES
+        return await inline_or_thread(is_long, self.text().decode, ids, skip_special_tokens)
 
     def text(self) -> Text:
         if self.served.text is None:
@@ -367,15 +382,21 @@ class Call:
 
 
 async def inline_or_thread(
-    num_bytes: int,
+    is_long: bool,
     work: Callable[_Parameters, _Value],
     *args: _Parameters.args,
     **kwargs: _Parameters.kwargs,
 ) -> _Value:
     """Long work in another thread."""
-    if num_bytes <= MAX_INLINE_BYTES:
+    if not is_long:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def has_many_logprobs(chunks: Iterable[Chunk]) -> bool:
+    """Whether it takes long to write an answer's logprobs, with their alternatives."""
+    rated = (each for chunk in chunks for each in (*chunk.prompt_logprobs, *chunk.logprobs))
+    return sum(1 + len(each.top) for each in rated) > MAX_INLINE_TOKENS
 
 
 def _note_error(record: Record, error: RequestError) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from quill.server.errors import InvalidFieldError
 from quill.server.fields import GENERATE
 from quill.server.frontend.answer import Chunk, Result
-from quill.server.frontend.call import RequestContext
+from quill.server.frontend.call import RequestContext, has_many_logprobs
 from quill.server.frontend.json_options import (
     CONVERSATION,
     TOOLS,
@@ -86,7 +86,8 @@ class Chat(Route):
                 rest["prompt_token_ids"] = list(parsed.given_ids)
             if not values.get("stream"):
                 result = await call.generate(parsed)
-                await exchange.answer_json(_whole(result, info, values, rest))
+                whole = partial(_whole, result, info, values, rest)
+                await exchange.answer_made(whole, has_many_logprobs(result.sequences))
                 return
             async with exchange.events() as events:
                 stream = _Stream(info, values, events, rest)

@@ -78,13 +78,8 @@ class Completions(Route):
                 return
             results = await _together(call, [partial(call.generate, each) for each in parsed])
             whole = partial(_whole, results, parsed, info, values)
-            if (
-                sum(each.usage.prompt + each.usage.generated for each in results)
-                > MAX_INLINE_TOKENS
-            ):
-                await exchange.answer_long(whole)
-            else:
-                await exchange.answer_json(whole())
+            num_tokens = sum(each.usage.prompt + each.usage.generated for each in results)
+            await exchange.answer_made(whole, is_long=num_tokens > MAX_INLINE_TOKENS)
 
 
 async def _read(call: Call, values: Json) -> list[ParsedRequest]:

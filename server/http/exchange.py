@@ -161,8 +161,11 @@ class Exchange:
     async def answer_json(self, content: Any, status: int = 200, headers: Headers = ()) -> None:
         await self.answer(dump(content), JSON_TYPE, status, headers)
 
-    async def answer_long(self, make: Callable[[], Any]) -> None:
-        """Another thread makes it and writes it down."""
+    async def answer_made(self, make: Callable[[], Any], is_long: bool) -> None:
+        """A long answer is made and written down by another thread."""
+        if not is_long:
+            await self.answer_json(make())
+            return
         body = await asyncio.to_thread(lambda: dump_in_pieces(make()))
         await self.answer(body, JSON_TYPE)
 

@@ -146,10 +146,8 @@ class EmbeddingsRoute(Route):
             parse = partial(_embed_spec, values)
             embedded = await call.read_only(RequestReader.read_embed, parse, exchange.num_bytes)
             whole = partial(_embeddings_json, *embedded, values, call.served)
-            if len(values["input"]) > MAX_INLINE_EMBEDDINGS:
-                await exchange.answer_long(whole)
-            else:
-                await exchange.answer_json(whole())
+            is_long = len(values["input"]) > MAX_INLINE_EMBEDDINGS
+            await exchange.answer_made(whole, is_long)
 
 
 def _embed_spec(values: Json) -> EmbedSpec:
@@ -210,10 +208,7 @@ class Tokenize(Route):
             ids = await self._tokens(values, call, exchange.num_bytes)
             wants_texts = values.get("return_token_strs")
             whole = partial(_tokens_json, ids, call if wants_texts else None, call.served.context)
-        if len(ids) > MAX_INLINE_TOKENS:
-            await exchange.answer_long(whole)
-        else:
-            await exchange.answer_json(whole())
+        await exchange.answer_made(whole, is_long=len(ids) > MAX_INLINE_TOKENS)
 
     async def _tokens(self, values: Json, call: Call, num_bytes: int) -> Sequence[int]:
         if "messages" in values:

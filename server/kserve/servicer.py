@@ -24,6 +24,7 @@ from quill.server.errors import (
 )
 from quill.server.frontend.answer import Chunk
 from quill.server.frontend.call import (
+    MAX_INLINE_BYTES,
     Call,
     Calls,
     RequestContext,
@@ -202,7 +203,8 @@ async def _read(request: kserve.ModelInferRequest, call: Call) -> Inference:
     served = call.served
     check_model(request.model_name, request.model_version, served)
     continues = not served.is_translator
-    return await inline_or_thread(request.ByteSize(), read_inference, request, continues)
+    is_long = request.ByteSize() > MAX_INLINE_BYTES
+    return await inline_or_thread(is_long, read_inference, request, continues)
 
 
 async def _whole(inference: Inference, call: Call, num_bytes: int) -> kserve.ModelInferResponse:

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from quill.export.precisions import Family
 from quill.server.addresses import write_address
 from quill.server.api.accept_probe import AcceptProbe
-from quill.server.api.grpc_server import SERVICE, Health, bind, make_server
+from quill.server.api.grpc_server import SERVICE, bind, make_server
+from quill.server.api.health import Health
 from quill.server.api.servicer import Administration, TextGeneration
 from quill.server.auth.caller import RateLimits
 from quill.server.auth.key_file import Keyring
@@ -70,7 +71,7 @@ class Server:
         self._loader = loader
         self._settings = settings
         self._shared = shared
-        self.health = Health(SERVICE)
+        self.health = Health(SERVICE, settings.write_timeout_s)
         self.metrics = Metrics(max_keys=settings.max_key_labels)
         self._tracing = open_tracing() if settings.tracing else None
         admission = QueueAdmission(settings.max_queue) if shared is None else shared.admission
@@ -180,7 +181,6 @@ class Server:
     async def _listen(self) -> grpc.aio.Server:
         settings = self._settings
         server = self._make_server()
-        await self.health.begin()
         self.port = bind(server, settings)
         server.add_insecure_port(self._probe.address)
         await self._open_http()
@@ -198,7 +198,7 @@ class Server:
             TextGeneration(calls, timeout_s),
             InferenceService(calls, self._registry, lambda: health.is_serving, timeout_s),
             Administration(calls, None if self._keyring is None else self._asked_to_reload),
-            health.servicer,
+            health,
             self._probe.secret,
         )
 
@@ -231,7 +231,7 @@ class Server:
     async def _announce(self) -> None:
         """That it serves."""
         await self._open_metrics()
-        await self.health.note("loading", False)
+        self.health.note("loading", False)
         if self.reloader.instance is not None:
             self._log_ready(self.reloader.instance.served.manifest.family)
         self.ready.set()
@@ -278,7 +278,7 @@ class Server:
         _print(f"  {line_to_type(settings, self.port, family)}")
 
     async def _drain(self) -> None:
-        await self.health.note("stopping", True)
+        self.health.note("stopping", True)
         self.dispatcher.close()
         logger.info("stopping: %d requests are running or waiting", len(self.dispatcher))
         waits = {

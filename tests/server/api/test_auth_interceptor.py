@@ -296,6 +296,24 @@ def test_without_keys_a_certificate_says_who_calls(tmp_path: Path) -> None:
         assert "localhost" in running.next_record("OK").caller
 
 
+def test_flood_of_one_certificate_leaves_half_of_the_queue_to_others(tmp_path: Path) -> None:
+    ours, theirs = Authority("ours"), Authority("theirs")
+    files = write(tmp_path, ours.sign("server"), client_ca=theirs.cert)
+    request = pb.GenerateRequest(prompt="abc", max_new_tokens=2)
+    with running_server(max_num_seqs=1, max_waiting=8, tls=files) as running:
+        running.session.hold()
+        credentials = trusting(ours, theirs.sign("friend")).credentials(running.address)
+        assert credentials is not None
+        with grpc.secure_channel(running.address, credentials) as channel:
+            stub: Any = pb_grpc.TextGenerationStub(channel)
+            calls = [stub.Generate.future(request, timeout=TIMEOUT_S) for _ in range(12)]
+            record = running.next_record("RESOURCE_EXHAUSTED")
+            assert record.rejection == "key_queue_share"
+            assert "localhost" in record.caller
+            for call in calls:
+                call.cancel()
+
+
 def cached_tokens(running: Running, secret: str) -> int:
     with Client(running.address, NEVER, access=Access(api_key=secret)) as client:
         answer = client.generate("x" * 100, max_new_tokens=1, timeout_s=TIMEOUT_S)

@@ -1,12 +1,14 @@
 """Completions in OpenAI's shape, one prompt and several."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quill.server.auth.caller import Caller, QuotaUsage, RateLimits
 from quill.server.auth.key_file import add_key
 from quill.server.client.sync_client import Client
 from tests.server.http_client import JSON, HttpClient, Reply
@@ -90,10 +92,12 @@ def test_bad_prompt_in_a_batch_refuses_all_of_it(client: HttpClient) -> None:
 
 
 @contextmanager
-def with_key(keys: Path, **limits: int) -> Iterator[tuple[Running, HttpClient]]:
+def with_key(
+    keys: Path, max_waiting: int = 4, **limits: int
+) -> Iterator[tuple[Running, HttpClient]]:
     """A server that knows one key, and a client that has it."""
     secret = add_key(keys, "alice", **limits)
-    with running_server(http_port=0, api_keys=keys) as running:
+    with running_server(http_port=0, api_keys=keys, max_waiting=max_waiting) as running:
         headers = JSON | {"authorization": f"Bearer {secret}"}
         yield running, HttpClient(running.http_port, headers)
 
@@ -115,6 +119,26 @@ def test_batch_beyond_its_keys_tokens_is_let_in_whole_and_the_next_call_waits(
 ) -> None:
     limits = {"tokens_per_minute": 60}  # of which ten may come at once
     with with_key(tmp_path / "keys.json", **limits) as (_, client):
+        assert complete(client, [[5] * 7, [6] * 7, [7] * 7]).status == 200
+        assert complete(client, ["a"]).status == 429
+
+
+class SlowLimits(RateLimits):
+    """Whoever counts is asked in a message, as with several frontends."""
+
+    @asynccontextmanager
+    async def tokens(
+        self, caller: Caller, num_prompt: int, is_admitted: bool = False
+    ) -> AsyncIterator[QuotaUsage]:
+        await asyncio.sleep(0)
+        async with super().tokens(caller, num_prompt, is_admitted) as usage:
+            yield usage
+
+
+def test_batch_is_admitted_once_where_frontends_share_a_quota(tmp_path: Path) -> None:
+    limits = {"tokens_per_minute": 60}  # of which ten may come at once
+    with with_key(tmp_path / "keys.json", max_waiting=64, **limits) as (running, client):
+        running.server.calls.limits = SlowLimits()
         assert complete(client, [[5] * 7, [6] * 7, [7] * 7]).status == 200
         assert complete(client, ["a"]).status == 429
 
