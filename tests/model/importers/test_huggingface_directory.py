@@ -196,6 +196,28 @@ def test_a_bos_that_the_tokenizer_does_not_add_is_not_prepended(tmp_path: Path) 
     assert not checkpoint.prepend_bos
 
 
+def test_a_decoder_that_embeds_ends_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    """Qwen3-Embedding's eos ends an answer, and another token every text."""
+    write_tokenizer(saved(llama(), tmp_path), with_bos=False)
+    inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A <turn>", special_tokens=[("<turn>", 2)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = read_huggingface(tmp_path)
+    assert (checkpoint.special_tokens.eos, checkpoint.append_eos) == (1, False)
+    modules = [
+        {"idx": 0, "path": "", "type": "models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "models.Pooling"},
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    checkpoint = read_huggingface(tmp_path)
+    assert (checkpoint.special_tokens.eos, checkpoint.append_eos) == (2, True)
+    assert 1 in checkpoint.stop_ids
+
+
 def test_without_sampling_the_default_is_greedy(chatty: Path) -> None:
     settings = {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}
     (chatty / "generation_config.json").write_text(json.dumps(settings))
