@@ -102,6 +102,19 @@ def test_rotary_scaling_in_the_spelling_of_transformers_4_is_read(
     assert difference(tmp_path, model) < TOLERANCE
 
 
+def test_phi_3s_original_context_is_that_beside_its_rotary_settings(tmp_path: Path) -> None:
+    theirs = saved(SUCCESSORS["phi-3 with longrope"](), tmp_path)
+    rope = json.loads((theirs / "config.json").read_text())["rope_parameters"]
+    name, found = "original_max_position_embeddings", []
+    for changes in ({}, {"rope_parameters": rope | {name: 9}}, {name: "REMOVED"}):
+        rope.pop(name, None)
+        change_config(theirs, **({"rope_parameters": rope} | changes))
+        scaling = read_huggingface(theirs).config.rotary_scaling
+        assert scaling is not None
+        found.append(scaling.original_context)
+    assert found == [1, 1, 4096]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
     saved(llama().to(dtype), tmp_path)
