@@ -272,6 +272,7 @@ def decoder_config(
     **own: Any,
 ) -> ModelConfig:
     """Llama's settings, and those that an architecture adds or replaces."""
+    refuse(settings, is_causal=True)
     activation = settings.text("hidden_act", "silu")
     if "activation" not in own and activation not in ("silu", "swish"):
         raise UnsupportedError(f"the model's hidden_act is {activation!r}; Quill knows 'silu'")
