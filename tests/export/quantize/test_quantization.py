@@ -12,7 +12,7 @@ from quill.export.errors import UnsupportedModelError
 from quill.export.operators.library import library_path
 from quill.export.quantize import matrices
 from quill.export.quantize.matrices import QuantizedMatrices
-from quill.export.quantize.quantization import Quantization, dequantized
+from quill.export.quantize.quantization import Quantization, dequantized, is_quantized
 from quill.export.quantize.quantizers import eight_bits
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
@@ -75,6 +75,10 @@ def test_every_matrix_is_quantized_and_those_of_the_vocabulary_to_eight_bits(
     kinds = {name: each.weight.kind for name, each in found.weights.items()}
     assert kinds["embedding.weight"] == kinds["projection.weight"] == "q8_0"
     assert kinds["decoder.0.attention.qkv.weight"] == "q4_1"
+
+
+def test_the_gate_of_shared_experts_keeps_its_floats() -> None:
+    assert not is_quantized("decoder.0.feed_forward.shared.gate_1D", 2)
 
 
 def test_the_parts_of_a_killed_export_belong_to_the_kernels_that_made_them() -> None:
