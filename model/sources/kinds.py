@@ -169,7 +169,7 @@ def content_hash(source: Source) -> str:
     if source.kind == "catalogue":
         return CATALOGUE[source.given].sha256
     path = locate(source)
-    paths = [path] if path.is_file() else sorted(_content(path))
+    paths = [path] if path.is_file() else sorted(content(path))
     digest = hashlib.sha256()
     for each, sha256 in zip(paths, sha256_of(paths), strict=True):
         name = "" if path.is_file() else each.relative_to(path).as_posix()
@@ -177,7 +177,7 @@ def content_hash(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _content(directory: Path) -> Iterator[Path]:
+def content(directory: Path) -> Iterator[Path]:
     """Settings, tokenizer and weights; those of a sentence-embedding model lie one deeper."""
     for pattern in ("*", "*/*"):
         for path in directory.glob(pattern):
