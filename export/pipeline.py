@@ -8,15 +8,13 @@ import contextlib
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import onnxruntime
 import torch
-from torch import Tensor
 
 from quill.export.bundle.add import check_addable, fingerprint, link_files
 from quill.export.bundle.manifest import (
@@ -42,8 +40,6 @@ from quill.export.verify.recipe import Stage, can_calibrate, find_recipe
 from quill.export.verify.verifier import Candidate, Tick, Verifier, check_default
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.checkpoint.quantized_weight import QuantizedWeight
-from quill.model.checkpoint.tensors import Lazy
 from quill.model.network.networks import make_network
 
 Report = Callable[[str], None]
@@ -240,47 +236,22 @@ def describe_sizes(checkpoint: Checkpoint) -> Sizes:
     )
 
 
-def _as_stored(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """The weights, and of quantized ones the source's blocks."""
-    weights, quantized = checkpoint.weights, checkpoint.quantized
-    return Lazy(
-        {
-            name: partial(_blocks, quantized, name)
-            if name in quantized
-            else partial(weights.__getitem__, name)
-            for name in weights
-        }
-    )
-
-
-def _blocks(quantized: Mapping[str, QuantizedWeight], name: str) -> Tensor:
-    return quantized[name].raw
-
-
 def describe(name: str, checkpoint: Checkpoint) -> Manifest:
     """The manifest of a bundle without graphs."""
-    special = checkpoint.special_tokens
     return Manifest(
         format_version=FORMAT_VERSION,
         name=str(checkpoint.provenance.get("name", name)),
         family=checkpoint.config.family,
         onnxruntime=onnxruntime.__version__,
         sizes=describe_sizes(checkpoint),
-        special_tokens=SpecialTokens(
-            bos=special.bos,
-            eos=special.eos,
-            pad=special.pad,
-            unk=special.unk,
-            mask=special.mask,
-            source_bos=special.source_bos,
-        ),
+        special_tokens=SpecialTokens(**asdict(checkpoint.special_tokens)),
         prepend_bos=checkpoint.prepend_bos,
         append_eos=checkpoint.append_eos,
         stop_ids=checkpoint.stop_ids,
         chat_template=checkpoint.chat_template,
         generation=checkpoint.generation,
         provenance=checkpoint.provenance,
-        weights_sha256=fingerprint(_as_stored(checkpoint)),
+        weights_sha256=fingerprint(checkpoint),
         tokenizer=None if checkpoint.tokenizer is None else TOKENIZER_FILE,
         graphs=(),
         files=(),

@@ -5,26 +5,28 @@ Does not know: how graphs are made.
 """
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from torch import Tensor
-
 from quill.export.bundle.manifest import Manifest, check_files
 from quill.export.errors import BundleError
+from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.tensors import raw_bytes
 
 _MAY_DIFFER = {"graphs", "files", "left_out", "name"}
 
 
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Of all weights with their names: only the same model has it."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name]
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of the network's settings and of all weights with their names, of quantized ones the source's
+    blocks: only the same model has it."""
+    settings = json.dumps(checkpoint.config.to_dict(), sort_keys=True)
+    digest = hashlib.sha256(f"{settings}\n".encode())
+    quantized = checkpoint.quantized
+    for name in sorted(checkpoint.weights):
+        tensor = quantized[name].raw if name in quantized else checkpoint.weights[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(raw_bytes(tensor))
     return digest.hexdigest()

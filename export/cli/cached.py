@@ -102,7 +102,10 @@ def whole_bundle(bundle: Path) -> Manifest | None:
 
 
 def _key(source: Source, args: argparse.Namespace) -> str:
-    text = None if args.text is None else sha256_of([args.text])
+    try:
+        text = None if args.text is None else sha256_of([args.text])
+    except OSError as error:
+        raise ExportError(f"can't read --text {args.text}: {error.strerror}") from error
     options = [args.precision, args.verify, text, operators_are_fast()]
     parts = [content_hash(source), exporter_version(), json.dumps(options)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -17,6 +17,7 @@ from quill.model.network.attention import (
     as_state,
     from_state,
     merge_heads,
+    relative_bias,
     split_heads,
 )
 from quill.model.network.config import ModelConfig
@@ -41,8 +42,10 @@ class StandardAttention:
         pasts: Sequence[KeyValue] | None = None,
         cross: Sequence[KeyValue] = (),
         cross_mask_BS: Tensor | None = None,
+        bias_NR: Tensor | None = None,
     ) -> None:
         self._config = config
+        self._bias_NR = bias_NR
         self._positions_BT = positions_BT
         self._rotary = None if rotary is None else _gathered(rotary, positions_BT)
         self._mask_BS = mask_BS
@@ -110,15 +113,21 @@ class StandardAttention:
         return q_BNTH, KeyValue(k_BKTH, v_BKTH)
 
     def _mask(self, num_new: int, window: int) -> Tensor:
-        """Where a token may attend. Padding sees itself: an empty sum would be a NaN."""
-        key_S = torch.arange(self._mask_BS.shape[1])
-        query_T1 = (torch.arange(num_new) + (self._mask_BS.shape[1] - num_new)).unsqueeze(1)
+        """Where a token may attend, or what is added to scores. Padding sees itself: an empty sum
+        would be a NaN."""
+        num_keys = self._mask_BS.shape[1]
+        key_S = torch.arange(num_keys)
+        query_T1 = (torch.arange(num_new) + (num_keys - num_new)).unsqueeze(1)
         seen_B1S = self._mask_BS.bool().unsqueeze(1)
         if self._pasts is not None:
             seen_B1S = seen_B1S & (key_S <= query_T1)
         if window:
             seen_B1S = seen_B1S & (key_S > query_T1 - window)
-        return (seen_B1S | (key_S == query_T1)).unsqueeze(1)
+        seen_B1TS = (seen_B1S | (key_S == query_T1)).unsqueeze(1)
+        if self._bias_NR is None:
+            return seen_B1TS
+        bias_NTS = relative_bias(self._bias_NR, num_new, num_keys, self._config.context)
+        return torch.where(seen_B1TS, bias_NTS, -torch.inf)
 
 
 def _with_sink(whole: KeyValue) -> KeyValue:

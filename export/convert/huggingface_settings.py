@@ -184,6 +184,8 @@ def _spellings(config: ModelConfig) -> Iterator[dict[str, Any]]:
     if config.latent is not None:
         settings |= _latent(config.latent)
     rotary = _rotary(config)
+    name = "original_max_position_embeddings"  # Phi-3 has it beside them, and there it counts
+    settings |= {name: rotary[name]} if name in rotary else {}
     local_base = config.local_rotary_base or config.rotary_base
     local = {"rope_type": "default", "rope_theta": local_base}
     settings |= {"rope_theta": config.rotary_base, "rope_local_base_freq": local_base}

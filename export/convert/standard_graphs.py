@@ -88,8 +88,13 @@ class _Encoder(_Module):
     ) -> list[Tensor]:
         model = self.model
         positions_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
-        attention = StandardAttention(model.config, model.rotary, mask_BT, positions_BT)
+        bias_NR = model.relative("encoder")
+        attention = StandardAttention(
+            model.config, model.rotary, mask_BT, positions_BT, bias_NR=bias_NR
+        )
         hidden_BTD = model.memory(ids_BT, attention, segments_BT)
+        if model.config.num_classes:  # of the first token
+            return [hidden_BTD, _logits(model, hidden_BTD[:, :1]).squeeze(1)]
         return [hidden_BTD, *([_logits(model, hidden_BTD)] if model.config.masked_head else [])]
 
 
@@ -126,7 +131,14 @@ def _answer(
     positions_BT = (torch.arange(ids_BT.shape[1]) + num_past).expand_as(ids_BT)
     mask_BS = torch.ones((ids_BT.shape[0], num_past + ids_BT.shape[1]), dtype=torch.bool)
     attention = StandardAttention(
-        model.config, model.rotary, mask_BS, positions_BT, pasts, cross, source_mask_BS
+        model.config,
+        model.rotary,
+        mask_BS,
+        positions_BT,
+        pasts,
+        cross,
+        source_mask_BS,
+        model.relative("decoder"),
     )
     return _logits(model, model.hidden(ids_BT, attention)), attention.presents
 
@@ -146,7 +158,8 @@ def _decoder(model: Transformer) -> Graph:
 def _encoder(model: Transformer) -> Graph:
     inputs = [_IDS, _IDS._replace(name=MASK)]
     inputs += [_IDS._replace(name=SEGMENTS)] if model.config.num_segments else []
-    outputs = [HIDDEN, *([LOGITS] if model.config.masked_head else [])]
+    has_logits = model.config.masked_head or model.config.num_classes
+    outputs = [HIDDEN, *([LOGITS] if has_logits else [])]
     return _graph(_Encoder(model), inputs, [], outputs)
 
 

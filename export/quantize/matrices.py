@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from quill.export.quantize import quantization, quantizers
+from quill.export.operators.library import library_path
+from quill.export.quantize import native, quantization, quantizers
 from quill.export.quantize.mixture import FINER, Statistics, finer_rows
 from quill.export.quantize.quantization import (
     Quantization,
@@ -29,6 +30,7 @@ from quill.export.quantize.quantization import (
 )
 from quill.export.quantize.quantizers import FoundKind, quantize
 from quill.export.quantize.quill_layout import OperatorWeight, layout_bits
+from quill.model.checkpoint import quantized_weight
 from quill.model.checkpoint.checkpoint import Checkpoint, load_quantized, save_quantized
 from quill.model.checkpoint.quantized_weight import FinerRows, QuantizedWeight
 from quill.model.checkpoint.tensors import lazy, raw_bytes
@@ -153,4 +155,5 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_CODE = ",".join(_sha256(Path(str(module.__file__))) for module in (quantization, quantizers))
+_MODULES = (quantization, quantizers, native, quantized_weight)
+_CODE = ",".join(_sha256(Path(str(module.__file__))) for module in _MODULES) + library_path().name

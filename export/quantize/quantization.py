@@ -23,12 +23,12 @@ from quill.model.checkpoint.tensors import Lazy, LazyTensor, Tensors, lazy
 
 EMBEDDING = "embedding.weight"
 # Tables that are added, not multiplied, gain no speed. A recurrent encoder's loop multiplies in
-# float32. A router decides by small differences, latent attention's matrices are small, and a short
-# convolution's weights are a few for each channel.
+# float32. Routers and gates decide by small differences, latent attention's matrices are small, and
+# a short convolution's weights are a few for each channel.
 NOT_QUANTIZED = re.compile(
     r"(decoder_)?(position|segment)_embedding\.weight|(en|de)coder_relative\.weight|head\.out\.weight"
     r"|encoder\.\d+\.\d+\.state\.weight"
-    r"|.*\.router\.weight|.*\.attention\.(up\.weight|kernel_DL)"
+    r"|.*\.router\.weight|.*\.gate_1D|.*\.attention\.(up\.weight|kernel_DL)"
 )
 # The vocabulary projection decides between nearly equal logits: 4 bits there cost the most quality.
 VOCABULARY = (EMBEDDING, "projection.weight")

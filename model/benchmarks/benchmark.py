@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> None:
     tasks = _chosen_tasks(args)
     settings = _settings(args)
     out = args.out or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
+    backend = _open_backend(args)  # before earlier results are replaced
     with contextlib.ExitStack() as stack:
         answers = stack.enter_context(_open(out / "answers.jsonl"))
         report = stack.enter_context(_open(out / "results.json"))
-        backend = _open_backend(args)
         results = []
         for task in tasks:
             shots = task.shots if args.shots is None else args.shots

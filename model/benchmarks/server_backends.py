@@ -111,7 +111,15 @@ class HttpBackend:
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
         self._headers = {"Content-Type": "application/json", **dict(access.metadata)}
-        self._model = model or str(self._send("/models")["data"][0]["id"])
+        self._model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        answer = self._send("/models")
+        try:
+            return str(answer["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            shown = json.dumps(answer)[:200]
+            raise BackendError(f"{self._url}/models lists no model: {shown}") from None
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Likelihood]:
         return [self._score(each) for each in requests]

@@ -20,7 +20,7 @@ _SPACE = "▁"  # SentencePiece's
 
 # Tokens that end an answer whatever the file's eos is; llama.cpp stops at them too.
 ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"}
-ENDS |= {"<|end|>", "<end_of_turn>"}
+ENDS |= {"<|end|>", "<end_of_turn>", "<|return|>", "<|call|>"}
 # Phi-3's tokens swallow the blanks behind them, but for these.
 _NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
@@ -284,9 +284,13 @@ def _token_id(metadata: TypedValues, name: str, num_tokens: int) -> int | None:
 
 def _stop_ids(metadata: TypedValues, tokens: list[str], types: list[int]) -> tuple[int, ...]:
     named = [_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    ends = [
+    ends = {
         index
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind == CONTROL and token in ENDS
-    ]
-    return tuple(sorted({*ends, *(index for index in named if index is not None)}))
+    }
+    ends |= {index for index in named if index is not None}
+    # With gpt-oss a message ends with <|end|>, such as its reasoning, and the answer goes on.
+    if {"<|return|>", "<|call|>"} <= {tokens[index] for index in ends}:
+        ends = {index for index in ends if tokens[index] != "<|end|>"}
+    return tuple(sorted(ends))

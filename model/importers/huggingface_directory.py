@@ -114,8 +114,10 @@ def read_huggingface(directory: Path) -> Checkpoint:
         config = as_saved(config, source)
     if sentence.pooling is not None and config.masked_head:
         config = _without_absent_head(config, settings, source)
-    text = read_text(directory, settings, config.vocab_size, masked=config.masked_head)
     embeds = config.family == "encoder" or sentence.pooling is not None
+    text = read_text(
+        directory, settings, config.vocab_size, masked=config.masked_head, embeds=embeds
+    )
     kept, tensors = mxfp4_names(source), with_values(source)
     layout = _layout(config, tensors, settings, str(directory))
     return Checkpoint(

@@ -71,8 +71,17 @@ def read_olmo2(settings: TypedValues, **own: Any) -> ModelConfig:
 
 
 def read_phi3(settings: TypedValues) -> ModelConfig:
+    """The original context beside the rotary settings counts before the one in them."""
     window = settings.integer("sliding_window", 0)
-    return decoder_config(settings, default_eps=1e-5, **one_window(settings, window))
+    rotary, name = rotary_settings(settings), "original_max_position_embeddings"
+    original = settings.integer(name, rotary.integer(name, 4096))
+    values = {each: rotary.get(each) for each in rotary.names} | {name: original}
+    return decoder_config(
+        settings,
+        default_eps=1e-5,
+        rotary=TypedValues(values, "the model's rotary settings"),
+        **one_window(settings, window),
+    )
 
 
 def read_gemma1(settings: TypedValues) -> ModelConfig:
@@ -263,6 +272,7 @@ def decoder_config(
     **own: Any,
 ) -> ModelConfig:
     """Llama's settings, and those that an architecture adds or replaces."""
+    refuse(settings, is_causal=True)
     activation = settings.text("hidden_act", "silu")
     if "activation" not in own and activation not in ("silu", "swish"):
         raise UnsupportedError(f"the model's hidden_act is {activation!r}; Quill knows 'silu'")

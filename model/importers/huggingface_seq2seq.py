@@ -149,8 +149,9 @@ def seq2seq_layout(config: ModelConfig, settings: TypedValues) -> Layout:
 
 def _t5_layout(config: ModelConfig, settings: TypedValues) -> Layout:
     vocabulary, d_model = (config.vocab_size, config.d_model), config.d_model
-    # Its first version multiplied what it projects; so does the norm before that.
+    # Its first version multiplied what it projects; so does the norm before that. mT5 never does.
     scales = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
+    scales = scales and settings.texts("architectures") == ["T5ForConditionalGeneration"]
     layout: Layout = {"embedding.weight": [Part("shared.weight", vocabulary)]}
     if not config.tied_embeddings:
         layout["projection.weight"] = [Part("lm_head.weight", vocabulary)]

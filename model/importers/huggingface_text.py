@@ -67,9 +67,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(
-    directory: Path, settings: TypedValues, vocab_size: int, *, masked: bool = False
+    directory: Path, settings: TypedValues, vocab_size: int, *, masked: bool, embeds: bool
 ) -> Text:
-    """`masked`: whether the model finds masked tokens; else no token is its mask."""
+    """`masked`: whether the model finds masked tokens; else no token is its mask.
+    `embeds`: whether bos and eos are what the tokenizer puts around every text."""
     generation = read_json(directory / "generation_config.json")
     tokenizer_config = read_json(directory / "tokenizer_config.json")
     tokenizer_json, marian = read_json(directory / "tokenizer.json"), None
@@ -80,18 +81,23 @@ def read_text(
     _check_ids(ids, vocab_size)
     special = _special_tokens(tokenizer_config, ids, settings, vocab_size)
     special = special if masked else replace(special, mask=None)
+    first, last = (_placed_id(tokenizer_json, ids, place) for place in (0, -1))
     translates = settings.flag("is_encoder_decoder", False)
     if translates:
         start = generation.get("decoder_start_token_id", settings.get("decoder_start_token_id"))
         special = replace(
             special,
             bos=min(_ids(start, vocab_size), default=special.bos),
-            source_bos=_placed_id(tokenizer_json, ids, 0),
+            source_bos=first,
         )
     stop_ids = _ids(generation.get("eos_token_id"), vocab_size)
     stop_ids = stop_ids or _ids(settings.get("eos_token_id"), vocab_size)
     if special.eos is None and stop_ids:
         special = replace(special, eos=min(stop_ids))
+    stop_ids |= _ids(special.eos, vocab_size)
+    if embeds:
+        bos, eos = special.bos if first is None else first, special.eos if last is None else last
+        special = replace(special, bos=bos, eos=eos)
     tokenizer = None
     if tokenizer_json:
         path = directory / "tokenizer.json"
@@ -101,11 +107,9 @@ def read_text(
         tokenizer=tokenizer,
         special_tokens=special,
         # For seq2seq bos begins the answer, whatever its texts begin with.
-        prepend_bos=not translates
-        and special.bos is not None
-        and special.bos == _placed_id(tokenizer_json, ids, 0),
-        append_eos=special.eos is not None and special.eos == _placed_id(tokenizer_json, ids, -1),
-        stop_ids=tuple(sorted({*stop_ids, *_ids(special.eos, vocab_size)})),
+        prepend_bos=not translates and first is not None and special.bos == first,
+        append_eos=last is not None and special.eos == last,
+        stop_ids=tuple(sorted(stop_ids)),
         chat_template=_chat_template(directory, tokenizer_config),
         generation=_defaults(generation, samples=not translates),
     )
@@ -134,7 +138,8 @@ def _check_ids(ids: dict[str, int], vocab_size: int) -> None:
 def _special_tokens(
     tokenizer_config: dict[str, Any], ids: dict[str, int], settings: TypedValues, vocab_size: int
 ) -> SpecialTokens:
-    """Each by its text in the tokenizer's config, else by its id in the model's."""
+    """Each by its text in the tokenizer's config, else by its id in the model's; a mask that
+    neither has by its usual text."""
     found: dict[str, int | None] = {}
     # BERT's names for what begins and ends a text stand in for the usual ones.
     others = {"bos": "cls", "eos": "sep"}
@@ -146,6 +151,8 @@ def _special_tokens(
             named = named or ({ids[token]} if token in ids else set())
         numbered = _ids(settings.get(f"{part}_token_id"), vocab_size)
         found[part] = min(named or numbered, default=None)
+    if found["mask"] is None:
+        found["mask"] = ids.get("[MASK]", ids.get("<mask>"))
     return SpecialTokens(**found)
 
 

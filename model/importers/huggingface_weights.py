@@ -43,11 +43,6 @@ _PICKLE_ERRORS = (
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def weight_paths(directory: Path) -> list[Path]:
-    """The files that hold the weights."""
-    return [directory / name for name in sorted(set(_places(directory).values()))]
-
-
 def open_weights(directory: Path) -> Tensors:
     """All tensors, none of them read yet."""
     places = _places(directory)

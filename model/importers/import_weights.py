@@ -31,12 +31,10 @@ from quill.model.importers import gguf_config
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.gguf_llama import read_gguf
 from quill.model.importers.huggingface_directory import read_config, read_huggingface, read_settings
-from quill.model.importers.huggingface_text import read_sentence
-from quill.model.importers.huggingface_weights import weight_paths
 from quill.model.progress import Display
 from quill.model.sources.catalogue import CATALOGUE
 from quill.model.sources.hashes import sha256_of
-from quill.model.sources.kinds import Source, find_source, locate
+from quill.model.sources.kinds import Source, content, find_source, locate
 
 T = TypeVar("T")
 _OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTIZED_FILE, TOKENIZER_FILE}
@@ -102,12 +100,9 @@ def find_weights(source: Source) -> Weights:
     if path.is_file():
         file = GgufFile(path)
         gguf_config.read_config(file)
-        return Weights(lambda: read_gguf(file), _sha256([path]), _origin(source))
+        return Weights(lambda: read_gguf(file), _sha256([path], path.parent), _origin(source))
     read_config(read_settings(path))
-    inner = read_sentence(path).model or path
-    texts = ("config.json", "tokenizer.json", "source.spm", "vocab.json")
-    files = [*(inner / name for name in texts), *weight_paths(inner)]
-    hashes = _sha256([file for file in files if file.exists()])
+    hashes = _sha256(sorted(content(path)), path)
     return Weights(lambda: read_huggingface(path), hashes, _origin(source))
 
 
@@ -119,9 +114,10 @@ def _origin(source: Source) -> dict[str, Any]:
     return {"name": source.label} if source.kind == "hub" else {}
 
 
-def _sha256(paths: list[Path]) -> dict[str, str]:
+def _sha256(paths: list[Path], directory: Path) -> dict[str, str]:
+    names = [path.relative_to(directory).as_posix() for path in paths]
     try:
-        return {path.name: found for path, found in zip(paths, sha256_of(paths), strict=True)}
+        return dict(zip(names, sha256_of(paths), strict=True))
     except OSError as error:
         raise CheckpointError(f"can't read the weights: {error}") from error
 

@@ -30,7 +30,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from quill.cache import cache_directory, cache_lock
-from quill.model.data.fetch import say
+from quill.model.data.fetch import disk_errors_explained, say
 from quill.model.errors import CorpusError, SourceError, first_few
 from quill.model.sources.kinds import HUB
 from quill.model.sources.packages import check_space
@@ -49,7 +49,7 @@ def fetch_from_hub(given: str) -> Path:
     repository, revision, file = found.groups()
     place = cache_directory() / "hub" / repository.replace("/", "--")
     latest = place / f"latest-{(revision or 'main').replace('/', '-')}-{Path(file or '').name}"
-    with cache_lock(f"hub-{place.name}"):
+    with disk_errors_explained(place), cache_lock(f"hub-{place.name}"):
         try:
             with _explained(given):
                 info = HfApi().model_info(repository, revision=revision, files_metadata=True)

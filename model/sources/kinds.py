@@ -172,13 +172,13 @@ def content_hash(source: Source) -> str:
     path = locate(source)
     if path.is_file():
         return sha256_of([path])[0]
-    paths, digest = sorted(_content(path)), hashlib.sha256()
+    paths, digest = sorted(content(path)), hashlib.sha256()
     for each, sha256 in zip(paths, sha256_of(paths), strict=True):
         digest.update(f"{each.relative_to(path).as_posix()} {sha256}\n".encode())
     return digest.hexdigest()
 
 
-def _content(directory: Path) -> Iterator[Path]:
+def content(directory: Path) -> Iterator[Path]:
     """Settings, tokenizer and weights; those of a sentence-embedding model lie one deeper."""
     for pattern in ("*", "*/*"):
         for path in directory.glob(pattern):

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def t5(**changes: Any) -> Any:
+def t5(kind: str = "T5", **changes: Any) -> Any:
     """Few buckets and a short distance, so that a text has all of them."""
     sizes: dict[str, Any] = {
         **{"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3},
@@ -29,8 +29,8 @@ def t5(**changes: Any) -> Any:
         "relative_attention_max_distance": 40,
     }
     own_projection = changes.pop("own_projection", False)
-    config = transformers.T5Config(**(SIZES | sizes | changes))
-    model = randomised(transformers.T5ForConditionalGeneration(config), 0.13)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | sizes | changes))
+    model = randomised(getattr(transformers, f"{kind}ForConditionalGeneration")(config), 0.13)
     with torch.no_grad():
         if own_projection:
             torch.manual_seed(3)
@@ -63,6 +63,7 @@ SEQ2SEQS: dict[str, Callable[[], Any]] = {
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, own_projection=True
     ),
     "t5, tied and not scaled": lambda: t5(tie_word_embeddings=False),
+    "mt5": lambda: t5("MT5", feed_forward_proj="gated-gelu"),
     "bart": bart,
     "bart, scaled": lambda: bart(scale_embedding=True, activation_function="relu"),
 }

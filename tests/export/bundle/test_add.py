@@ -63,6 +63,10 @@ def other_weights() -> Checkpoint:
     ("checkpoint", "different"),
     [
         (other_weights(), "weights_sha256"),
+        (
+            dataclasses.replace(CHECKPOINT, config=dataclasses.replace(LLAMA, norm_eps=1e-3)),
+            "weights_sha256",
+        ),
         (dataclasses.replace(CHECKPOINT, provenance={"licence": "none"}), "provenance"),
         (dataclasses.replace(CHECKPOINT, stop_ids=(3,)), "stop_ids"),
     ],
@@ -116,6 +120,8 @@ def test_nothing_to_add_is_said_only_of_the_same_model_and_whole(bundle: Path) -
 
 
 def test_weights_have_one_fingerprint_whatever_their_order() -> None:
-    weights = {"a": torch.ones(2, 3), "b": torch.zeros(1)}
-    assert fingerprint(weights) == fingerprint(dict(reversed(weights.items())))
-    assert fingerprint(weights) != fingerprint({"a": torch.ones(3, 2), "b": torch.zeros(1)})
+    def of(**weights: torch.Tensor) -> str:
+        return fingerprint(dataclasses.replace(CHECKPOINT, weights=weights, quantized={}))
+
+    ones, zeros = torch.ones(2, 3), torch.zeros(1)
+    assert of(a=ones, b=zeros) == of(b=zeros, a=ones) != of(a=ones.mT.contiguous(), b=zeros)

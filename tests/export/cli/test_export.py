@@ -50,6 +50,13 @@ def test_export_without_verification_says_so(
     assert read_manifest(tmp_path / "b").graphs[0].verification is None
 
 
+def test_a_text_that_is_not_there_is_named(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(checkpoint), "--text", "/nope.txt"]) == 1
+    assert "can't read --text /nope.txt: No such file" in capsys.readouterr().err
+
+
 def test_precisions_come_in_a_fixed_order_and_once() -> None:
     assert parse_precisions("quill4, fp32,quill4") == ("fp32", "quill4")
     for wanted, name in (("fp32,", ""), ("fp8", "fp8")):

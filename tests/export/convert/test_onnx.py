@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import transformers
 
 from quill.export.convert.onnx_directory import DATA_FILE, write_onnx
 from quill.export.errors import UnsupportedModelError
@@ -21,7 +22,8 @@ from quill.model.data.tokenizer import SpecialTokens, byte_tokenizer
 from quill.model.importers.huggingface_directory import read_huggingface
 from quill.model.network.transformer import Transformer
 from tests.export.tiny import make_checkpoint
-from tests.model.huggingface_models import saved
+from tests.model.huggingface_models import randomised, saved
+from tests.model.seq2seqs import t5
 from tests.model.successors import SUCCESSORS
 from tests.tiny_networks import ENCODER, GPT, LLAMA, RECURRENT, SEQ2SEQ
 
@@ -155,9 +157,30 @@ def test_an_encoder_with_padding(tmp_path: Path) -> None:
             assert_close(outputs[name][text, :length], expected[text, :length].numpy())
 
 
-def test_an_encoder_decoder(tmp_path: Path) -> None:
+def test_an_encoder_with_a_relative_bias_that_classifies(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 272, "max_position_embeddings": 202}
+    config = transformers.MPNetConfig(**sizes, pad_token_id=1, num_labels=5)
+    theirs = randomised(transformers.MPNetForSequenceClassification(config), 0.3)
+    checkpoint = read_huggingface(saved(theirs, tmp_path / "in"))
+    write_onnx(tmp_path / "out", checkpoint, None)
+    assert_standard(tmp_path / "out")
+    graph, ids_BT = session(tmp_path / "out/model.onnx"), ids(checkpoint, 2, 150)
+    mask = np.ones((2, 150), np.int64)
+    mask[1, 117:] = 0
+    outputs = run(graph, {"input_ids": ids_BT, "attention_mask": mask})
+    inputs = torch.from_numpy(np.where(mask, ids_BT, 1)), torch.from_numpy(mask)
+    with torch.inference_mode():
+        expected = theirs(inputs[0], attention_mask=inputs[1]).logits.numpy()
+    assert_close(outputs["logits"], expected)
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "t5"])
+def test_an_encoder_decoder(tmp_path: Path, kind: str) -> None:
     """The names are optimum's."""
     checkpoint = make_checkpoint(SEQ2SEQ)
+    if kind == "t5":
+        checkpoint = read_huggingface(saved(t5(), tmp_path / "in"))
     write_onnx(tmp_path / "out", checkpoint, None)
     assert_standard(tmp_path / "out")
     names = ("encoder_model", "decoder_model", "decoder_with_past_model")

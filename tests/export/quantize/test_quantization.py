@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from quill.export.errors import UnsupportedModelError
+from quill.export.operators.library import library_path
+from quill.export.quantize import matrices
 from quill.export.quantize.matrices import QuantizedMatrices
-from quill.export.quantize.quantization import Quantization, dequantized
+from quill.export.quantize.quantization import Quantization, dequantized, is_quantized
 from quill.export.quantize.quantizers import eight_bits
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.checkpoint.quantized_weight import QuantizedWeight
@@ -20,10 +22,10 @@ from tests.tiny_networks import GPT, LLAMA
 
 
 def quantize(checkpoint: Checkpoint, bits: Literal[4, 8], parts: Path) -> Quantization:
-    matrices = QuantizedMatrices(checkpoint, bits, parts)
-    for name in matrices:
-        assert matrices[name].weight.shape == checkpoint.weights[name].shape
-    return matrices.quantization()
+    found = QuantizedMatrices(checkpoint, bits, parts)
+    for name in found:
+        assert found[name].weight.shape == checkpoint.weights[name].shape
+    return found.quantization()
 
 
 def with_weight(checkpoint: Checkpoint, name: str, weight: QuantizedWeight) -> Checkpoint:
@@ -68,11 +70,19 @@ def test_every_matrix_is_quantized_and_those_of_the_vocabulary_to_eight_bits(
 ) -> None:
     checkpoint = make_checkpoint(GPT)
     found = quantize(checkpoint, 4, tmp_path)
-    matrices = {name for name, tensor in checkpoint.weights.items() if tensor.ndim == 2}
-    assert set(found.weights) == matrices - {"position_embedding.weight"}
+    all_names = {name for name, tensor in checkpoint.weights.items() if tensor.ndim == 2}
+    assert set(found.weights) == all_names - {"position_embedding.weight"}
     kinds = {name: each.weight.kind for name, each in found.weights.items()}
     assert kinds["embedding.weight"] == kinds["projection.weight"] == "q8_0"
     assert kinds["decoder.0.attention.qkv.weight"] == "q4_1"
+
+
+def test_the_gate_of_shared_experts_keeps_its_floats() -> None:
+    assert not is_quantized("decoder.0.feed_forward.shared.gate_1D", 2)
+
+
+def test_the_parts_of_a_killed_export_belong_to_the_kernels_that_made_them() -> None:
+    assert library_path().name in matrices._CODE
 
 
 def test_a_four_bit_embedding_keeps_its_values(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ class OtherServer(ThreadingHTTPServer):
         num_busy: int = 0,
         key: str | None = None,
         is_broken: bool = False,
+        has_models: bool = True,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.has_echo, self.num_busy, self.key = has_echo, num_busy, key
-        self.is_broken = is_broken
+        self.is_broken, self.has_models = is_broken, has_models
         self.requests: list[dict[str, Any]] = []
 
     @property
@@ -40,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
-        self._send(200, {"data": [{"id": "words"}]})
+        self._send(200, {"data": [{"id": "words"}] if self.server.has_models else None})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -247,6 +247,17 @@ def test_an_answer_without_choices_is_shown(
     assert 'answered without `choices`: {"choices": []}' in capfd.readouterr().err
 
 
+def test_a_server_without_models_is_named_and_earlier_results_stay(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.json").write_text("earlier")
+    with other_server(has_models=False) as server:
+        command = ["eval", "--server", server.url, "--tasks", "gsm8k", "--out", str(tmp_path)]
+        assert main(command) == 1
+    assert 'lists no model: {"data": null}' in capfd.readouterr().err
+    assert (tmp_path / "results.json").read_text() == "earlier"
+
+
 def test_an_api_key_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,18 @@ def test_eos_eot_and_known_ends_stop_an_answer(make_gguf: MakeGguf) -> None:
     assert read_gguf(GgufFile(make_gguf(metadata))).stop_ids == (0, 2, 5, 6)
 
 
+@pytest.mark.parametrize(
+    ("ends", "stop_ids"), [(["<|end|>"], (0,)), (["<|end|>", "<|return|>", "<|call|>"], (1, 2))]
+)
+def test_end_stops_an_answer_unless_the_answer_goes_on_behind_it(
+    ends: list[str], stop_ids: tuple[int, ...]
+) -> None:
+    metadata: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-4o"}
+    lists: dict[str, Any] = {"tokens": ends, "token_type": [3] * len(ends), "merges": []}
+    metadata |= {f"tokenizer.ggml.{name}": each for name, each in lists.items()}
+    assert read_vocabulary(TypedValues(metadata, "the file"), len(ends)).stop_ids == stop_ids
+
+
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "  ", "<b>"]
 KINDS = [2, 3, 3, *[6] * 256, 4, 4]
 WORDS = ["▁t", "he", "▁the", "▁a", "aa", "aaa", "▁▁", "an", "▁an", "ab", "ba", "▁b", "th", "▁", "é"]

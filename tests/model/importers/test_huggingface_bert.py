@@ -176,12 +176,16 @@ def sentence_directory(directory: Path, *kinds: str, **pooling: Any) -> Path:
     return directory
 
 
-def test_a_masked_model_knows_its_special_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_a_masked_model_knows_its_special_tokens(tmp_path: Path, named: bool) -> None:
     saved(bert(), tmp_path)
     write_tokenizer(tmp_path)
+    if not named:  # as bert-base-uncased has it
+        (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
     checkpoint = read_huggingface(tmp_path)
     special = checkpoint.special_tokens
-    assert (special.bos, special.eos, special.pad, special.unk, special.mask) == (2, 3, 0, 1, 4)
+    assert (special.bos, special.eos, special.pad, special.mask) == (2, 3, 0, 4)
+    assert special.unk == (1 if named else None)
     assert (checkpoint.prepend_bos, checkpoint.append_eos) == (True, True)
     assert checkpoint.stop_ids == ()
     assert checkpoint.tokenizer is not None

@@ -102,6 +102,19 @@ def test_rotary_scaling_in_the_spelling_of_transformers_4_is_read(
     assert difference(tmp_path, model) < TOLERANCE
 
 
+def test_phi_3s_original_context_is_that_beside_its_rotary_settings(tmp_path: Path) -> None:
+    theirs = saved(SUCCESSORS["phi-3 with longrope"](), tmp_path)
+    rope = json.loads((theirs / "config.json").read_text())["rope_parameters"]
+    name, found = "original_max_position_embeddings", []
+    for changes in ({}, {"rope_parameters": rope | {name: 9}}, {name: "REMOVED"}):
+        rope.pop(name, None)
+        change_config(theirs, **({"rope_parameters": rope} | changes))
+        scaling = read_huggingface(theirs).config.rotary_scaling
+        assert scaling is not None
+        found.append(scaling.original_context)
+    assert found == [1, 1, 4096]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
     saved(llama().to(dtype), tmp_path)
@@ -194,6 +207,28 @@ def test_a_bos_that_the_tokenizer_does_not_add_is_not_prepended(tmp_path: Path) 
     checkpoint = read_huggingface(tmp_path)
     assert checkpoint.special_tokens.bos == 0
     assert not checkpoint.prepend_bos
+
+
+def test_a_decoder_that_embeds_ends_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    """Qwen3-Embedding's eos ends an answer, and another token every text."""
+    write_tokenizer(saved(llama(), tmp_path), with_bos=False)
+    inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A <turn>", special_tokens=[("<turn>", 2)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = read_huggingface(tmp_path)
+    assert (checkpoint.special_tokens.eos, checkpoint.append_eos) == (1, False)
+    modules = [
+        {"idx": 0, "path": "", "type": "models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "models.Pooling"},
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    checkpoint = read_huggingface(tmp_path)
+    assert (checkpoint.special_tokens.eos, checkpoint.append_eos) == (2, True)
+    assert 1 in checkpoint.stop_ids
 
 
 def test_without_sampling_the_default_is_greedy(chatty: Path) -> None:

@@ -33,6 +33,7 @@ UNSUPPORTED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (LFM2, {"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM; Quill reads"),
     (LFM2, {"architectures": ["Qwen3_5ForCausalLM"]}, "Qwen3_5ForCausalLM; Quill reads"),
     (llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (llama, {"is_causal": False}, "is_causal False; Quill knows True only"),
     (llama, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual True"),
     (STABLELM, {"qk_layernorm": True}, "qk_layernorm True"),

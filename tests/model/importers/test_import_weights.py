@@ -130,7 +130,11 @@ def test_a_hugging_face_directory_is_imported_and_says_what_it_lacks(
     assert "token ids only" in capsys.readouterr().out
     checkpoint = load_checkpoint(tmp_path / "ours")
     assert checkpoint.tokenizer is None
-    assert sorted(checkpoint.provenance["sha256"]) == ["config.json", "model.safetensors"]
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(checkpoint.provenance["sha256"]) == names
+    (tmp_path / "theirs/generation_config.json").write_text('{"temperature": 0.5}')
+    assert run(tmp_path / "theirs", "--out", tmp_path / "ours") == 1
+    assert "holds another checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["thesis.txt", "training.safetensors"])

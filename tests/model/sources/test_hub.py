@@ -105,6 +105,12 @@ def test_nothing_is_written_outside_of_the_cache(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "hub").write_text("a file")
+    done = fetch(hub, "hf:org/tiny", tmp_path)
+    assert "refused: Could not keep org--tiny in" in done.stderr
+
+
 def test_pickles_are_never_fetched(tmp_path: Path) -> None:
     with running_hub({"config.json": b"{}", "pytorch_model.bin": b"pickle"}) as hub:
         done = fetch(hub, "hf:org/tiny", tmp_path)
