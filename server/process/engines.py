@@ -7,7 +7,9 @@ The newest engine stays for the next frontend; an older one ends when nobody use
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,19 @@ from quill.server.settings import STOP_S, Settings
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class UsedEngine:
+    process: EngineProcess
+    num_leases: Counter[str] = field(default_factory=Counter)  # of each frontend
+
+
 class Engines:
     """Belongs to the event loop."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         self._directory = directory
         self._settings = settings
-        self._processes: dict[int, EngineProcess] = {}
-        self._users: dict[int, set[str]] = {}
+        self._engines: dict[int, UsedEngine] = {}
         self._newest = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
@@ -36,44 +43,48 @@ class Engines:
         StartError: the bundle can't be served.
         """
         async with self._loading:
-            process = self._processes.get(self._newest)
-            if self._newest <= number or process is None or not process.is_alive:
+            engine = self._engines.get(self._newest)
+            if self._newest <= number or engine is None or not engine.process.is_alive:
                 process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
                 self._newest += 1
-                self._processes[self._newest] = process
+                engine = self._engines[self._newest] = UsedEngine(process)
                 self._begin(self._watch(self._newest, process))
             if user:
-                self._users.setdefault(self._newest, set()).add(user)
-            return self._newest, process
+                engine.num_leases[user] += 1
+            return self._newest, engine.process
 
     def release(self, number: int, user: str) -> None:
-        users = self._users.get(number, set())
-        users.discard(user)
-        if not users and (number != self._newest or self.is_closing):
-            self._begin(self._end(number))
+        """One lease of the user's."""
+        engine = self._engines.get(number)
+        if engine is not None:
+            engine.num_leases -= Counter([user])
+            self._end_unused(number, engine)
 
     def forget(self, user: str) -> None:
         """It has died."""
-        for number in list(self._processes):
-            self.release(number, user)
+        for number, engine in list(self._engines.items()):
+            engine.num_leases.pop(user, None)
+            self._end_unused(number, engine)
 
     async def close(self) -> None:
-        await asyncio.gather(*map(self._end, list(self._processes)), *self._tasks)
+        await asyncio.gather(*map(self._end, list(self._engines)), *self._tasks)
+
+    def _end_unused(self, number: int, engine: UsedEngine) -> None:
+        if not engine.num_leases and (number != self._newest or self.is_closing):
+            self._begin(self._end(number))
 
     async def _watch(self, number: int, process: EngineProcess) -> None:
         how = await asyncio.to_thread(process.wait)
-        if self._processes.get(number) is process:  # nobody told it to
-            del self._processes[number]
+        if self._engines.pop(number, None) is not None:  # nobody told it to
             process.stop()
             logger.error("the engine's process ended %s", how)
 
     async def _end(self, number: int) -> None:
-        process = self._processes.pop(number, None)
-        self._users.pop(number, None)
-        if process is None:
+        engine = self._engines.pop(number, None)
+        if engine is None:
             return
-        process.stop()
-        if not await asyncio.to_thread(process.join, STOP_S):
+        engine.process.stop()
+        if not await asyncio.to_thread(engine.process.join, STOP_S):
             logger.error("an engine's process hung in a step and was killed")
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

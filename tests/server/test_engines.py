@@ -1,0 +1,66 @@
+"""Which engines' processes run: one ends when nobody uses it any more, and no sooner."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quill.server.process import engine_process
+from quill.server.process.engine_process import EngineProcess
+from quill.server.process.engines import Engines
+from quill.server.settings import Settings
+from tests.server import fake_engine
+
+Run = Callable[[Callable[[Engines], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a test with engines of processes that load nothing."""
+    monkeypatch.setattr(engine_process, "MODULE", fake_engine.__name__)
+
+    async def with_engines(test: Callable[[Engines], Coroutine[Any, Any, None]]) -> None:
+        engines = Engines(tmp_path, Settings())
+        try:
+            await test(engines)
+        finally:
+            await engines.close()
+
+    return lambda test: asyncio.run(with_engines(test))
+
+
+async def runs(process: EngineProcess) -> bool:
+    """Whether it wasn't told to end, by what was released so far."""
+    await asyncio.sleep(0)
+    try:
+        process.connect().close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_engine_runs_until_the_last_lease_of_a_frontend_is_released(run: Run) -> None:
+    async def test(engines: Engines) -> None:
+        number, process = await engines.newest_after(0, "a")
+        assert await engines.newest_after(0, "a") == (number, process)
+        await engines.newest_after(number, "a")
+        engines.release(number, "a")
+        assert await runs(process), "the other lease's streams are on it"
+        engines.release(number, "a")
+        assert not await runs(process)
+
+    run(test)
+
+
+def test_the_engines_of_a_frontend_that_died_end_but_for_the_newest(run: Run) -> None:
+    async def test(engines: Engines) -> None:
+        number, old = await engines.newest_after(0, "a")
+        await engines.newest_after(0, "a")
+        _, new = await engines.newest_after(number, "a")
+        engines.forget("a")
+        engines.release(number, "a")  # of a load that ended after the frontend's death
+        assert (await runs(old), await runs(new)) == (False, True)
+
+    run(test)
