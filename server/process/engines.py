@@ -2,10 +2,12 @@
 
 Knows: processes, frontends by name. Does not know: frontends' processes, messages, requests.
 
-The newest engine stays for the next frontend; an older one ends when nobody uses it any more.
+The newest engine stays for the next frontend; an older one ends when nobody uses it any more. So
+does the newest while an older one is in use: the frontends have refused its bundle.
 """
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Coroutine
@@ -32,7 +34,8 @@ class Engines:
         self._directory = directory
         self._settings = settings
         self._engines: dict[int, UsedEngine] = {}
-        self._newest = 0
+        self._numbers = itertools.count(1)
+        self._newest = 0  # 0: there is none
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self.is_closing = False  # then the newest one ends with its last user, too
@@ -46,7 +49,7 @@ class Engines:
             engine = self._engines.get(self._newest)
             if self._newest <= number or engine is None or not engine.process.is_alive:
                 process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
-                self._newest += 1
+                self._newest = next(self._numbers)
                 engine = self._engines[self._newest] = UsedEngine(process)
                 self._begin(self._watch(self._newest, process))
             if user:
@@ -58,19 +61,23 @@ class Engines:
         engine = self._engines.get(number)
         if engine is not None:
             engine.num_leases -= Counter([user])
-            self._end_unused(number, engine)
+            self._end_unused()
 
     def forget(self, user: str) -> None:
         """It has died."""
-        for number, engine in list(self._engines.items()):
+        for engine in self._engines.values():
             engine.num_leases.pop(user, None)
-            self._end_unused(number, engine)
+        self._end_unused()
 
     async def close(self) -> None:
         await asyncio.gather(*map(self._end, list(self._engines)), *self._tasks)
 
-    def _end_unused(self, number: int, engine: UsedEngine) -> None:
-        if not engine.num_leases and (number != self._newest or self.is_closing):
+    def _end_unused(self) -> None:
+        used = {number for number, engine in self._engines.items() if engine.num_leases}
+        if used and self._newest in self._engines:  # one that has died was in use
+            self._newest = max(used)
+        stays = set() if self.is_closing else {self._newest}
+        for number in set(self._engines) - used - stays:
             self._begin(self._end(number))
 
     async def _watch(self, number: int, process: EngineProcess) -> None:

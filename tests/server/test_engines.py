@@ -64,3 +64,17 @@ def test_the_engines_of_a_frontend_that_died_end_but_for_the_newest(run: Run) ->
         assert (await runs(old), await runs(new)) == (False, True)
 
     run(test)
+
+
+def test_an_engine_that_the_frontend_refuses_ends_and_the_one_before_it_stays(run: Run) -> None:
+    async def test(engines: Engines) -> None:
+        number, good = await engines.newest_after(0, "a")
+        refused_number, refused = await engines.newest_after(number, "a")
+        engines.release(refused_number, "a")
+        assert (await runs(good), await runs(refused)) == (True, False)
+        engines.forget("a")
+        assert await engines.newest_after(0, "b") == (number, good), "which is loaded"
+        next_number, _ = await engines.newest_after(refused_number, "b")
+        assert next_number > refused_number
+
+    run(test)
