@@ -54,6 +54,7 @@ class Engines:
                 self._begin(self._watch(self._newest, process))
             if user:
                 engine.num_leases[user] += 1
+                self._end_unused()
             return self._newest, engine.process
 
     def release(self, number: int, user: str) -> None:

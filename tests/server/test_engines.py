@@ -78,3 +78,14 @@ def test_an_engine_that_the_frontend_refuses_ends_and_the_one_before_it_stays(ru
         assert next_number > refused_number
 
     run(test)
+
+
+def test_an_engine_that_nobody_uses_ends_when_there_is_a_newer_one(run: Run) -> None:
+    async def test(engines: Engines) -> None:
+        number, old = await engines.newest_after(0, "a")
+        engines.release(number, "a")
+        assert await runs(old), "for the next frontend"
+        await engines.newest_after(number, "a")
+        assert not await runs(old)
+
+    run(test)
