@@ -80,6 +80,7 @@ class Server:
             self.dispatcher.publish,
             self.health.note_soon,
             settings.watchdog_s,
+            self._note_model,
             self.metrics.note_restart,
             self._lose_engine,
         )
@@ -137,12 +138,13 @@ class Server:
     async def reload(self) -> ServedModel:
         """Serves the bundle as it is on disk now. A bad one is refused."""
         try:
-            instance = await self.reloader.reload(self._loader.reload)
+            return (await self.reloader.reload(self._loader.reload)).served
         except ReloadError as error:
             logger.error("%s", error)
             raise
-        self.metrics.set_model(instance.served.limits, instance.served.labels)
-        return instance.served
+
+    def _note_model(self, served: ServedModel) -> None:
+        self.metrics.set_model(served.limits, served.labels)
 
     def reload_soon(self) -> None:
         """The same, for a signal: the log says how it went."""
@@ -223,8 +225,7 @@ class Server:
         if not loading.done():
             loading.cancel()
             return False
-        served = loading.result().served
-        self.metrics.set_model(served.limits, served.labels)
+        loading.result()
         self.dispatcher.open()
         return True
 

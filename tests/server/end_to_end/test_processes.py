@@ -16,6 +16,7 @@ from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
 from tests.bad_files import agree
+from tests.server.end_to_end.test_process import change_manifest
 from tests.server.faults import Faults
 from tests.server.process import (
     NEVER,
@@ -138,6 +139,17 @@ def test_a_frontend_that_finds_another_tokenizer_loads_the_bundle_that_is_there(
         end_frontend(server)
         wait_until(lambda: not is_alive(engine), "the old engine ends")
         assert ask(server) == expected
+
+
+def test_metrics_describe_the_bundle_that_an_engine_was_started_again_with(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+    with server_process(bundle, tmp_path / "log") as server:
+        change_manifest(bundle, name="second")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: "the engine is back with second" in server.log, "it is back")
+        assert server.metric("quill_model_info", model="second") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
