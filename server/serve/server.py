@@ -93,6 +93,7 @@ class Server:
         )
         self._probe = AcceptProbe(self.health.note_soon)
         self.metrics.watch("quill_oldest_unread_call_seconds", lambda: self._probe.age_s)
+        self.on_loaded: Callable[[], None] = lambda: None
         self.has_failed = False
         self.port = 0
         self.metrics_port: int | None = None
@@ -145,6 +146,7 @@ class Server:
 
     def _note_model(self, served: ServedModel) -> None:
         self.metrics.set_model(served.limits, served.labels)
+        self.on_loaded()
 
     def reload_soon(self) -> None:
         """The same, for a signal: the log says how it went."""
