@@ -11,10 +11,11 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quill.server.errors import StartError
 from quill.server.process.engine_process import EngineProcess
 from quill.server.settings import STOP_S, Settings
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class UsedEngine:
     process: EngineProcess
-    num_leases: Counter[str] = field(default_factory=Counter)  # of each frontend
+    num_leases: Counter[str]  # of each frontend
 
 
 class Engines:
@@ -48,14 +49,27 @@ class Engines:
         async with self._loading:
             engine = self._engines.get(self._newest)
             if self._newest <= number or engine is None or not engine.process.is_alive:
-                process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
-                self._newest = next(self._numbers)
-                engine = self._engines[self._newest] = UsedEngine(process)
-                self._begin(self._watch(self._newest, process))
+                return await self._start(user)
             if user:
                 engine.num_leases[user] += 1
-                self._end_unused()
             return self._newest, engine.process
+
+    async def _start(self, user: str) -> tuple[int, EngineProcess]:
+        """If the server stops, or the user dies, while the bundle is loaded, the process ends."""
+        if self.is_closing:
+            raise StartError("the server is stopping")
+        before, process = self._newest, EngineProcess(self._directory, self._settings)
+        number = self._newest = next(self._numbers)
+        self._engines[number] = UsedEngine(process, Counter([user] if user else ()))
+        try:
+            await asyncio.to_thread(process.wait_until_ready)
+        except BaseException:
+            self._newest = before
+            await self._end(number)
+            raise
+        self._begin(self._watch(number, process))
+        self._end_unused()
+        return number, process
 
     def release(self, number: int, user: str) -> None:
         """One lease of the user's."""
@@ -71,6 +85,7 @@ class Engines:
         self._end_unused()
 
     async def close(self) -> None:
+        self.is_closing = True
         await asyncio.gather(*map(self._end, list(self._engines)), *self._tasks)
 
     def _end_unused(self) -> None:

@@ -1,8 +1,8 @@
 """An engine's process without an engine, for tests of those that start and end it.
 
 Knows: how the real one (server/process/engine_main.py) answers. Does not know: bundles, requests.
-It reads the pipe `loading` of the bundle's directory before it is ready, if there is one, and can't
-be served if there is a file `damaged`.
+A file `loading` in the bundle's directory means that it loads until it is told to end, and
+`damaged` that the bundle can't be served.
 """
 
 import os
@@ -18,7 +18,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     directory, _ = read_start(control)
     if (directory / "loading").exists():
-        (directory / "loading").read_text()
+        control.recv(1)
+        return
     if (directory / "damaged").exists():
         control.sendall(control_frame(Failed("damaged")))
         return

@@ -1,17 +1,20 @@
 """Which engines' processes run: one ends when nobody uses it any more, and no sooner."""
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quill.server.errors import StartError
 from quill.server.process import engine_process
 from quill.server.process.engine_process import EngineProcess
 from quill.server.process.engines import Engines
 from quill.server.settings import Settings
 from tests.server import fake_engine
+from tests.server.process import children_of
 
 Run = Callable[[Callable[[Engines], Coroutine[Any, Any, None]]], None]
 
@@ -87,5 +90,46 @@ def test_an_engine_that_nobody_uses_ends_when_there_is_a_newer_one(run: Run) -> 
         assert await runs(old), "for the next frontend"
         await engines.newest_after(number, "a")
         assert not await runs(old)
+
+    run(test)
+
+
+def test_an_engine_that_loads_when_the_server_stops_is_told_to_end(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "loading").touch()
+
+    async def test(engines: Engines) -> None:
+        loading = asyncio.ensure_future(engines.newest_after(0, "a"))
+        waiting = asyncio.ensure_future(engines.newest_after(0, "b"))
+        await asyncio.sleep(0)
+        await engines.close()
+        with pytest.raises(StartError, match="ended while it loaded"):
+            await loading
+        with pytest.raises(StartError, match="stopping"):
+            await waiting
+
+    run(test)
+
+
+def test_a_bundle_that_cannot_be_served_leaves_no_process_and_the_engine_before_it(
+    run: Run, tmp_path: Path
+) -> None:
+    async def test(engines: Engines) -> None:
+        number, good = await engines.newest_after(0, "a")
+        children = set(children_of(os.getpid()))
+        (tmp_path / "damaged").touch()
+        with pytest.raises(StartError, match="damaged"):
+            await engines.newest_after(number, "a")
+        assert set(children_of(os.getpid())) == children, "nor a zombie"
+        assert await engines.newest_after(0, "b") == (number, good)
+
+    run(test)
+
+
+def test_signals_of_a_terminal_do_not_reach_an_engine(run: Run) -> None:
+    async def test(engines: Engines) -> None:
+        _, process = await engines.newest_after(0, "a")
+        assert os.getsid(process.ready.pid) == process.ready.pid
 
     run(test)
