@@ -3,12 +3,10 @@
 Knows: the bundle's files beside the graphs. Does not know: the engine, ONNX Runtime.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from quill.export.bundle.manifest import MANIFEST_FILE, Manifest, read_manifest
-from quill.server.errors import StartError
+from quill.export.bundle.manifest import Manifest, check_files
 from quill.server.frontend.served_model import ServedModel
 from quill.server.grammar.checker import GrammarChecker
 from quill.server.request import Limits
@@ -17,19 +15,11 @@ from quill.server.text.chat_template import ChatTemplate
 from quill.server.text.tokenizer import Text
 
 
-def manifest_sha256(directory: Path) -> str:
-    """Empty if it can't be read, which `read_manifest` reports."""
-    try:
-        return hashlib.sha256((directory / MANIFEST_FILE).read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """What was loaded, and what was chosen for it. Crosses to frontends in other processes."""
 
-    manifest_sha256: str  # of the manifest that was loaded: the file may have changed since
+    manifest: Manifest  # that was loaded: the file may have changed since
     precision: str
     limits: Limits
     runtime_version: str
@@ -37,10 +27,8 @@ class EngineInfo:
 
 
 def describe(directory: Path, info: EngineInfo, settings: Settings) -> ServedModel:
-    """StartError: the files aren't those that the engine has loaded."""
-    manifest = read_manifest(directory)
-    if manifest_sha256(directory) != info.manifest_sha256:
-        raise StartError(f"{directory} changed while it was loaded. Try again")
+    """BundleError: the tokenizer's file has changed since the engine was loaded."""
+    manifest = info.manifest
     graphs = manifest.graphs_in(info.precision)
     text = _open_text(directory, manifest)
     return ServedModel(
@@ -62,6 +50,7 @@ def describe(directory: Path, info: EngineInfo, settings: Settings) -> ServedMod
 def _open_text(directory: Path, manifest: Manifest) -> Text | None:
     if manifest.tokenizer is None:
         return None
+    check_files(directory, manifest, [manifest.tokenizer])
     bos = manifest.special_tokens.bos if manifest.prepend_bos else None
     if manifest.family == "seq2seq":
         bos = manifest.special_tokens.source_bos

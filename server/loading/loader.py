@@ -30,7 +30,7 @@ from quill.server.loading.choices import (
     megabytes,
     weight_bytes,
 )
-from quill.server.loading.description import EngineInfo, describe, manifest_sha256
+from quill.server.loading.description import EngineInfo, describe
 from quill.server.loading.engine_factory import open_bundle, open_engine
 from quill.server.loading.instance import (
     EngineEvents,
@@ -61,7 +61,6 @@ class LoadedEngine(NamedTuple):
 
 def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
     """StartError: the bundle can't be served like this."""
-    sha256 = manifest_sha256(directory)
     manifest = read_manifest(directory)
     require_operators()
     choice = choose_graphs(manifest, settings.device, settings.precision)
@@ -71,6 +70,8 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
     num_threads = choose_threads(settings.threads)
     _log_choice(manifest, choice, limits, num_threads)
     bundle = open_bundle(directory, choice.graphs.precision)
+    if bundle.manifest != manifest:
+        raise StartError(f"{directory} changed while it was loaded. Try again")
     try:
         engine = open_engine(bundle, limits, num_threads, settings.spinning)
         warm_up(engine, bundle.manifest.family)
@@ -82,7 +83,7 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
     drop_startup_pages()
     grammars = open_grammars(directory, manifest)
     info = EngineInfo(
-        manifest_sha256=sha256,
+        manifest=manifest,
         precision=choice.graphs.precision,
         limits=limits,
         runtime_version=onnxruntime.__version__,

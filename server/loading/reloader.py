@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from quill.server.errors import ReloadError
+from quill.server.frontend.served_model import ServedModel
 from quill.server.loading.instance import EngineEvents, ModelInstance
 from quill.server.machine.memory import trim_heap
 from quill.server.outputs import EngineOutputs
@@ -65,18 +66,23 @@ class Watchdog:
 
 
 class Reloader:
-    """Belongs to the event loop. `on_health(problem, is_there)`; `on_lost` ends the server."""
+    """Belongs to the event loop.
+
+    `on_health(problem, is_there)`; `on_model`: what serves from now on; `on_lost` ends the server.
+    """
 
     def __init__(
         self,
         publish: Callable[[EngineOutputs], None],
         on_health: OnHealth,
         max_step_s: float,
+        on_model: Callable[[ServedModel], None],
         on_restart: Callable[[], None] = lambda: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._publish = publish
         self._on_health = on_health
+        self._on_model = on_model
         self._on_restart = on_restart
         self._on_lost = on_lost
         self._watchdog = Watchdog(max_step_s)
@@ -94,6 +100,7 @@ class Reloader:
             raise ReloadError("the server is stopping")
         instance.start(self._events(weakref.ref(instance)))
         self.instance, self._load = instance, load
+        self._on_model(instance.served)
         self._on_health("failing", False)
         self._on_health("restarting", False)
         if before is not None:

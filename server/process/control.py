@@ -51,8 +51,9 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A frontend is ready. If it dies, the next one listens at the same ports."""
+    """A frontend serves an engine's bundle. If it dies, the next one listens at the same ports."""
 
+    engine: int
     port: int
     http_port: int | None
     metrics_port: int | None
@@ -66,7 +67,7 @@ class Engine(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Newer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Another frontend has this engine: all shall have it."""
+    """Another frontend serves this engine's bundle: all shall."""
 
     number: int
 

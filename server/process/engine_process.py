@@ -19,34 +19,41 @@ MODULE = "quill.server.process.engine_main"
 
 
 class EngineProcess:
-    """One process with one bundle. Making it takes until the bundle is loaded.
+    """One process with one bundle."""
 
-    StartError: the bundle can't be served like this, or the process ended while it loaded.
-    """
-
-    ready: Ready
+    ready: Ready  # after `wait_until_ready`
 
     def __init__(self, directory: Path, settings: Settings) -> None:
+        self._directory = directory
         self._control, control = socket.socketpair()
+        self._control.sendall(start_frame(directory, settings))
         try:
             with control:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", MODULE, str(control.fileno())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(control.fileno(),),
+                    start_new_session=True,  # a terminal's Ctrl-C comes before it can be ignored
                 )
-            self._control.sendall(start_frame(directory, settings))
-            self.ready = self._wait_until_ready(directory)
         except BaseException:
-            self.stop()
+            self._control.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def wait_until_ready(self) -> None:
+        """StartError: the bundle can't be served like this, or the process ended meanwhile."""
+        with contextlib.suppress(OSError, EOFError):
+            message: Ready | Failed = LOADED.decode(receive(self._control))
+            if isinstance(message, Failed):
+                raise StartError(message.reason)
+            self.ready = message
+            return
+        how = self.wait()
+        raise StartError(f"the engine's process ended while it loaded {self._directory}: {how}")
 
     def stop(self) -> None:
-        """Soon: a step under way ends first."""
+        """Soon: a step under way ends first. To close a socket doesn't wake who reads from it."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
 
     def connect(self) -> socket.socket:
@@ -77,15 +84,6 @@ class EngineProcess:
     def wait(self) -> str:
         """How it ended, in words, once it has."""
         return in_words(self._process.wait())
-
-    def _wait_until_ready(self, directory: Path) -> Ready:
-        with contextlib.suppress(ConnectionError, EOFError):
-            message: Ready | Failed = LOADED.decode(receive(self._control))
-            if isinstance(message, Failed):
-                raise StartError(message.reason)
-            return message
-        how = in_words(self._process.wait())
-        raise StartError(f"the engine's process ended while it loaded {directory}: {how}")
 
 
 def in_words(code: int) -> str:

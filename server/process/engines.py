@@ -2,19 +2,30 @@
 
 Knows: processes, frontends by name. Does not know: frontends' processes, messages, requests.
 
-The newest engine stays for the next frontend; an older one ends when nobody uses it any more.
+The newest engine stays for the next frontend; an older one ends when nobody uses it any more. So
+does the newest while an older one is in use: the frontends have refused its bundle.
 """
 
 import asyncio
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quill.server.errors import StartError
 from quill.server.process.engine_process import EngineProcess
 from quill.server.settings import STOP_S, Settings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class UsedEngine:
+    process: EngineProcess
+    num_leases: Counter[str]  # of each frontend
 
 
 class Engines:
@@ -23,9 +34,9 @@ class Engines:
     def __init__(self, directory: Path, settings: Settings) -> None:
         self._directory = directory
         self._settings = settings
-        self._processes: dict[int, EngineProcess] = {}
-        self._users: dict[int, set[str]] = {}
-        self._newest = 0
+        self._engines: dict[int, UsedEngine] = {}
+        self._numbers = itertools.count(1)
+        self._newest = 0  # 0: there is none
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self.is_closing = False  # then the newest one ends with its last user, too
@@ -36,44 +47,67 @@ class Engines:
         StartError: the bundle can't be served.
         """
         async with self._loading:
-            process = self._processes.get(self._newest)
-            if self._newest <= number or process is None or not process.is_alive:
-                process = await asyncio.to_thread(EngineProcess, self._directory, self._settings)
-                self._newest += 1
-                self._processes[self._newest] = process
-                self._begin(self._watch(self._newest, process))
+            engine = self._engines.get(self._newest)
+            if self._newest <= number or engine is None or not engine.process.is_alive:
+                return await self._start(user)
             if user:
-                self._users.setdefault(self._newest, set()).add(user)
-            return self._newest, process
+                engine.num_leases[user] += 1
+            return self._newest, engine.process
+
+    async def _start(self, user: str) -> tuple[int, EngineProcess]:
+        """If the server stops, or the user dies, while the bundle is loaded, the process ends."""
+        if self.is_closing:
+            raise StartError("the server is stopping")
+        before, process = self._newest, EngineProcess(self._directory, self._settings)
+        number = self._newest = next(self._numbers)
+        self._engines[number] = UsedEngine(process, Counter([user] if user else ()))
+        try:
+            await asyncio.to_thread(process.wait_until_ready)
+        except BaseException:
+            self._newest = before
+            await self._end(number)
+            raise
+        self._begin(self._watch(number, process))
+        self._end_unused()
+        return number, process
 
     def release(self, number: int, user: str) -> None:
-        users = self._users.get(number, set())
-        users.discard(user)
-        if not users and (number != self._newest or self.is_closing):
-            self._begin(self._end(number))
+        """One lease of the user's."""
+        engine = self._engines.get(number)
+        if engine is not None:
+            engine.num_leases -= Counter([user])
+            self._end_unused()
 
     def forget(self, user: str) -> None:
         """It has died."""
-        for number in list(self._processes):
-            self.release(number, user)
+        for engine in self._engines.values():
+            engine.num_leases.pop(user, None)
+        self._end_unused()
 
     async def close(self) -> None:
-        await asyncio.gather(*map(self._end, list(self._processes)), *self._tasks)
+        self.is_closing = True
+        await asyncio.gather(*map(self._end, list(self._engines)), *self._tasks)
+
+    def _end_unused(self) -> None:
+        used = {number for number, engine in self._engines.items() if engine.num_leases}
+        if used and self._newest in self._engines:  # one that has died was in use
+            self._newest = max(used)
+        stays = set() if self.is_closing else {self._newest}
+        for number in set(self._engines) - used - stays:
+            self._begin(self._end(number))
 
     async def _watch(self, number: int, process: EngineProcess) -> None:
         how = await asyncio.to_thread(process.wait)
-        if self._processes.get(number) is process:  # nobody told it to
-            del self._processes[number]
+        if self._engines.pop(number, None) is not None:  # nobody told it to
             process.stop()
             logger.error("the engine's process ended %s", how)
 
     async def _end(self, number: int) -> None:
-        process = self._processes.pop(number, None)
-        self._users.pop(number, None)
-        if process is None:
+        engine = self._engines.pop(number, None)
+        if engine is None:
             return
-        process.stop()
-        if not await asyncio.to_thread(process.join, STOP_S):
+        engine.process.stop()
+        if not await asyncio.to_thread(engine.process.join, STOP_S):
             logger.error("an engine's process hung in a step and was killed")
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

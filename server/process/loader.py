@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from quill.export.errors import BundleError
 from quill.server.loading.description import EngineInfo, describe
 from quill.server.loading.instance import ModelInstance
 from quill.server.process.control import Release
@@ -25,6 +26,14 @@ class SupervisedLoader:
         self.number = 0  # of the newest engine; 0: there is none yet
 
     def load(self) -> ModelInstance:
+        try:
+            return self._load()
+        except BundleError:  # a file has changed since the engine was loaded: another one loads it
+            return self._load()
+
+    reload = load
+
+    def _load(self) -> ModelInstance:
         connected = self._link.load(self.number)
         self.number = connected.engine.number
         lease = Lease(connected, self._link)
@@ -36,8 +45,6 @@ class SupervisedLoader:
             lease.stop()
             raise
         return ModelInstance(served, lambda events: EngineClient(connected.socket, lease, events))
-
-    reload = load
 
 
 class Lease:

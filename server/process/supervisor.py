@@ -157,7 +157,7 @@ class Supervisor:
         elif isinstance(message, Release):
             self._engines.release(message.number, frontend.name)
         elif isinstance(message, Serving):
-            self._note_ready(frontend, message)
+            self._note_serving(frontend, message)
         elif isinstance(message, Collect):
             self._begin(self._collect(frontend, message.number))
         elif isinstance(message, Samples):
@@ -183,11 +183,6 @@ class Supervisor:
             self._engines.release(number, frontend.name)
             return
         frontend.frames.send_with(control_frame(Engine(number, process.ready)), connected)
-        if number > self._newest:
-            self._newest = number
-            for other in self._frontends.values():
-                if other is not frontend:
-                    other.tell(Newer(number))
 
     async def _collect(self, asking: Frontend, number: int) -> None:
         """Of a frontend that doesn't answer in time, what it said last."""
@@ -201,7 +196,7 @@ class Supervisor:
             wait.cancel()
         asking.tell(Answer(number, None, self._metrics.merged()))
 
-    def _note_ready(self, frontend: Frontend, serving: Serving) -> None:
+    def _note_serving(self, frontend: Frontend, serving: Serving) -> None:
         self._was_ready = frontend.is_serving = True
         self._settings = replace(
             self._settings,
@@ -209,6 +204,11 @@ class Supervisor:
             http_port="off" if serving.http_port is None else serving.http_port,
             metrics_port="off" if serving.metrics_port is None else serving.metrics_port,
         )
+        if serving.engine > self._newest:
+            self._newest = serving.engine
+            for other in self._frontends.values():
+                if other is not frontend:
+                    other.tell(Newer(serving.engine))
 
     def _stop(self) -> None:
         self._is_stopping = self._engines.is_closing = True

@@ -39,7 +39,8 @@ class SupervisorLink:
     def __init__(self, control: socket.socket, on_gone: Callable[[], None]) -> None:
         self._frames = FrameSocket(control, self._receive, self._lose, takes_sockets=True)
         self._on_gone = on_gone
-        self.on_newer: Callable[[int], None] = lambda number: None
+        self.newest = 0  # the engine that another frontend serves
+        self.on_newer: Callable[[], None] = lambda: None
         self.on_report: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self._loading: deque[asyncio.Future[ConnectedEngine]] = deque()
@@ -85,8 +86,9 @@ class SupervisorLink:
             if future is not None and not future.done():
                 future.set_result(message)
         elif isinstance(message, Newer):
+            self.newest = message.number
             if not self._loading:  # what is loading is as new
-                self.on_newer(message.number)
+                self.on_newer()
         elif isinstance(message, Engine):
             self._take(ConnectedEngine(message, self._frames.received_socket()))
         elif isinstance(message, Failed):

@@ -10,6 +10,7 @@ import gc
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -62,12 +63,8 @@ async def serve(directory: Path, settings: Settings, control: socket.socket, ind
     server = Server(loader, settings, shared=_shared(link, settings, index))
     health = server.health
 
-    def follow(number: int) -> None:
-        """Another frontend has a newer engine."""
-        if 0 < loader.number < number:
-            server.reload_soon()
-
-    link.on_newer = follow
+    link.on_newer = partial(_follow, server, loader, link)
+    server.on_loaded = partial(_note_loaded, server, loader, link)
     link.on_report = lambda: server.begin(_report(server, link))
 
     def stop() -> None:
@@ -79,7 +76,9 @@ async def serve(directory: Path, settings: Settings, control: socket.socket, ind
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGHUP, server.reload_soon)
-    telling = asyncio.gather(_tell_ready(server, link), keep_notified(server.ready, is_well))
+    telling = asyncio.gather(
+        _tell_ready(server, loader, link), keep_notified(server.ready, is_well)
+    )
     try:
         await server.run()
         telling.cancel()
@@ -105,12 +104,29 @@ async def _report(server: Server, link: SupervisorLink) -> None:
     link.tell(Samples(await asyncio.to_thread(families_of, server.metrics.registry)))
 
 
-async def _tell_ready(server: Server, link: SupervisorLink) -> None:
+def _follow(server: Server, loader: SupervisedLoader, link: SupervisorLink) -> None:
+    """To the engine of another frontend, if it is newer."""
+    if 0 < loader.number < link.newest:
+        server.reload_soon()
+
+
+def _note_loaded(server: Server, loader: SupervisedLoader, link: SupervisorLink) -> None:
+    """While it loaded, it couldn't follow."""
+    if server.ready.is_set():
+        _tell_serving(server, loader, link)
+    _follow(server, loader, link)
+
+
+def _tell_serving(server: Server, loader: SupervisedLoader, link: SupervisorLink) -> None:
+    link.tell(Serving(loader.number, server.port, server.http_port, server.metrics_port))
+
+
+async def _tell_ready(server: Server, loader: SupervisedLoader, link: SupervisorLink) -> None:
     await server.ready.wait()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    link.tell(Serving(server.port, server.http_port, server.metrics_port))
+    _tell_serving(server, loader, link)
 
 
 async def _let_calls_end() -> None:

@@ -81,6 +81,7 @@ class Server:
             self.dispatcher.publish,
             self.health.note_soon,
             settings.watchdog_s,
+            self._note_model,
             self.metrics.note_restart,
             self._lose_engine,
         )
@@ -93,6 +94,7 @@ class Server:
         )
         self._probe = AcceptProbe(self.health.note_soon)
         self.metrics.watch("quill_oldest_unread_call_seconds", lambda: self._probe.age_s)
+        self.on_loaded: Callable[[], None] = lambda: None
         self.has_failed = False
         self.port = 0
         self.metrics_port: int | None = None
@@ -138,12 +140,14 @@ class Server:
     async def reload(self) -> ServedModel:
         """Serves the bundle as it is on disk now. A bad one is refused."""
         try:
-            instance = await self.reloader.reload(self._loader.reload)
+            return (await self.reloader.reload(self._loader.reload)).served
         except ReloadError as error:
             logger.error("%s", error)
             raise
-        self.metrics.set_model(instance.served.limits, instance.served.labels)
-        return instance.served
+
+    def _note_model(self, served: ServedModel) -> None:
+        self.metrics.set_model(served.limits, served.labels)
+        self.on_loaded()
 
     def reload_soon(self) -> None:
         """The same, for a signal: the log says how it went."""
@@ -223,8 +227,7 @@ class Server:
         if not loading.done():
             loading.cancel()
             return False
-        served = loading.result().served
-        self.metrics.set_model(served.limits, served.labels)
+        loading.result()
         self.dispatcher.open()
         return True
 

@@ -46,7 +46,8 @@ class Faults:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         (directory / "sitecustomize.py").write_text(CODE)
-        self.environment = {VARIABLE: str(directory), "PYTHONPATH": str(directory)}
+        paths = (str(directory), os.environ.get("PYTHONPATH", ""))
+        self.environment = {VARIABLE: str(directory), "PYTHONPATH": os.pathsep.join(paths)}
 
     def start(self, name: str) -> None:
         (self._directory / name).touch()

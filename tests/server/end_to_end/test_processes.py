@@ -1,6 +1,7 @@
 """A server's processes die, and nobody loses more than the answers that were under way."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from quill.export.bundle.manifest import MANIFEST_FILE
 from quill.protos import generation_pb2 as pb
 from quill.server.client.errors import CallError
 from quill.server.client.retry import Retries
 from quill.server.client.sync_client import Client
+from tests.bad_files import agree
+from tests.server.end_to_end.test_process import change_manifest
 from tests.server.faults import Faults
 from tests.server.process import (
     NEVER,
@@ -99,6 +103,53 @@ def test_a_reload_takes_a_new_process_and_ends_the_old_one(server: ServerProcess
     server.signal(signal.SIGHUP)
     wait_until(lambda: not is_alive(engine), "the old engine ends")
     assert ask(server) == expected
+
+
+def end_frontend(server: ServerProcess) -> None:
+    """And waits until the next one answers."""
+    before = server.frontend_pid
+    os.kill(before, signal.SIGKILL)
+    with Client(server.address, PATIENT) as client:
+        client.model(timeout_s=PATIENCE_S)
+    assert server.frontend_pid != before
+
+
+def test_a_frontend_goes_on_with_its_engine_though_the_bundle_on_disk_has_changed(
+    talker: TinyBundle, tmp_path: Path
+) -> None:
+    """Nobody reloaded it; whatever is there now may be half written."""
+    bundle = Path(shutil.copytree(talker.directory, tmp_path / "bundle"))
+    with server_process(bundle, tmp_path / "log") as server:
+        expected, engine = ask(server), server.engine_pid
+        (bundle / MANIFEST_FILE).write_text("half")
+        (bundle / "weights.fp32.bin").write_bytes(b"written")
+        end_frontend(server)
+        assert (ask(server), server.engine_pid) == (expected, engine)
+
+
+def test_a_frontend_that_finds_another_tokenizer_loads_the_bundle_that_is_there(
+    talker: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(talker.directory, tmp_path / "bundle"))
+    with server_process(bundle, tmp_path / "log") as server:
+        expected, engine = ask(server), server.engine_pid
+        tokenizer = bundle / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text() + "\n")
+        agree(tokenizer)
+        end_frontend(server)
+        wait_until(lambda: not is_alive(engine), "the old engine ends")
+        assert ask(server) == expected
+
+
+def test_metrics_describe_the_bundle_that_an_engine_was_started_again_with(
+    tiny_bundle: TinyBundle, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle.directory, tmp_path / "bundle"))
+    with server_process(bundle, tmp_path / "log") as server:
+        change_manifest(bundle, name="second")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: "the engine is back with second" in server.log, "it is back")
+        assert server.metric("quill_model_info", model="second") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
