@@ -4,6 +4,7 @@ Knows: the rules of the library `tokenizers` that insert text. Does not know: fi
 """
 
 import base64
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,18 @@ from typing import Any
 MAX_GROWTH = 64  # times: XLM-RoBERTa's rules have 36, because one ligature stands for 18 characters
 
 
-def check_growth(tokenizer: Mapping[str, Any]) -> None:
-    """ValueError: its normalizer or its decoder can make texts too long, or can't be read."""
+def read_checked(tokenizer_json: str) -> Any:
+    """What a tokenizer.json has. ValueError: its normalizer or its decoder can make texts too long,
+    or it can't be read."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        _check_growth(tokenizer)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return tokenizer
+
+
+def _check_growth(tokenizer: Mapping[str, Any]) -> None:
     for part in ("normalizer", "decoder"):
         try:
             growth = _growth(tokenizer.get(part) or {})

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from quill.model.errors import CheckpointError, ConfigError, RequestError
-from quill.tokenizer_growth import check_growth
+from quill.tokenizer_growth import read_checked
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -78,7 +78,7 @@ class Tokenizer:
     def load(cls, path: Path, special: SpecialTokens | None = None) -> "Tokenizer":
         text = _read_json(path)
         try:
-            check_growth(json.loads(text))
+            read_checked(text)
             return cls(tokenizers.Tokenizer.from_str(text), special)
         except Exception as error:  # the library raises a bare Exception for what it can't read
             raise CheckpointError(f"{path} can't be read as a tokenizer: {error}.") from error

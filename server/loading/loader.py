@@ -5,7 +5,6 @@ Knows: bundles, settings, Quill's library of operators. Does not know: ports, si
 """
 
 import asyncio
-import json
 import logging
 import subprocess
 import sys
@@ -44,7 +43,7 @@ from quill.server.machine.resources import available_bytes
 from quill.server.outputs import EngineOutputs, FailEvent
 from quill.server.request import GrammarCompiler, Limits, PoolingParams, Request
 from quill.server.settings import Settings
-from quill.tokenizer_growth import check_growth
+from quill.tokenizer_growth import read_checked
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ def open_grammars(directory: Path, manifest: Manifest) -> Compiler | None:
         return None
     try:
         tokenizer_json = (directory / manifest.tokenizer).read_text("utf-8")
-        check_growth(json.loads(tokenizer_json))
+        read_checked(tokenizer_json)
         sizes, stop_ids = manifest.sizes, manifest.stop_ids
         return Compiler(tokenizer_json, sizes.vocab_size, stop_ids)
     except ValueError as error:

@@ -7,7 +7,6 @@ anything. Only a chat template's own special tokens count. The same rule as the 
 model/data/tokenizer.py, written twice on purpose: the server imports nothing of that package.
 """
 
-import json
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ import tokenizers
 
 from quill.server.errors import StartError, StepError
 from quill.server.text.streaming import ByteDecoder, Decoder, WindowDecoder
-from quill.tokenizer_growth import check_growth
+from quill.tokenizer_growth import read_checked
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,8 @@ class Text:
 
     def __init__(self, tokenizer_json: str, bos: int | None = None, eos: int | None = None) -> None:
         """`bos` and `eos` begin and end each text that the model reads, if they are given."""
-        settings = json.loads(tokenizer_json)
-        check_growth(settings)  # first: the library normalizes added tokens when it reads them
+        # First: the library normalizes added tokens when it reads them.
+        settings = read_checked(tokenizer_json)
         self._parsing = _open(tokenizer_json)
         # The library keeps this option in the object. One object for each keeps calls independent.
         self._plain = _open(tokenizer_json)

@@ -179,11 +179,12 @@ def test_models_are_listed_with_licence_and_can_be_removed(gguf: Path, fresh_cac
     code, listed = run("models")
     assert code == 0
     assert re.search(r"smollm2-135m +93 MB +Apache-2.0 +no", listed)
-    assert re.search(r"tiny .*MB \(bundles\)", listed)
-    assert run("models", "--remove", "tiny")[0] == 0
-    code, errors = run("models", "--remove", "tiny")
+    found = re.search(r"^(/.*/bundles/tiny-\w+) .*MB", listed, re.MULTILINE)
+    assert found is not None
+    assert run("models", "--remove", found[1])[0] == 0
+    code, errors = run("models", "--remove", found[1])
     assert code == 1
-    assert "the cache has no tiny; it has nothing" in errors
+    assert "it has nothing" in errors
     assert list((fresh_cache / "bundles").iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from quill.model.data.tokenizer import Tokenizer, train_bpe
 from quill.model.errors import CheckpointError
 from quill.server.errors import StartError
 from quill.server.text.tokenizer import Text
-from quill.tokenizer_growth import check_growth
+from quill.tokenizer_growth import read_checked
 from tests.turns import NEVER_S, num_turns_of_others
 
 TEXT = Text(train_bpe(["the cat sat on the mat"] * 3, 280)._json)
@@ -80,7 +80,7 @@ def test_a_tokenizer_whose_rules_multiply_texts_is_refused(
     with pytest.raises(CheckpointError, match="times as long; at most 64 times is allowed"):
         Tokenizer.load(path)
     with pytest.raises(ValueError, match="of its decoder can"):
-        check_growth({"decoder": {"type": "Sequence", "decoders": rules}})
+        read_checked(json.dumps({"decoder": {"type": "Sequence", "decoders": rules}}))
 
 
 def test_rules_of_common_tokenizers_are_allowed() -> None:
@@ -88,4 +88,6 @@ def test_rules_of_common_tokenizers_are_allowed() -> None:
     xlm_roberta = [precompiled("صلى الله عليه وسلم"), replace(" ", Regex=" {2,}")]
     albert = [replace('"', String="``"), replace('"', String="''"), {"type": "NFKD"}]
     for rules in (llama, xlm_roberta, albert, [*albert, *xlm_roberta]):
-        check_growth({"normalizer": {"type": "Sequence", "normalizers": rules}, "decoder": None})
+        read_checked(
+            json.dumps({"normalizer": {"type": "Sequence", "normalizers": rules}, "decoder": None})
+        )
