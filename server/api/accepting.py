@@ -123,16 +123,21 @@ class _Core(_core.AioServer):  # type: ignore[misc]
         self._accepted.put(_Accepted(name, state, place), left_s)
 
     def _start_some(self) -> None:
-        """Once a turn, while calls wait."""
+        """Once a turn, while calls wait. A bug that one call meets doesn't keep the others waiting."""
+        try:
+            self._reject_late()
+            for _ in range(min(MAX_STARTS, len(self._accepted))):
+                self._start(self._accepted.take_newest())
+        finally:
+            if self._accepted:
+                self._own_loop.call_soon(self._start_some)
+
+    def _reject_late(self) -> None:
         for name, state, place in self._accepted.take_late():
             self._interceptor.free(place)
             handler = self._interceptor.reject_late(name, self._context(state))
             if handler is not None:
                 self._reject(name, state, handler)
-        for _ in range(min(MAX_STARTS, len(self._accepted))):
-            self._start(self._accepted.take_newest())
-        if self._accepted:
-            self._own_loop.call_soon(self._start_some)
 
     def _context(self, state: Any) -> Any:
         return _core._ServicerContext(state, None, None, self._own_loop)

@@ -178,7 +178,7 @@ class AsyncEndpointPool:
         while not self.is_closed:
             try:
                 servers, problem = await async_resolve(name), ""
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # the latter: a label that no host can have
                 servers, problem = (), str(error)
             with self._lock:
                 if servers:

@@ -179,7 +179,7 @@ class EndpointPool:
         while not self.is_closed:
             try:
                 servers, problem = resolve(name), ""
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # the latter: a label that no host can have
                 servers, problem = (), str(error)
             with self._lock:
                 if servers:

@@ -278,6 +278,14 @@ def test_dns_name_is_resolved_again(
         assert home_of(client, "abc") == second.address
 
 
+def test_dns_name_that_no_host_can_have_is_named(make_client: MakeClient) -> None:
+    with (
+        make_client("quill+dns://a..b:1", NEVER) as client,
+        pytest.raises(CallError, match="label"),
+    ):
+        client.generate("a", timeout_s=TIMEOUT_S)
+
+
 def test_dns_name_of_this_machine(make_client: MakeClient) -> None:
     with running_server() as running:
         address = f"quill+dns://localhost:{running.server.port}"
