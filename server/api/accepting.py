@@ -123,7 +123,7 @@ class _Core(_core.AioServer):  # type: ignore[misc]
         self._accepted.put(_Accepted(name, state, place), left_s)
 
     def _start_some(self) -> None:
-        """Once a turn, while calls wait. A bug that one call meets doesn't keep the others waiting."""
+        """Once a turn, while calls wait, also if one of them meets a bug."""
         try:
             self._reject_late()
             for _ in range(min(MAX_STARTS, len(self._accepted))):
