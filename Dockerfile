@@ -9,7 +9,7 @@ WORKDIR /build
 COPY requirements-serve.txt ./
 RUN python -m venv /opt/quill \
     && /opt/quill/bin/pip install --no-cache-dir --require-hashes -r requirements-serve.txt
-COPY pyproject.toml README.md LICENSE __init__.py __main__.py cache.py client.py json_records.py pins.py tokenizer_growth.py ./
+COPY pyproject.toml README.md LICENSE __init__.py __main__.py cache.py client.py command_table.py json_records.py pins.py tokenizer_growth.py ./
 COPY model ./model
 COPY export ./export
 COPY server ./server
