@@ -6,7 +6,6 @@ Ray reads its environment when it is imported, here and in every process that it
 module imports Ray only when a cluster starts.
 """
 
-import contextlib
 import io
 import logging
 import os
@@ -131,14 +130,14 @@ def is_serving(plan: Plan) -> bool:
 
 
 def stop(at_once: threading.Event) -> None:
-    """Replicas finish their calls, until `at_once`."""
+    """Replicas finish their calls, until `at_once`.
+
+    Deletes without a thread: `serve.delete` alone would wait and poll. Ray ends the whole process,
+    with exit code 1, when a thread calls it while `ray.shutdown` runs.
+    """
     from ray import serve
 
-    def delete() -> None:
-        with contextlib.suppress(Exception):  # it waits a minute at most, and needs Ray
-            serve.delete(APPLICATION)
-
-    threading.Thread(target=delete, daemon=True).start()
+    serve.delete(APPLICATION, _blocking=False)
     while not at_once.wait(POLL_S):
         if serve.status().applications.get(APPLICATION) is None:
             return
