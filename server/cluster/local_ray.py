@@ -12,8 +12,7 @@ import os
 import re
 import secrets
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -129,8 +128,8 @@ def is_serving(plan: Plan) -> bool:
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def stop(at_once: threading.Event) -> None:
-    """Replicas finish their calls, until `at_once`.
+def stop(wait_for_abort: Callable[[float], bool]) -> None:
+    """Replicas finish their calls, unless `wait_for_abort` says that they shall not.
 
     Deletes without a thread: `serve.delete` alone would wait and poll. Ray ends the whole process,
     with exit code 1, when a thread calls it while `ray.shutdown` runs.
@@ -138,6 +137,6 @@ def stop(at_once: threading.Event) -> None:
     from ray import serve
 
     serve.delete(APPLICATION, _blocking=False)
-    while not at_once.wait(POLL_S):
+    while not wait_for_abort(POLL_S):
         if serve.status().applications.get(APPLICATION) is None:
             return

@@ -39,7 +39,7 @@ with local_ray(pickle.loads(bytes.fromhex(sys.argv[1]))):
     serve.start(proxy_location="Disabled")
     serve.run_many([target])
     before = {*threading.enumerate()}
-    stop(threading.Event())
+    stop(threading.Event().wait)
     print(sorted(each.name for each in {*threading.enumerate()} - before))
 """
 
