@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import socket
-import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from quill.export.bundle.manifest import read_manifest
 from quill.server.auth.key_file import read_keys
@@ -47,29 +48,27 @@ def up(args: argparse.Namespace) -> None:
     plan = read_plan(args, threads=threads, kv_cache_mb=kv_cache_mb, one_machine=True)
     check_exposure(plan, args.insecure)
     lines = lines_to_type(plan)
-    stopping, at_once, reloading = threading.Event(), threading.Event(), threading.Event()
-    _stop_on_signals(stopping, at_once)
-    signal.signal(signal.SIGHUP, lambda *_: reloading.set())
+    signals = Signals()
+    signals.listen()
     print("Starting Ray: about ten seconds. Ctrl-C ends everything.", flush=True)
     with local_ray.local_ray(plan, DASHBOARD_PORT if args.dashboard else None):
-        _stop_on_signals(stopping, at_once)  # again: Ray has replaced the handlers
+        signals.listen()  # again: Ray has replaced the handlers
         local_ray.deploy(plan)
-        shown = _wait(plan, stopping)
-        if stopping.is_set():
+        shown = _wait(plan, signals)
+        if signals.num_stops:
             return
         print(f"Serving at {plan.args.frontend}. Now type:")
         print(*(f"  {line}" for line in lines), sep="\n", flush=True)
-        while not stopping.wait(POLL_S):
+        while not signals.wait_for_stop(1, POLL_S):
             shown = _show(local_ray.progress(), shown)
-            if reloading.is_set():
-                reloading.clear()
+            if signals.take_reload():
                 try:
                     _reload_all()
                     print(RELOADED, flush=True)
                 except ReloadError as error:  # the cluster goes on
                     print(error, flush=True)
         print("Stopping: running calls finish first; a second signal ends them.", flush=True)
-        local_ray.stop(at_once)
+        local_ray.stop(lambda timeout_s: signals.wait_for_stop(2, timeout_s))
 
 
 def config(args: argparse.Namespace) -> None:
@@ -144,22 +143,46 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _stop_on_signals(stopping: threading.Event, at_once: threading.Event) -> None:
-    """The first signal stops gracefully, the second at once."""
+class Signals:
+    """SIGINT and SIGTERM: the first stops gracefully, the second at once. SIGHUP reloads.
 
-    def handle(*_: object) -> None:
-        if stopping.is_set():
-            at_once.set()
-        stopping.set()
+    A handler runs in the thread that waits, at any instruction of its waiting. An Event takes a
+    lock that isn't reentrant, so `set` could wait for its own caller; a SimpleQueue's `put` can't.
+    """
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+    def __init__(self) -> None:
+        self._received: SimpleQueue[int] = SimpleQueue()
+        self._is_reload = False
+        self.num_stops = 0
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._received.put(number))
+
+    def wait_for_stop(self, number: int, timeout_s: float) -> bool:
+        """For the first, or the second. A SIGHUP ends the waiting, too."""
+        with suppress(Empty):
+            if self.num_stops < number:
+                self._note(self._received.get(timeout=timeout_s))
+            while True:
+                self._note(self._received.get_nowait())
+        return self.num_stops >= number
+
+    def take_reload(self) -> bool:
+        taken, self._is_reload = self._is_reload, False
+        return taken
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._is_reload = True
+        else:
+            self.num_stops += 1
 
 
-def _wait(plan: Plan, stopping: threading.Event) -> str:
+def _wait(plan: Plan, signals: Signals) -> str:
     """Until the first replicas serve. Returns the last line shown."""
     shown = ""
-    while not stopping.wait(POLL_S):
+    while not signals.wait_for_stop(1, POLL_S):
         found = local_ray.progress()
         shown = _show(found, shown)
         if found.state == "RUNNING" and local_ray.is_serving(plan):

@@ -6,15 +6,13 @@ Ray reads its environment when it is imported, here and in every process that it
 module imports Ray only when a cluster starts.
 """
 
-import contextlib
 import io
 import logging
 import os
 import re
 import secrets
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -130,15 +128,15 @@ def is_serving(plan: Plan) -> bool:
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def stop(at_once: threading.Event) -> None:
-    """Replicas finish their calls, until `at_once`."""
+def stop(wait_for_abort: Callable[[float], bool]) -> None:
+    """Replicas finish their calls, unless `wait_for_abort` says that they shall not.
+
+    Deletes without a thread: `serve.delete` alone would wait and poll. Ray ends the whole process,
+    with exit code 1, when a thread calls it while `ray.shutdown` runs.
+    """
     from ray import serve
 
-    def delete() -> None:
-        with contextlib.suppress(Exception):  # it waits a minute at most, and needs Ray
-            serve.delete(APPLICATION)
-
-    threading.Thread(target=delete, daemon=True).start()
-    while not at_once.wait(POLL_S):
+    serve.delete(APPLICATION, _blocking=False)
+    while not wait_for_abort(POLL_S):
         if serve.status().applications.get(APPLICATION) is None:
             return

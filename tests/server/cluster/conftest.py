@@ -23,7 +23,7 @@ LIMITS: dict[str, dict[str, int | bool]] = {
     "admin": {"admin": True},
     "calls": {"requests_per_minute": 30},  # a burst of five
     "two": {"max_concurrent": 2},
-    "tokens": {"tokens_per_minute": 600},  # a burst of a hundred
+    "tokens": {"tokens_per_minute": 60},  # a burst of ten
 }
 
 

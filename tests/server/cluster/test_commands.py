@@ -1,16 +1,20 @@
 """`quill cluster` before Ray starts: an error is one line, a printed command can be typed."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 
 from quill.__main__ import build_parser, main
 from quill.server.auth.key_file import add_key
-from quill.server.cluster.commands import lines_to_type
+from quill.server.cluster.commands import Signals, lines_to_type
 from quill.server.cluster.local_ray import own_error
 from quill.server.cluster.plan import read_plan
 from tests.server.cluster.running_cluster import free_port
@@ -96,3 +100,47 @@ def test_error_of_a_replica_is_found_in_the_message_of_ray() -> None:
     )
     assert own_error(message) == "--context is too much"
     assert own_error("Out of memory.") == "Out of memory."
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signals = Signals()
+    signals.listen()
+    yield signals
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_first_signal_stops_and_the_second_aborts_and_sighup_reloads_once(signals: Signals) -> None:
+    assert not signals.wait_for_stop(1, 0.0)
+    signal.raise_signal(signal.SIGHUP)
+    assert not signals.wait_for_stop(1, 60.0)
+    assert (signals.take_reload(), signals.take_reload()) == (True, False)
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.wait_for_stop(1, 60.0)
+    assert not signals.wait_for_stop(2, 0.0)
+    signal.raise_signal(signal.SIGINT)
+    assert signals.wait_for_stop(2, 60.0)
+
+
+@pytest.mark.timeout(60)
+def test_signals_at_any_line_of_the_waiting_block_nothing(signals: Signals) -> None:
+    """In the thread that waits, as Python runs handlers. An Event waited for its own lock."""
+    before, seen = sys.gettrace(), set[tuple[CodeType, int]]()
+
+    def interrupt(frame: FrameType, *_: object) -> Any:
+        if (line := (frame.f_code, frame.f_lineno)) not in seen:
+            seen.add(line)
+            signal.raise_signal(signal.SIGINT)
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        stopped = signals.wait_for_stop(2, 60.0)
+    finally:
+        sys.settrace(before)
+    assert stopped
+    signals.wait_for_stop(1, 0.0)
+    assert signals.num_stops == len(seen)
