@@ -13,23 +13,16 @@ import importlib.metadata
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from quill.cache import cache_directory, cache_lock
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.errors import BundleError, ExportError
-from quill.export.operators.library import library_path, operators_are_fast
+from quill.export.operators.library import operators_are_fast
 from quill.export.precisions import ALL_PRECISIONS, Precision
+from quill.export.version import exporter_version
 from quill.model.sources.hashes import remember, sha256_of
 from quill.model.sources.kinds import Source, content_hash, find_source
-
-ROOT = Path(__file__).parents[2]
-EXPORTER = (  # what decides over a bundle's bytes
-    *("export/bundle", "export/graph", "export/quantize", "export/verify", "export/*.py"),
-    *("model/checkpoint", "model/data/sentencepiece.py", "model/data/tokenizer.py"),
-    *("model/importers", "model/network"),
-)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -107,21 +100,8 @@ def _key(source: Source, args: argparse.Namespace) -> str:
     except OSError as error:
         raise ExportError(f"can't read --text {args.text}: {error.strerror}") from error
     options = [args.precision, args.verify, text, operators_are_fast()]
-    parts = [content_hash(source), exporter_version(), json.dumps(options)]
+    parts = [content_hash(source), exporter_version(), _onnxruntime_version(), json.dumps(options)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def exporter_version() -> str:
-    """Of the code that makes bundles and computes with them."""
-    digest = hashlib.sha256(library_path().name.encode())
-    for path in _sources():
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return f"{digest.hexdigest()[:16]} {_onnxruntime_version()}"
-
-
-def _sources() -> Iterator[Path]:
-    for pattern in EXPORTER:
-        yield from sorted(ROOT.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py"))
 
 
 def _onnxruntime_version() -> str:
