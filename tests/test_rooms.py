@@ -68,7 +68,7 @@ WITHIN = {
         "graph": "quantize bundle",
         "verify": "quantize bundle operators",
         "exportability": "quantize graph operators",
-        "pipeline": "exportability quantize graph verify bundle",
+        "pipeline": "exportability quantize graph verify bundle version",
         "convert": "graph",
         "cli": "exportability pipeline verify quantize bundle operators version",
         "commands": "",
