@@ -120,9 +120,13 @@ def read_huggingface(directory: Path) -> Checkpoint:
     )
     kept, tensors = mxfp4_names(source), with_values(source)
     layout = _layout(config, tensors, settings, str(directory))
+    weights = _weights(tensors, config, layout, directory)
+    if sentence.max_tokens is not None and sentence.max_tokens < config.context:
+        config = replace(config, context=sentence.max_tokens)
+        weights = _shortened(weights, config)
     return Checkpoint(
         config=config,
-        weights=_weights(tensors, config, layout, directory),
+        weights=weights,
         tokenizer=text.tokenizer,
         special_tokens=text.special_tokens,
         prepend_bos=text.prepend_bos,
@@ -198,6 +202,16 @@ def _weights(source: Tensors, config: ModelConfig, layout: Layout, directory: Pa
             for name, whole in wholes.items()
         }
     )
+
+
+def _shortened(weights: Tensors, config: ModelConfig) -> Tensors:
+    """Without the positions beyond the context."""
+    name = "position_embedding.weight"
+    if name not in weights:
+        return weights
+    shape, dtype, read = weights.entries[name]
+    first = LazyTensor((config.context, *shape[1:]), dtype, lambda: read()[: config.context])
+    return Tensors({**weights.entries, name: first})
 
 
 def _copies(config: ModelConfig, layout: Layout) -> dict[str, str]:
