@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import IO
 
 _ROOT = Path(__file__).parent
 _SHARED = ("cache.py", "json_records.py", "tokenizer_growth.py")  # which packages import
@@ -24,15 +25,32 @@ def cache_directory() -> Path:
 @contextlib.contextmanager
 def cache_lock(name: str) -> Iterator[None]:
     """One process at a time. The kernel releases the lock of a process that is killed."""
-    path = cache_directory() / "locks" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with _lock_file(name) as file:
+        if not _locks_at_once(file):
             print(f"Waiting: another process prepares {name}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def free_cache_lock(name: str) -> Iterator[bool]:
+    """The same without waiting: whether no other process has the lock."""
+    with _lock_file(name) as file:
+        yield _locks_at_once(file)
+
+
+def _lock_file(name: str) -> IO[str]:
+    path = cache_directory() / "locks" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w")
+
+
+def _locks_at_once(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def code_hash(packages: Collection[str], without: Collection[str]) -> str:
