@@ -145,7 +145,9 @@ def _scaling(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rotary_scaling
     if scaling is None or scaling.kind == "llama3":  # that is a table
         return {}
-    values: dict[str, Any] = {"type": scaling.kind, "factor": scaling.factor}
+    values: dict[str, Any] = {"type": scaling.kind}
+    if scaling.kind != "longrope":  # llama.cpp would stretch by it besides its tables
+        values["factor"] = scaling.factor
     if scaling.kind != "linear":
         values["original_context_length"] = scaling.original_context
     if scaling.kind == "yarn":

@@ -50,6 +50,7 @@ from quill.model.importers.tensor_layout import (
 )
 from quill.model.network.config import ModelConfig
 
+ADAPTER = "adapter_config.json"  # PEFT's; transformers applies it by itself
 # Tables that older versions stored beside the weights; everybody computes them now.
 _TABLES = re.compile(
     r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight"
@@ -65,6 +66,11 @@ _TIED = (
 
 def read_settings(directory: Path) -> TypedValues:
     directory = read_sentence(directory).model or directory
+    if (directory / ADAPTER).exists():
+        raise UnsupportedError(
+            f"{directory} has an adapter ({ADAPTER}), without which the model computes something "
+            "else. Merge it into the weights (PEFT's merge_and_unload), or remove the file"
+        )
     values = read_json(directory / "config.json")
     if not values:
         kind = "an empty" if (directory / "config.json").exists() else "no"
@@ -175,15 +181,13 @@ def _check_tensors(source: Tensors, config: ModelConfig, layout: Layout, directo
 def _weights(source: Tensors, config: ModelConfig, layout: Layout, directory: Path) -> Tensors:
     _check_tensors(source, config, layout, directory)
     banned: list[int] = []
-    if config.family == "seq2seq":
+    if config.family != "encoder":
         generation = read_json(directory / "generation_config.json")
         banned = list(banned_tokens(generation, config))
 
     def join(name: str, read: Callable[[str], Tensor]) -> Tensor:
         tensor = _joined(layout[name], read)
-        if config.family != "seq2seq":
-            return tensor
-        if name == "output_bias":
+        if name == "output_bias" and config.family != "encoder":
             tensor = tensor.flatten()
             tensor[banned] = BANNED
         return in_our_order(name, tensor) if config.positions == "sinusoidal" else tensor

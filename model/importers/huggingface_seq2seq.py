@@ -51,6 +51,7 @@ _T5_ACTIVATIONS: dict[str, Activation] = {
     "gated-gelu": "geglu",
     "gated-silu": "swiglu",
 }
+_OTHERS_BANNED = ("suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 BANNED = -1e4  # the bias of a token that is never generated; float16 can represent it
 
 # Whose inputs, and whose outputs, are the model's columns.
@@ -278,8 +279,13 @@ def _order(d_model: int) -> Tensor:
 def banned_tokens(generation: dict[str, Any], config: ModelConfig) -> Iterable[int]:
     """The single tokens that the author forbids, such as padding."""
     words, vocab_size = generation.get("bad_words_ids") or [], config.vocab_size
-    if words and not config.output_bias:
-        raise UnsupportedError("the model has bad_words_ids; Quill knows those of Marian and BART")
+    others = [name for name in _OTHERS_BANNED if generation.get(name)]
+    if others or (words and not config.output_bias):
+        raise UnsupportedError(
+            f"the model's generation_config.json has {(*others, 'bad_words_ids')[0]}; Quill knows "
+            "bad_words_ids of networks with a bias of the output, such as Marian. Take it out: "
+            "then no token is banned"
+        )
     for word in words if isinstance(words, list) else []:
         is_token = isinstance(word, list) and len(word) == 1 and type(word[0]) is int
         if not is_token or not 0 <= word[0] < vocab_size:
