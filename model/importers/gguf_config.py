@@ -14,7 +14,7 @@ import torch
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.gguf_file import GgufFile
-from quill.model.importers.gguf_tensors import decode_rows
+from quill.model.importers.gguf_tensors import Source, decode
 from quill.model.importers.huggingface_config import CONV, FULL, SLIDING
 from quill.model.importers.huggingface_decoders import DECODERS
 from quill.model.importers.tensor_layout import LlamaNames
@@ -395,7 +395,7 @@ def _rotary_scaling(file: GgufFile, prefix: str, head_size: int, base: float) ->
 def _numbers(file: GgufFile, name: str) -> list[float]:
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} lacks {name}")
-    values = decode_rows(file.rows(name), file.tensors[name].kind, name).values
+    values = decode(Source(file.rows(name), file.tensors[name].kind, name))
     return [float(value) for value in values.flatten()]
 
 
