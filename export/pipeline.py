@@ -38,6 +38,7 @@ from quill.export.verify.encoder_verifier import EncoderVerifier
 from quill.export.verify.held_out import held_out
 from quill.export.verify.recipe import Stage, can_calibrate, find_recipe
 from quill.export.verify.verifier import Candidate, Tick, Verifier, check_default
+from quill.export.version import exporter_version
 from quill.model.checkpoint.atomic import atomic_directory
 from quill.model.checkpoint.checkpoint import Checkpoint
 from quill.model.network.networks import make_network
@@ -243,6 +244,7 @@ def describe(name: str, checkpoint: Checkpoint) -> Manifest:
         name=str(checkpoint.provenance.get("name", name)),
         family=checkpoint.config.family,
         onnxruntime=onnxruntime.__version__,
+        exporter=exporter_version(),
         sizes=describe_sizes(checkpoint),
         special_tokens=SpecialTokens(**asdict(checkpoint.special_tokens)),
         prepend_bos=checkpoint.prepend_bos,

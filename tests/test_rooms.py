@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quill.cache import code_of
+from quill.export.version import NOT_EXPORTER
+from quill.model.importers.import_weights import NOT_IMPORTER
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "export", "server", "protos", "loadtest")
 MAX_MODULES = 15  # in one folder: more can't be seen at a glance
@@ -59,13 +63,14 @@ WITHIN = {
     "export": {
         "bundle": "",
         "operators": "",
+        "version": "operators",
         "quantize": "operators",
         "graph": "quantize bundle",
         "verify": "quantize bundle operators",
         "exportability": "quantize graph operators",
-        "pipeline": "exportability quantize graph verify bundle",
+        "pipeline": "exportability quantize graph verify bundle version",
         "convert": "graph",
-        "cli": "exportability pipeline verify quantize bundle operators",
+        "cli": "exportability pipeline verify quantize bundle operators version",
         "commands": "",
     },
     "model": {
@@ -202,6 +207,32 @@ def test_a_serving_package_never_imports_torch(package: str) -> None:
     for path in source_files(package):
         if path.as_posix() not in PEERS:
             assert "torch" not in {name.partition(".")[0] for name in imported(path)}, path
+
+
+def needed(start: str) -> set[str]:
+    """The modules that a module imports, at the top or inside a function, and that those do."""
+    found, left = set[str](), [start]
+    while left:
+        if (path := left.pop()) not in found:
+            found.add(path)
+            places = [f"{place}.py" for place in own_imports(Path(path))]
+            left += [place for place in places if (ROOT / place).exists()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "packages", "without"),
+    [
+        ("model/importers/import_weights.py", ("model",), NOT_IMPORTER),
+        ("export/cli/export.py", ("export", "model"), NOT_EXPORTER),
+    ],
+)
+def test_the_hash_of_the_code_that_makes_something_forgets_no_module_of_it(
+    start: str, packages: tuple[str, ...], without: tuple[str, ...]
+) -> None:
+    assert needed(start) <= set(map(str, code_of(packages, without)))
+    for path in without:
+        assert (ROOT / path).exists(), f"{path} is gone: leave it out"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)

@@ -45,6 +45,12 @@ def check_addable(out: Path, existing: Manifest, new: Manifest) -> None:
             f"{new.onnxruntime}: one bundle is verified with one version. Export it again without "
             "--add"
         )
+    if existing.exporter != new.exporter:
+        raise BundleError(
+            f"{out} was made by another version of Quill's exporter, so nothing can be added to "
+            "it: one bundle comes from one version. Export it again without --add, with all that "
+            f"it shall have: --precision {','.join(existing.precisions)},…"
+        )
     names = [each.name for each in fields(Manifest) if each.name not in _MAY_DIFFER]
     different = [name for name in names if getattr(existing, name) != getattr(new, name)]
     if different:

@@ -170,6 +170,7 @@ class Manifest:
     name: str
     family: Family
     onnxruntime: str  # the version that the graphs were verified with
+    exporter: str | None = None  # a hash of the code that made it; None: it wasn't recorded yet
     sizes: Sizes
     special_tokens: SpecialTokens
     prepend_bos: bool  # whether a text begins with bos

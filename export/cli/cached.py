@@ -8,28 +8,29 @@ the operators' sources and ONNX Runtime's version. Whatever changes, another bun
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from quill.cache import cache_directory, cache_lock
+from quill.cache import cache_directory, cache_lock, free_cache_lock
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.errors import BundleError, ExportError
-from quill.export.operators.library import library_path, operators_are_fast
+from quill.export.operators.library import operators_are_fast
 from quill.export.precisions import ALL_PRECISIONS, Precision
+from quill.export.version import exporter_version
 from quill.model.sources.hashes import remember, sha256_of
 from quill.model.sources.kinds import Source, content_hash, find_source
 
-ROOT = Path(__file__).parents[2]
-EXPORTER = (  # what decides over a bundle's bytes
-    *("export/bundle", "export/graph", "export/quantize", "export/verify", "export/*.py"),
-    *("model/checkpoint", "model/data/sentencepiece.py", "model/data/tokenizer.py"),
-    *("model/importers", "model/network"),
-)
+MAX_LEFTOVER_AGE_S = 7 * 24 * 3600
+_LEFTOVER = re.compile(r"\.(?P<label>.+)-(?P<key>[0-9a-f]{16})\.(parts|.+\.part)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,10 +66,38 @@ def bundles_directory() -> Path:
     return cache_directory() / "bundles"
 
 
+class Leftover(NamedTuple):
+    """What an export left in the cache that was killed, or goes on."""
+
+    path: Path
+    label: str
+    key: str
+
+    @property
+    def is_old(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - self.path.stat().st_mtime > MAX_LEFTOVER_AGE_S
+        return False
+
+    def remove(self) -> bool:
+        """Whether it could be: an export that goes on has the lock of its bundle."""
+        with free_cache_lock(self.key) as is_free:
+            if is_free:
+                shutil.rmtree(self.path, ignore_errors=True)
+            return is_free
+
+
+def leftovers() -> Iterator[Leftover]:
+    for path in sorted(bundles_directory().glob(".*")):
+        if found := _LEFTOVER.fullmatch(path.name):
+            yield Leftover(path, found["label"], found["key"])
+
+
 def cached_bundle(source: Source, args: argparse.Namespace) -> Path:
     """The bundle's directory. It is made if it isn't there, is damaged, or its source changed."""
     key = _key(source, args)
-    name = f"{source.label.replace('/', '--')}-{key}"
+    source_label = source.label.replace("/", "--")
+    name = f"{source_label}-{key}"
     # The same content may have been given by another name.
     with cache_lock(key):
         bundle = next(bundles_directory().glob(f"*-{key}"), bundles_directory() / name)
@@ -79,8 +108,12 @@ def cached_bundle(source: Source, args: argparse.Namespace) -> Path:
             "next start takes seconds."
         )
         shutil.rmtree(bundle, ignore_errors=True)
-        for leftover in bundle.parent.glob(f".{bundle.name}.*.part"):  # of a killed process
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in leftovers():
+            # What was quantized for this very bundle is used again.
+            if leftover.key == key and leftover.path.suffix != ".parts":
+                shutil.rmtree(leftover.path, ignore_errors=True)
+            elif leftover.key != key and (leftover.label == source_label or leftover.is_old):
+                leftover.remove()
         from quill.export.cli.export import export
 
         export(source, bundle, args, name=source.label)
@@ -107,21 +140,8 @@ def _key(source: Source, args: argparse.Namespace) -> str:
     except OSError as error:
         raise ExportError(f"can't read --text {args.text}: {error.strerror}") from error
     options = [args.precision, args.verify, text, operators_are_fast()]
-    parts = [content_hash(source), exporter_version(), json.dumps(options)]
+    parts = [content_hash(source), exporter_version(), _onnxruntime_version(), json.dumps(options)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def exporter_version() -> str:
-    """Of the code that makes bundles and computes with them."""
-    digest = hashlib.sha256(library_path().name.encode())
-    for path in _sources():
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return f"{digest.hexdigest()[:16]} {_onnxruntime_version()}"
-
-
-def _sources() -> Iterator[Path]:
-    for pattern in EXPORTER:
-        yield from sorted(ROOT.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py"))
 
 
 def _onnxruntime_version() -> str:

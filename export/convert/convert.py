@@ -15,7 +15,7 @@ from quill.export.convert.huggingface import write_huggingface
 from quill.export.convert.onnx_directory import write_onnx
 from quill.export.errors import ExportError
 from quill.model.checkpoint.checkpoint import Checkpoint
-from quill.model.importers.gguf_config import architecture_of
+from quill.model.importers.gguf_config import NOMIC, architecture_of
 from quill.model.importers.gguf_file import GgufFile
 from quill.model.importers.huggingface_directory import read_settings
 from quill.model.importers.import_weights import open_checkpoint
@@ -74,6 +74,8 @@ def _architecture(source: Source) -> str | None:
         return None
     path = locate(source)
     if path.is_file():
-        return architecture_of(GgufFile(path)).huggingface
+        file = GgufFile(path)
+        is_nomic = file.metadata.get("general.architecture") == NOMIC
+        return "NomicBertModel" if is_nomic else architecture_of(file).huggingface
     (architecture,) = read_settings(path).texts("architectures")
     return architecture

@@ -24,9 +24,11 @@ from torch import Tensor
 from quill.export.convert.gguf_vocabulary import check_vocabulary, vocabulary_metadata
 from quill.export.convert.huggingface_settings import (
     Found,
+    check_writable,
     described,
     different,
     find_architectures,
+    instead,
 )
 from quill.export.convert.parts import restored, rows_of_parts, separate_all, separated
 from quill.export.errors import UnsupportedModelError
@@ -99,14 +101,15 @@ def write_gguf(out: Path, checkpoint: Checkpoint, preferred: str | None) -> str:
 def _find_architecture(
     config: ModelConfig, preferred: str | None
 ) -> tuple[str, Architecture, Found]:
+    check_writable(config, preferred)
     rows = [*ARCHITECTURES.items(), ("llama", MIXTRAL), ("olmo2", OLMO3)]
     for found in find_architectures(config, preferred):
         for name, row in rows:
             if row.huggingface == found.architecture and not different(found.config, config):
                 return name, row, found
     raise UnsupportedModelError(
-        f"no GGUF architecture that Quill knows computes this {described(config)}; there are "
-        f"{', '.join(ARCHITECTURES)}. Convert it to transformers or onnx"
+        f"no GGUF architecture that Quill writes computes this {described(config)}; it writes "
+        f"{', '.join(ARCHITECTURES)}. {instead(config)}"
     )
 
 
@@ -142,7 +145,9 @@ def _scaling(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rotary_scaling
     if scaling is None or scaling.kind == "llama3":  # that is a table
         return {}
-    values: dict[str, Any] = {"type": scaling.kind, "factor": scaling.factor}
+    values: dict[str, Any] = {"type": scaling.kind}
+    if scaling.kind != "longrope":  # llama.cpp would stretch by it besides its tables
+        values["factor"] = scaling.factor
     if scaling.kind != "linear":
         values["original_context_length"] = scaling.original_context
     if scaling.kind == "yarn":

@@ -39,11 +39,12 @@ _PARTIAL_ROTARY = {"GPTNeoX", "Phi", "Phi3", "StableLm"}
 
 
 # Those that Quill imports and can't write: the network has fewer rows of positions than BART's
-# files, and other spellings of a bias by distance and of classes aren't known here.
+# files, and other spellings of a bias by distance and of classes aren't known here. Nomic's encoder
+# is read out of GGUF alone.
 ONE_WAY = frozenset(
     name
-    for name in ARCHITECTURES
-    if name.startswith(("Bart", "T5", "MT5", "MPNet")) or name.endswith("Classification")
+    for name in (*ARCHITECTURES, "NomicBertModel")
+    if name.startswith(("Bart", "T5", "MT5", "MPNet", "Nomic")) or name.endswith("Classification")
 )
 
 
@@ -70,17 +71,29 @@ class _Recorded(dict[str, Any]):
 
 def find_architecture(config: ModelConfig, preferred: str | None = None) -> Found:
     """`preferred`: the source's own, where several compute the same."""
-    if preferred in ONE_WAY:
-        raise UnsupportedModelError(
-            f"Quill imports {preferred} and can't write it yet. Serve it with Quill: quill serve "
-            "SOURCE"
-        )
+    check_writable(config, preferred)
     for found in find_architectures(config, preferred):
         return found
     raise UnsupportedModelError(
-        f"transformers has no architecture that computes this {described(config)}. "
-        f"{_nearest(config)}Serve it with Quill: quill serve SOURCE"
+        f"no architecture of transformers that Quill writes computes this {described(config)}. "
+        f"{_nearest(config)}{instead(config)}"
     )
+
+
+def check_writable(config: ModelConfig, preferred: str | None) -> None:
+    if preferred in ONE_WAY:
+        raise UnsupportedModelError(
+            f"Quill imports {preferred}, and can write it with --to onnx only. Or serve it with "
+            "Quill: quill serve SOURCE"
+        )
+
+
+def instead(config: ModelConfig) -> str:
+    """What can be done with a network that a format doesn't have."""
+    targets = ["transformers"] if any(True for _ in find_architectures(config)) else []
+    targets += ["onnx"] if config.recurrence is None else []
+    convert = f"Convert it with --to {' or '.join(targets)}, or serve" if targets else "Serve"
+    return f"{convert} it with Quill: quill serve SOURCE"
 
 
 def find_architectures(config: ModelConfig, preferred: str | None = None) -> Iterator[Found]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quill.model.network.experts import ExpertFeedForward, expert_weights, router_scores
-from quill.model.network.latent import LatentAttention
+from quill.model.network.latent import LatentAttention, SplitLatentAttention
 from quill.model.network.layers import EncoderLayer, ShortConvolution
 
 # R tokens of all sequences · E experts · F feed-forward size of an expert · D model size
@@ -64,38 +64,27 @@ class AllExperts(nn.Module):
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
-class StandardLatentAttention(LatentAttention):
-    """With the matrices of each head taken apart."""
+class StandardHeadLinear(nn.Module):
+    """A matrix for each head."""
 
-    keys_NIO: Tensor
-    values_NIO: Tensor
+    weight_NIO: Tensor
 
-    def __init__(self, of: LatentAttention) -> None:
-        nn.Module.__init__(self)
-        self.sizes, self.num_heads = of.sizes, of.num_heads
-        for name, child in of.named_children():
-            if name != "up":
-                setattr(self, name, child)
-        self.register_buffer("keys_NIO", of.key_NUC.detach().contiguous())
-        self.register_buffer("values_NIO", of.value_NCV.detach().contiguous())
+    def __init__(self, weight_NIO: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight_NIO", weight_NIO.detach().contiguous())
 
-    def into_latent(self, nope_BTE: Tensor) -> Tensor:
-        return _by_head(nope_BTE, self.keys_NIO)
-
-    def out_of_latent(self, attended_BTE: Tensor) -> Tensor:
-        return _by_head(attended_BTE, self.values_NIO)
-
-
-def _by_head(x_BTE: Tensor, weight_NIO: Tensor) -> Tensor:
-    heads_BNTI = torch.unflatten(x_BTE, -1, (len(weight_NIO), -1)).transpose(1, 2)
-    return (heads_BNTI @ weight_NIO).transpose(1, 2).flatten(2)
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        heads_BNTI = torch.unflatten(x_BTE, -1, (len(self.weight_NIO), -1)).transpose(1, 2)
+        return (heads_BNTI @ self.weight_NIO).transpose(1, 2).flatten(2)
 
 
 def use_standard_layers(layer: EncoderLayer) -> None:
     """Swaps a layer's matrices, in place. Experts, latent attention and convolutions must have
     their numbers."""
     if isinstance(layer.attention, LatentAttention):
-        layer.attention = StandardLatentAttention(layer.attention)
+        of = layer.attention
+        keys, values = StandardHeadLinear(of.key_NUC), StandardHeadLinear(of.value_NCV)
+        layer.attention = SplitLatentAttention(of, keys, values)
     if isinstance(layer.attention, ShortConvolution):
         kernel_D1L = layer.attention.kernel_DL.detach().unsqueeze(1).contiguous()
         layer.attention.kernel_DL = nn.Parameter(kernel_D1L, requires_grad=False)

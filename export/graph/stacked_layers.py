@@ -24,7 +24,7 @@ from quill.export.quantize.quill_layout import (
 from quill.model.checkpoint.quantized_weight import Rows, in_order
 from quill.model.network.attention import AttentionImplementation
 from quill.model.network.experts import ExpertFeedForward
-from quill.model.network.latent import LatentAttention
+from quill.model.network.latent import LatentAttention, SplitLatentAttention
 from quill.model.network.layers import EncoderLayer, ShortConvolution
 
 # N outputs of all experts or heads · I inputs of one · E experts · D model size
@@ -118,26 +118,6 @@ class CustomHeadLinear(nn.Module):
         return emit("quill::HeadLinear", [x, self.records], attributes, shape)[0]
 
 
-class CustomLatentAttention(LatentAttention):
-    """With custom operators for the projections into and out of the latent."""
-
-    def __init__(self, of: LatentAttention) -> None:
-        nn.Module.__init__(self)
-        self.sizes, self.num_heads = of.sizes, of.num_heads
-        for name, child in of.named_children():
-            if name != "up":
-                setattr(self, name, child)
-        self.keys, self.values = CustomHeadLinear(of.key_NUC), CustomHeadLinear(of.value_NCV)
-
-    def into_latent(self, nope: Tensor) -> Tensor:
-        x: Tensor = self.keys(nope)
-        return x
-
-    def out_of_latent(self, found: Tensor) -> Tensor:
-        x: Tensor = self.values(found)
-        return x
-
-
 class CustomShortConvolution(ShortConvolution):
     """With its weights in the operator's order."""
 
@@ -169,7 +149,9 @@ def stack_operators(name: str, layer: EncoderLayer, weights: Weights | None = No
     if isinstance(layer.attention, ShortConvolution):
         layer.attention = CustomShortConvolution(layer.attention)
     if isinstance(layer.attention, LatentAttention):
-        layer.attention = CustomLatentAttention(layer.attention)
+        of = layer.attention
+        keys, values = CustomHeadLinear(of.key_NUC), CustomHeadLinear(of.value_NCV)
+        layer.attention = SplitLatentAttention(of, keys, values)
     if isinstance(layer.feed_forward, ExpertFeedForward):
         up, down = (
             None if weights is None else weights[f"{name}.feed_forward.{part}.weight"]

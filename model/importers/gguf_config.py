@@ -14,7 +14,7 @@ import torch
 from quill.model.checkpoint.typed_values import TypedValues
 from quill.model.errors import CheckpointError, UnsupportedError
 from quill.model.importers.gguf_file import GgufFile
-from quill.model.importers.gguf_tensors import decode_rows
+from quill.model.importers.gguf_tensors import Source, decode
 from quill.model.importers.huggingface_config import CONV, FULL, SLIDING
 from quill.model.importers.huggingface_decoders import DECODERS
 from quill.model.importers.tensor_layout import LlamaNames
@@ -79,6 +79,7 @@ _READ_HERE = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "tensor_data_layout"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
     *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    "attention.causal",
 }
 
 
@@ -246,6 +247,11 @@ def read_settings(file: GgufFile, architecture: Architecture) -> TypedValues:
     """The file's settings under the names that config.json has for them."""
     metadata, prefix = file.metadata, file.metadata.text("general.architecture") + "."
     _check_names(metadata, prefix, {*NEEDED, *OPTIONAL, *_READ_HERE, *architecture.settings})
+    if not metadata.flag(prefix + "attention.causal", True):
+        raise UnsupportedError(
+            f"the GGUF file has {prefix}attention.causal false: its tokens see those behind them, "
+            "and Quill's decoders don't"
+        )
     values: dict[str, Any] = {**architecture.fixed, "tie_word_embeddings": _is_tied(file)}
     values |= {name: True for tensor, name in architecture.has.items() if tensor in file.tensors}
     values |= {name: metadata.integer(prefix + theirs) for theirs, name in NEEDED.items()}
@@ -348,15 +354,22 @@ def _rotary(
 
 def _rotary_scaling(file: GgufFile, prefix: str, head_size: int, base: float) -> dict[str, Any]:
     metadata = file.metadata
-    kind = metadata.text(prefix + "rope.scaling.type", "none")
+    # As in llama.cpp: a factor without a type stretches, and with the type none it doesn't.
+    kind = metadata.text(prefix + "rope.scaling.type", "linear")
     old_factor = metadata.number(prefix + "rope.scale_linear", 1.0)
-    factor = metadata.number(prefix + "rope.scaling.factor", old_factor)
+    factor = metadata.number(prefix + "rope.scaling.factor", old_factor) or 1.0
     original = {
         "original_max_position_embeddings": metadata.integer(
             prefix + "rope.scaling.original_context_length",
             metadata.integer(prefix + "context_length"),
         )
     }
+    tables = [name for name in (LONG_FACTORS, ROTARY_FACTORS) if name in file.tensors]
+    if tables and factor != 1.0 and kind != "none":
+        raise UnsupportedError(
+            f"the GGUF file stretches rotary positions by {tables[0]} and by the factor "
+            f"{factor:g}; Quill knows one of them only"
+        )
     if LONG_FACTORS in file.tensors:
         names = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
         longrope: dict[str, Any] = {name: _numbers(file, each) for name, each in names.items()}
@@ -376,14 +389,13 @@ def _rotary_scaling(file: GgufFile, prefix: str, head_size: int, base: float) ->
         )
     if ROTARY_FACTORS in file.tensors:
         return _llama3_scaling(file, head_size, base)
-    stretches = factor != 1.0 and (kind == "linear" or old_factor != 1.0)
-    return {"rope_type": "linear", "factor": factor} if stretches else {}
+    return {} if kind == "none" or factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
 def _numbers(file: GgufFile, name: str) -> list[float]:
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} lacks {name}")
-    values = decode_rows(file.rows(name), file.tensors[name].kind, name).values
+    values = decode(Source(file.rows(name), file.tensors[name].kind, name))
     return [float(value) for value in values.flatten()]
 
 

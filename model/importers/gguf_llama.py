@@ -26,7 +26,7 @@ from quill.model.importers.gguf_config import (
     read_config,
 )
 from quill.model.importers.gguf_file import GgufFile
-from quill.model.importers.gguf_tensors import KEPT, Source, decode_rows, decode_stack
+from quill.model.importers.gguf_tensors import KEPT, Source, decode, keep
 from quill.model.importers.gguf_tokenizer import read_vocabulary
 from quill.model.importers.tensor_layout import (
     Layout,
@@ -135,9 +135,7 @@ def _quantized(file: GgufFile, parts: list[Part]) -> QuantizedWeight:
     sources = _sources(file, parts)
     for source in sources:
         _check_scales(source)
-    weight = decode_stack(sources).quantized
-    assert weight is not None
-    return weight
+    return keep(sources)
 
 
 def _check_scales(source: Source) -> None:
@@ -174,8 +172,8 @@ def _values(file: GgufFile, parts: list[Part]) -> LazyTensor:
 
 def _decoded(sources: list[Source], num_dimensions: int) -> Tensor:
     if num_dimensions > 1:
-        return decode_stack(sources).values
-    return torch.cat([decode_rows(*source).values.flatten() for source in sources])
+        return decode(*sources)
+    return torch.cat([decode(source).flatten() for source in sources])
 
 
 def _sources(file: GgufFile, parts: list[Part]) -> list[Source]:

@@ -4,9 +4,7 @@ Knows: which block formats Quill keeps as they are; for the others, the `gguf` p
 Does not know: which tensor is which.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import gguf
@@ -31,35 +29,18 @@ class Source(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A tensor in float32, or as its source had it if that is one of the kinds that are kept."""
-
-    floats: Tensor | None
-    quantized: QuantizedWeight | None = None
-
-    @functools.cached_property
-    def values(self) -> Tensor:
-        """In float32."""
-        if self.floats is not None:
-            return self.floats
-        assert self.quantized is not None
-        return self.quantized.dequantize()
+def keep(sources: Sequence[Source]) -> QuantizedWeight:
+    """Tensors of one width as one matrix, row after row, as the source has them. All are of kinds
+    that are kept, even of several."""
+    return stack_rows([Rows(KEPT[source.kind], source.raw_N) for source in sources])
 
 
-def decode_rows(raw_N: Raw, kind: Any, name: str) -> Weight:
-    """The numbers in raw rows of one kind."""
-    return decode_stack([Source(raw_N, kind, name)])
-
-
-def decode_stack(sources: Sequence[Source]) -> Weight:
-    """Tensors of one width as one matrix, row after row. If all are of kinds that are kept, even of
-    several, nothing is decoded."""
+def decode(*sources: Source) -> Tensor:
+    """The same in float32, of any kinds."""
     if all(source.kind in KEPT for source in sources):
-        parts = [Rows(KEPT[source.kind], source.raw_N) for source in sources]
-        return Weight(None, stack_rows(parts))
+        return keep(sources).dequantize()
     values_NI = np.concatenate([_dequantize(source) for source in sources])
-    return Weight(torch.from_numpy(np.require(values_NI, np.float32, ["C", "W"])))
+    return torch.from_numpy(np.require(values_NI, np.float32, ["C", "W"]))
 
 
 def _dequantize(source: Source) -> Any:

@@ -50,6 +50,7 @@ from quill.model.importers.tensor_layout import (
 )
 from quill.model.network.config import ModelConfig
 
+ADAPTER = "adapter_config.json"  # PEFT's; transformers applies it by itself
 # Tables that older versions stored beside the weights; everybody computes them now.
 _TABLES = re.compile(
     r"(\.rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias)|\.embed_positions\.weight"
@@ -65,6 +66,11 @@ _TIED = (
 
 def read_settings(directory: Path) -> TypedValues:
     directory = read_sentence(directory).model or directory
+    if (directory / ADAPTER).exists():
+        raise UnsupportedError(
+            f"{directory} has an adapter ({ADAPTER}), without which the model computes something "
+            "else. Merge it into the weights (PEFT's merge_and_unload), or remove the file"
+        )
     values = read_json(directory / "config.json")
     if not values:
         kind = "an empty" if (directory / "config.json").exists() else "no"
@@ -120,9 +126,13 @@ def read_huggingface(directory: Path) -> Checkpoint:
     )
     kept, tensors = mxfp4_names(source), with_values(source)
     layout = _layout(config, tensors, settings, str(directory))
+    weights = _weights(tensors, config, layout, directory)
+    if sentence.max_tokens is not None and sentence.max_tokens < config.context:
+        config = replace(config, context=sentence.max_tokens)
+        weights = _shortened(weights, config)
     return Checkpoint(
         config=config,
-        weights=_weights(tensors, config, layout, directory),
+        weights=weights,
         tokenizer=text.tokenizer,
         special_tokens=text.special_tokens,
         prepend_bos=text.prepend_bos,
@@ -171,15 +181,13 @@ def _check_tensors(source: Tensors, config: ModelConfig, layout: Layout, directo
 def _weights(source: Tensors, config: ModelConfig, layout: Layout, directory: Path) -> Tensors:
     _check_tensors(source, config, layout, directory)
     banned: list[int] = []
-    if config.family == "seq2seq":
+    if config.family != "encoder":
         generation = read_json(directory / "generation_config.json")
         banned = list(banned_tokens(generation, config))
 
     def join(name: str, read: Callable[[str], Tensor]) -> Tensor:
         tensor = _joined(layout[name], read)
-        if config.family != "seq2seq":
-            return tensor
-        if name == "output_bias":
+        if name == "output_bias" and config.family != "encoder":
             tensor = tensor.flatten()
             tensor[banned] = BANNED
         return in_our_order(name, tensor) if config.positions == "sinusoidal" else tensor
@@ -198,6 +206,16 @@ def _weights(source: Tensors, config: ModelConfig, layout: Layout, directory: Pa
             for name, whole in wholes.items()
         }
     )
+
+
+def _shortened(weights: Tensors, config: ModelConfig) -> Tensors:
+    """Without the positions beyond the context."""
+    name = "position_embedding.weight"
+    if name not in weights:
+        return weights
+    shape, dtype, read = weights.entries[name]
+    first = LazyTensor((config.context, *shape[1:]), dtype, lambda: read()[: config.context])
+    return Tensors({**weights.entries, name: first})
 
 
 def _copies(config: ModelConfig, layout: Layout) -> dict[str, str]:

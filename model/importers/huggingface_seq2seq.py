@@ -51,6 +51,7 @@ _T5_ACTIVATIONS: dict[str, Activation] = {
     "gated-gelu": "geglu",
     "gated-silu": "swiglu",
 }
+_OTHERS_BANNED = ("suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 BANNED = -1e4  # the bias of a token that is never generated; float16 can represent it
 
 # Whose inputs, and whose outputs, are the model's columns.
@@ -170,32 +171,23 @@ def _t5_layout(config: ModelConfig, settings: TypedValues) -> Layout:
 
 
 def _t5_layer(config: ModelConfig, theirs: str, has_cross: bool) -> Layout:
-    d_model, d_ff = config.d_model, config.d_ff
-    width, last = config.num_heads * config.head_size, 2 if has_cross else 1
-    dense = f"{last}.DenseReluDense"
-    up = ["wi_0", "wi_1"] if config.activation in GATED else ["wi"]
-    own, cross = "0.SelfAttention", "1.EncDecAttention"
-    matrices = {
-        "attention.qkv": ([f"{own}.{each}" for each in "qkv"], (width, d_model)),
-        "attention.out": ([f"{own}.o"], (d_model, width)),
-        "feed_forward.up": ([f"{dense}.{each}" for each in up], (d_ff, d_model)),
-        "feed_forward.down": ([f"{dense}.wo"], (d_model, d_ff)),
-    }
-    norms = {"attention": 0, "feed_forward": last}
-    if has_cross:
-        matrices |= {
-            "cross.query": ([f"{cross}.q"], (width, d_model)),
-            "cross.key_value": ([f"{cross}.{each}" for each in "kv"], (width, d_model)),
-            "cross.out": ([f"{cross}.o"], (d_model, width)),
-        }
-        norms["cross"] = 1
-    layer = {
-        f"{name}.weight": [Part(f"{theirs}.{each}.weight", shape) for each in sources]
-        for name, (sources, shape) in matrices.items()
-    }
-    for name, place in norms.items():
-        norm = Part(f"{theirs}.{place}.layer_norm.weight", (d_model,))
-        layer[f"{name}_residual.norm.weight"] = [norm]
+    """BART's by other names, and without biases."""
+    last = 2 if has_cross else 1
+    norms = {"self_attn": 0, "encoder_attn": 1, "final": last}
+    names = {f"{bart}_layer_norm": f"{place}.layer_norm" for bart, place in norms.items()}
+    names |= {f"fc{i}": f"{last}.DenseReluDense.w{side}" for i, side in ((1, "i"), (2, "o"))}
+    for bart, t5 in (("self_attn", "0.SelfAttention"), ("encoder_attn", "1.EncDecAttention")):
+        names |= {f"{bart}.{each}_proj": f"{t5}.{each[0]}" for each in ("q", "k", "v", "out")}
+
+    def renamed(part: Part) -> Part:
+        return part._replace(name=f"{theirs}.{names[part.name.removesuffix('.weight')]}.weight")
+
+    barts = {name: parts for name, parts in _layer(config, has_cross).items() if "bias" not in name}
+    layer = {name: [renamed(part) for part in parts] for name, parts in barts.items()}
+    if config.activation in GATED:
+        (up,) = layer["feed_forward.up.weight"]
+        ups = [up._replace(name=up.name.replace(".wi.", f".wi_{i}.")) for i in (0, 1)]
+        layer["feed_forward.up.weight"] = ups
     return layer
 
 
@@ -218,12 +210,14 @@ def _paper_layout(config: ModelConfig) -> Layout:
             norm = f"model.{side}.layernorm_embedding"
             layout |= layer_norm(f"{own}embedding_norm", norm, d_model)
         for index in range(num_layers):
-            layer = _layer(config, f"model.{side}.layers.{index}", has_cross=side == "decoder")
-            layout |= {f"{side}.{index}.{name}": parts for name, parts in layer.items()}
+            theirs = f"model.{side}.layers.{index}"
+            for name, parts in _layer(config, has_cross=side == "decoder").items():
+                named = [part._replace(name=f"{theirs}.{part.name}") for part in parts]
+                layout[f"{side}.{index}.{name}"] = named
     return layout
 
 
-def _layer(config: ModelConfig, theirs: str, has_cross: bool) -> Layout:
+def _layer(config: ModelConfig, has_cross: bool) -> Layout:
     d_model, d_ff = config.d_model, config.d_ff
     width = config.num_heads * config.head_size
     linears = {
@@ -242,9 +236,9 @@ def _layer(config: ModelConfig, theirs: str, has_cross: bool) -> Layout:
         norms["cross"] = "encoder_attn_layer_norm"
     layer: Layout = {}
     for name, (sources, shape) in linears.items():
-        layer |= linear(name, [f"{theirs}.{each}" for each in sources], shape)
+        layer |= linear(name, sources, shape)
     for name, source in norms.items():
-        layer |= layer_norm(f"{name}_residual.norm", f"{theirs}.{source}", d_model)
+        layer |= layer_norm(f"{name}_residual.norm", source, d_model)
     return layer
 
 
@@ -278,8 +272,13 @@ def _order(d_model: int) -> Tensor:
 def banned_tokens(generation: dict[str, Any], config: ModelConfig) -> Iterable[int]:
     """The single tokens that the author forbids, such as padding."""
     words, vocab_size = generation.get("bad_words_ids") or [], config.vocab_size
-    if words and not config.output_bias:
-        raise UnsupportedError("the model has bad_words_ids; Quill knows those of Marian and BART")
+    others = [name for name in _OTHERS_BANNED if generation.get(name)]
+    if others or (words and not config.output_bias):
+        raise UnsupportedError(
+            f"the model's generation_config.json has {(*others, 'bad_words_ids')[0]}; Quill knows "
+            "bad_words_ids of networks with a bias of the output, such as Marian. Take it out: "
+            "then no token is banned"
+        )
     for word in words if isinstance(words, list) else []:
         is_token = isinstance(word, list) and len(word) == 1 and type(word[0]) is int
         if not is_token or not 0 <= word[0] < vocab_size:

@@ -30,8 +30,12 @@ _WITHIN = {
     "max_new_tokens": (1, 1 << 31),
 }
 
-
 MODULES = "modules.json"
+# Of sentence-transformers' module Transformer, by kinds of models; it reads the first.
+_SENTENCE_FILES = [
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
 _POOLINGS: dict[str, Pooling] = {
     "cls_token": "first",
     "cls": "first",
@@ -227,6 +231,7 @@ class Sentence:
     pooling: Pooling | None = None
     normalize: bool = False
     model: Path | None = None  # where the model's own files are; None: the directory isn't such
+    max_tokens: int | None = None  # where sentence-transformers cuts texts off; None: unsaid
 
 
 def read_sentence(directory: Path) -> Sentence:
@@ -240,8 +245,23 @@ def read_sentence(directory: Path) -> Sentence:
             "Pooling, then Normalize or nothing"
         )
     model, pooling = (directory / path for _, path in modules[:2])
-    _refuse_changed_texts(directory, model)
-    return Sentence(_pooling(pooling / "config.json"), kinds[-1] == "Normalize", model)
+    files = [path for name in _SENTENCE_FILES if (path := model / name).exists()]
+    settings = TypedValues(read_json(files[0]) if files else {}, str(files[0]) if files else "")
+    _refuse_changed_texts(directory, model, settings)
+    max_tokens = _max_tokens(settings, read_json(model / "tokenizer_config.json"))
+    normalize = kinds[-1] == "Normalize"
+    return Sentence(_pooling(pooling / "config.json"), normalize, model, max_tokens)
+
+
+def _max_tokens(settings: TypedValues, tokenizer_config: dict[str, Any]) -> int | None:
+    """With the tokens around a text."""
+    if settings.get("max_seq_length") is not None:
+        max_tokens = settings.integer("max_seq_length")
+        if max_tokens < 1:
+            raise CheckpointError(f"max_seq_length is {max_tokens}; it must be positive")
+        return max_tokens
+    found = tokenizer_config.get("model_max_length")  # 1e30 where there is no limit
+    return found if type(found) is int and found > 0 else None
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
@@ -279,7 +299,7 @@ def _pooling(path: Path) -> Pooling:
     return _POOLINGS[chosen[0]]
 
 
-def _refuse_changed_texts(directory: Path, model: Path) -> None:
+def _refuse_changed_texts(directory: Path, model: Path, settings: TypedValues) -> None:
     """What their library does to a text before its tokenizer sees it."""
     prompt = read_json(directory / "config_sentence_transformers.json").get("default_prompt_name")
     if prompt is not None:
@@ -287,10 +307,10 @@ def _refuse_changed_texts(directory: Path, model: Path) -> None:
             f"the model puts its prompt {prompt!r} before every text (default_prompt_name in "
             "config_sentence_transformers.json); Quill takes texts as they are"
         )
-    lowers = read_json(model / "sentence_bert_config.json").get("do_lower_case", False)
+    lowers = settings.flag("do_lower_case", False)
     normalizer: Any = read_json(model / "tokenizer.json").get("normalizer")
     if lowers and '"lowercase": true' not in json.dumps(normalizer):
         raise UnsupportedError(
             "the model's texts are put into lower case before its tokenizer reads them "
-            "(do_lower_case in sentence_bert_config.json); Quill takes texts as they are"
+            "(do_lower_case of its Transformer); Quill takes texts as they are"
         )

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quill.cache import cache_directory
+from quill.cache import cache_directory, code_hash
 from quill.model.checkpoint.checkpoint import (
     CONFIG_FILE,
     QUANTIZED_FILE,
@@ -38,6 +38,11 @@ from quill.model.sources.kinds import Source, content, find_source, locate
 
 T = TypeVar("T")
 _OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, QUANTIZED_FILE, TOKENIZER_FILE}
+# An import depends on all of the package `model` but these.
+NOT_IMPORTER = (
+    *("model/benchmarks", "model/commands.py", "model/evaluation", "model/reference"),
+    "model/training",
+)
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,21 @@ def run(args: argparse.Namespace) -> None:
         )
     out = args.out or _default_out(source)
     weights = find_weights(source)
-    existing = _existing_hashes(out)
-    if existing == weights.sha256 and not args.force:
-        print(f"{out} holds this import already; --force makes it anew")
-        return
+    importer = code_hash(("model",), NOT_IMPORTER)
+    existing = _existing_provenance(out)
     if existing is not None and not args.force:
-        raise CheckpointError(
-            f"{out} holds another checkpoint, or a damaged one; give --out a new directory, or "
-            "--force to replace it"
-        )
+        if existing.get("sha256", {}) != weights.sha256:
+            raise CheckpointError(
+                f"{out} holds another checkpoint, or a damaged one; give --out a new directory, or "
+                "--force to replace it"
+            )
+        if existing.get("importer") == importer:
+            print(f"{out} holds this import already; --force makes it anew")
+            return
+        print(f"{out} holds this import by another version of Quill: it is made anew")
     checkpoint = _read(weights, source)
-    _write(out, checkpoint)
+    provenance = checkpoint.provenance | {"importer": importer}
+    _write(out, replace(checkpoint, provenance=provenance))
     _report(args.source, out, checkpoint)
 
 
@@ -122,8 +131,8 @@ def _sha256(paths: list[Path], directory: Path) -> dict[str, str]:
         raise CheckpointError(f"can't read the weights: {error}") from error
 
 
-def _existing_hashes(out: Path) -> dict[str, str] | None:
-    """What the import that stands at `out` was made from; None if nothing stands there.
+def _existing_provenance(out: Path) -> dict[str, Any] | None:
+    """What the import that stands at `out` was made from and by; None if nothing stands there.
 
     Only an import may be replaced: never a training run, never a user's own files.
     """
@@ -134,9 +143,8 @@ def _existing_hashes(out: Path) -> dict[str, str] | None:
         return None
     if not names <= _OWN_FILES or not _is_checkpoint(out):
         raise CheckpointError(f"{out} holds something else; give --out a new directory")
-    provenance = read_description(out).get("provenance", {})
-    hashes: dict[str, str] = provenance.get("sha256", {}) if WEIGHTS_FILE in names else {}
-    return hashes
+    provenance: dict[str, Any] = read_description(out).get("provenance", {})
+    return provenance if WEIGHTS_FILE in names else {}
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -81,3 +81,23 @@ class LatentAttention(nn.Module):
     def _parts(self) -> tuple[Tensor, ...]:
         of_heads = torch.unflatten(self.up.weight, 0, (self.num_heads, -1))
         return torch.split(of_heads, [self.sizes.nope_size, self.sizes.value_size], dim=1)
+
+
+class SplitLatentAttention(LatentAttention):
+    """The same with a module for each of the two matrices in `up`, whose numbers it was made of."""
+
+    def __init__(self, of: LatentAttention, keys: nn.Module, values: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.sizes, self.num_heads = of.sizes, of.num_heads
+        for name, child in of.named_children():
+            if name != "up":
+                setattr(self, name, child)
+        self.keys, self.values = keys, values
+
+    def into_latent(self, nope_BTE: Tensor) -> Tensor:
+        x_BTE: Tensor = self.keys(nope_BTE)
+        return x_BTE
+
+    def out_of_latent(self, attended_BTE: Tensor) -> Tensor:
+        x_BTE: Tensor = self.values(attended_BTE)
+        return x_BTE

@@ -86,6 +86,8 @@ def test_another_checkpoint_is_refused_and_nothing_changes(
     [
         ("onnxruntime", "1.0.0", r"verified with ONNX Runtime 1\.0\.0, and this is"),
         ("weights_sha256", None, "made by an older version of Quill"),
+        ("exporter", "0123456789abcdef", "another version of Quill's exporter.* --precision fp32"),
+        ("exporter", None, "another version of Quill's exporter"),
     ],
 )
 def test_a_bundle_of_another_version_is_refused(

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
+import torch
 
 from quill.__main__ import main
 from quill.export.convert.convert import TARGETS
@@ -10,6 +13,7 @@ from quill.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from quill.model.importers.import_weights import open_checkpoint
 from tests.export.tiny import make_checkpoint
 from tests.model.huggingface_models import saved
+from tests.model.importers.test_gguf_architectures import NOMIC_TOKENS, nomic
 from tests.model.successors import made
 from tests.tiny_networks import LLAMA
 
@@ -40,6 +44,29 @@ def test_the_source_s_architecture_is_kept(
     saved(made("Mistral", sliding_window=None), tmp_path / "in")  # a Llama by another name
     assert convert(tmp_path / "in", "transformers", tmp_path / "out") == 0
     assert "MistralForCausalLM" in capsys.readouterr().out
+
+
+def test_nomics_encoder_goes_out_as_onnx_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = nomic(tmp_path / "nomic.gguf")
+    for target in ("transformers", "gguf"):
+        assert convert(file.path, target, tmp_path / "out") == 2
+        words = "Quill imports NomicBertModel, and can write it with --to onnx only."
+        assert words in capsys.readouterr().err
+    assert convert(file.path, "onnx", tmp_path / "out") == 0
+    assert not (tmp_path / "out/config.json").exists()
+    graph = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
+    ids_BT = torch.randint(1, len(NOMIC_TOKENS), (2, 30), generator=torch.Generator())
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[1, 17:] = 0
+    with torch.inference_mode():
+        expected_BTD = theirs(ids_BT, attention_mask=mask_BT).last_hidden_state
+    feeds = {"input_ids": ids_BT, "attention_mask": mask_BT, "token_type_ids": 0 * ids_BT}
+    (found_BTD,) = graph.run(None, {name: each.numpy() for name, each in feeds.items()})
+    for text, length in enumerate((30, 17)):
+        expected_TD = expected_BTD[text, :length].numpy()
+        np.testing.assert_allclose(found_BTD[text, :length], expected_TD, atol=1e-5)
 
 
 @pytest.mark.parametrize(

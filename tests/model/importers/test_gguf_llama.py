@@ -154,6 +154,24 @@ def test_an_output_matrix_equal_to_the_embedding_is_tied(make_gguf: MakeGguf) ->
     assert "projection.weight" not in checkpoint.weights
 
 
+@pytest.mark.parametrize(
+    ("scaling", "factor"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0),
+        ({"scaling.factor": 4.0}, 4.0),
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        ({"scaling.type": "none", "scale_linear": 4.0}, None),
+    ],
+)
+def test_a_factor_stretches_unless_the_type_is_none_as_in_llama_cpp(
+    make_gguf: MakeGguf, scaling: dict[str, Any], factor: float | None
+) -> None:
+    path = make_gguf({f"llama.rope.{name}": value for name, value in scaling.items()})
+    found = read_gguf(GgufFile(path)).config.rotary_scaling
+    assert (None if found is None else found.factor) == factor
+
+
 def test_linear_rotary_scaling_is_read(make_gguf: MakeGguf) -> None:
     path = make_gguf({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
@@ -193,6 +211,9 @@ def test_other_rotary_factors_are_refused(make_gguf: MakeGguf) -> None:
     factors = np.linspace(1, 8, TINY.head_size // 2, dtype=np.float32)
     with pytest.raises(UnsupportedError, match="rope_freqs"):
         read_gguf(GgufFile(make_gguf(tensors={"rope_freqs.weight": factors})))
+    twice = make_gguf({"llama.rope.scaling.factor": 2.0}, {"rope_freqs.weight": factors})
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight and by the factor 2; Quill"):
+        read_gguf(GgufFile(twice))
 
 
 def test_fused_parts_are_carried_in_their_kinds_unless_one_is_in_full_precision(
@@ -228,7 +249,8 @@ def test_fused_rows_are_queries_keys_values_un_permuted_and_gate_value(make_gguf
 
 
 def test_a_setting_that_is_switched_off_is_no_matter(make_gguf: MakeGguf) -> None:
-    assert read_gguf(GgufFile(make_gguf({"llama.expert_count": 0}))).config.num_layers == 2
+    for metadata in ({"llama.expert_count": 0}, {"llama.attention.causal": True}):
+        assert read_gguf(GgufFile(make_gguf(metadata))).config.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -237,6 +259,7 @@ def test_a_setting_that_is_switched_off_is_no_matter(make_gguf: MakeGguf) -> Non
         ({"llama.expert_count": 8, "llama.expert_shared_count": 1}, r"llama\.expert_shared_count"),
         ({"llama.attention.sliding_window": 4096}, r"llama\.attention\.sliding_window"),
         ({"llama.logit_scale": 0.5}, r"llama\.logit_scale"),
+        ({"llama.attention.causal": False}, r"attention\.causal false"),
         ({"llama.rope.scaling.type": "dynamic"}, "'dynamic'"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8"),
         ({"llama.attention.value_length": 8}, "value_length 8"),

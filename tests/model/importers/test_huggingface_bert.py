@@ -264,6 +264,45 @@ def test_texts_that_are_changed_before_they_are_read_are_refused(tmp_path: Path)
         read_huggingface(directory)
 
 
+@pytest.mark.parametrize(
+    ("file", "settings", "context"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 24}, 24),
+        ("sentence_roberta_config.json", {"max_seq_length": 24}, 24),
+        ("sentence_bert_config.json", {"max_seq_length": 4000}, 64),
+        ("sentence_bert_config.json", {"max_seq_length": None}, 64),
+        ("tokenizer_config.json", {"model_max_length": 24}, 24),
+        ("tokenizer_config.json", {"model_max_length": int(1e30)}, 64),
+    ],
+)
+def test_the_context_is_where_sentence_transformers_cuts_texts_off(
+    tmp_path: Path, file: str, settings: dict[str, Any], context: int
+) -> None:
+    directory = sentence_directory(
+        tmp_path / "theirs", "Transformer", "Pooling", pooling_mode_mean_tokens=True
+    )
+    whole = read_huggingface(directory)
+    (directory / file).write_text(json.dumps(settings))
+    save_checkpoint(tmp_path / "ours", read_huggingface(directory))
+    checkpoint = load_checkpoint(tmp_path / "ours")
+    assert (whole.config.context, checkpoint.config.context) == (64, context)
+    ids_BT = torch.randint(300, (1, context), generator=torch.Generator())
+    found, expected = checkpoint.build(), whole.build()
+    assert isinstance(found, Transformer)
+    assert isinstance(expected, Transformer)
+    with torch.inference_mode():
+        assert torch.equal(found.hidden_states(ids_BT), expected.hidden_states(ids_BT))
+
+
+def test_a_limit_that_lets_no_token_through_is_refused(tmp_path: Path) -> None:
+    directory = sentence_directory(
+        tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True
+    )
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 0}')
+    with pytest.raises(CheckpointError, match="max_seq_length is 0; it must be positive"):
+        read_huggingface(directory)
+
+
 def test_modules_stay_inside_the_directory(tmp_path: Path) -> None:
     sentence_directory(tmp_path, "Transformer", "Pooling")
     path = tmp_path / "modules.json"

@@ -93,6 +93,23 @@ def test_an_unsupported_setting_is_named(
         read_huggingface(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "settings", "message"),
+    [
+        ("adapter_config.json", {"peft_type": "LORA"}, "has an adapter .*merge_and_unload"),
+        ("generation_config.json", {"bad_words_ids": [[5]]}, "has bad_words_ids; .* Take it out"),
+        ("generation_config.json", {"suppress_tokens": [5]}, "has suppress_tokens; "),
+        ("generation_config.json", {"sequence_bias": [[[5], -9.0]]}, "has sequence_bias; "),
+    ],
+)
+def test_a_file_that_would_change_answers_is_named(
+    tmp_path: Path, file: str, settings: dict[str, Any], message: str
+) -> None:
+    (saved(llama(), tmp_path) / file).write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedError, match=message):
+        read_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize(("make", "changes", "message"), INVALID)
 def test_a_setting_that_is_invalid_or_does_not_fit_the_tensors_is_named(
     tmp_path: Path, make: Callable[[], Any], changes: dict[str, Any], message: str

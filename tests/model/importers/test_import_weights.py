@@ -116,6 +116,26 @@ def test_another_import_is_replaced_only_by_force(
     assert load_checkpoint(out).provenance["name"] == "new"
 
 
+def test_an_import_by_other_code_is_made_anew(
+    make_gguf: MakeGguf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, out = make_gguf(), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("quill.model.importers.import_weights.code_hash", lambda *_: "older")
+        assert run(path, "--out", out) == 0
+    before = (out / "model.safetensors").stat().st_ino
+    assert run(path, "--out", out) == 0
+    assert "another version of Quill: it is made anew" in capsys.readouterr().out
+    after = (out / "model.safetensors").stat().st_ino
+    assert after != before
+    assert run(path, "--out", out) == 0
+    assert "holds this import already" in capsys.readouterr().out
+    assert (out / "model.safetensors").stat().st_ino == after
+
+
 def save_llama(directory: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
     config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64)
