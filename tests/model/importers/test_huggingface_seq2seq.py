@@ -58,7 +58,7 @@ def test_logits_of_t5_and_bart_are_those_of_transformers(tmp_path: Path, name: s
         expected = theirs(source, attention_mask=mask.long(), decoder_input_ids=target).logits
         found = ours(target, ours.encode(source, mask))
     assert expected.std() > 0.1
-    assert (found - expected).abs().max() < TOLERANCE
+    assert (found - expected).abs().max() < TOLERANCE * expected.std(), "float32 rounds relatively"
 
 
 def test_special_tokens_and_greedy_default_come_along(tmp_path: Path) -> None:
