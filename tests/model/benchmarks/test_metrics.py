@@ -6,7 +6,6 @@ import pytest
 
 from quill.model.benchmarks.metrics import (
     Likelihood,
-    code_of,
     cut,
     is_number_right,
     judge_choice,
@@ -81,19 +80,6 @@ def test_means_of_samples_have_a_bootstrap_interval_that_is_the_same_each_time()
 )
 def test_the_last_number_counts(text: str, expected: str, is_right: bool) -> None:
     assert is_number_right(text, expected) == is_right
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("Here:\n```python\nx = 1\n```\nand\n```\ny\n```", "x = 1"),
-        ("```\nx = 1\n```", "x = 1"),
-        ("```py\nx = 1", "x = 1"),  # cut off
-        ("x = 1", "x = 1"),
-    ],
-)
-def test_the_first_code_block_is_the_program(text: str, code: str) -> None:
-    assert code_of(text) == code
 
 
 def test_a_text_ends_at_its_first_stop_string() -> None:
