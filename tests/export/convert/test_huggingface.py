@@ -100,7 +100,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
 
 def test_every_architecture_comes_back() -> None:
     compared = {type(make()).__name__ for make in MODELS.values()}
-    assert compared | ONE_WAY == set(ARCHITECTURES)
+    assert compared == {*ARCHITECTURES} - ONE_WAY, "Nomic comes from GGUF alone"
 
 
 def our_outputs(checkpoint: Checkpoint, like: Any) -> Tensor:
