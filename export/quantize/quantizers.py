@@ -44,7 +44,7 @@ FoundKind = Literal["q4_0", "q4_k", "q4_1", "q5_0", "q5_k", "q5_1", "q8_0"]
 # That one thread quantizes at a time. Sums of a product's terms go in an order that depends on its
 # shape and its threads: the same chunks, each on one thread, give the same integers on any number
 # of cores.
-CHUNK_NUMBERS = 1 << 18
+CHUNK_NUMBERS = 1 << 20
 MAX_SPAN = 1024
 DAMPING = 0.05  # of each moment: what few tokens tell about pairs of inputs is partly noise
 MAX_K_INTEGER = 63  # of K-kinds' scales and minima
@@ -130,7 +130,7 @@ def _compensated(kind: FoundKind, inputs: Inputs | None, weight_NI: Tensor) -> Q
         errors_NB = scales.quantize(block, q_NI[:, start:end], factors_RC)
         if factors_RC is not None:
             tail_NC = rest_NI[:, end : start + factors_RC.shape[1]]
-            tail_NC -= errors_NB @ factors_RC[:, BLOCK_SIZE:]
+            tail_NC.addmm_(errors_NB, factors_RC[:, BLOCK_SIZE:], alpha=-1)
     return scales.pack(q_NI)
 
 

@@ -39,8 +39,8 @@ from quill.model.reference.sampling import SamplingParameters
 NUM_PASSAGES = 16  # of models up to FEW_PARAMETERS; larger ones have fewer, and at least
 MIN_PASSAGES = 4
 FEW_PARAMETERS = 400_000_000
-NUM_CALIBRATION = 16  # passages of models of FEW_PARAMETERS and more; smaller ones have more
-MAX_CALIBRATION = 64
+NUM_CALIBRATION = 16  # passages of models of FEW_PARAMETERS; smaller ones have more, larger fewer
+MIN_CALIBRATION, MAX_CALIBRATION = 8, 64
 MAX_DOCUMENTS = 24  # of a corpus that are read for them
 NUM_PAIRS = 128
 NUM_SENTENCES = 24
@@ -136,7 +136,7 @@ def _not_held_out(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path | Non
 def num_calibration(checkpoint: Checkpoint) -> int:
     """Passages to calibrate on: the more text, the less of what it tells is chance."""
     number = NUM_CALIBRATION * FEW_PARAMETERS // max(1, _size(checkpoint))
-    return min(max(number, NUM_CALIBRATION), MAX_CALIBRATION)
+    return min(max(number, MIN_CALIBRATION), MAX_CALIBRATION)
 
 
 def _programs(tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:

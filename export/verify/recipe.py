@@ -17,7 +17,7 @@ from typing import Protocol
 
 from quill.export.precisions import MAX_KL_DIVERGENCE, MAX_PERPLEXITY_RATIO
 from quill.export.quantize.matrices import QuantizedMatrices, Recipe
-from quill.export.quantize.mixture import Option, Statistics, choose, options
+from quill.export.quantize.mixture import MAX_BITS, Option, Statistics, choose, options
 from quill.export.quantize.quantization import is_quantized
 from quill.export.verify.calibration import Calibration, LossMeter
 from quill.export.verify.held_out import Passage, calibration_text
@@ -115,7 +115,7 @@ def _search(
             matrices.read_all()
             loss = meter.loss(matrices.quantization()) - floor
         _LOG.info("%.2f bits lose %.4f nats; predicted %.4f", mixture.bits, loss, mixture.loss)
-        if loss <= allowed:
+        if loss <= allowed or mixture.bits > 0.99 * MAX_BITS:  # another would be the same
             break
         ratio = loss / max(mixture.loss, 1e-9)
     return recipe

@@ -49,10 +49,13 @@ def _longest_valid(code: str) -> str:
 
 
 def _parsed(code: str) -> ast.Module | None:
+    """None: no program, or one that is nested too deeply to be written again."""
     try:
-        return ast.parse(code)
+        tree = ast.parse(code)
+        ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+    return tree
 
 
 def _defined(statement: ast.stmt) -> Iterator[str]:

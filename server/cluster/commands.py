@@ -103,7 +103,10 @@ def _reload_all() -> None:
         coordinator = ray.get_actor(COORDINATOR, NAMESPACE)
     except ValueError as error:
         raise ReloadError("this Ray cluster has no replicas of Quill") from error
-    refused = ray.get(coordinator.reload.remote())
+    try:
+        refused = ray.get(coordinator.reload.remote())
+    except ray.exceptions.RayError as error:
+        raise ReloadError(f"the replicas' coordinator ended while it reloaded: {error}") from error
     if refused:
         raise ReloadError(refused)
 

@@ -2,11 +2,10 @@
 //
 // Knows: a block's weights, how much each input counts, GPTQ. Does not know: matrices, formats.
 // Written once for all processors, and every one of them computes the same bits: nothing is fused,
-// sums go in a fixed order.
+// sums go in a fixed order. Eight rows are quantized at once, one in each lane of a vector.
 #pragma once
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <cstdint>
 
 #include "quantize.h"
 
@@ -14,71 +13,64 @@ namespace quill {
 namespace {
 
 constexpr int kSize = 32;      // of a block
+constexpr int kRows = 8;       // at once
 constexpr int kScales = 9;     // tried on either side of the one that the extremes suggest
 constexpr float kStep = 0.1f;  // of an integer, at the extremes
 
+using Floats = float __attribute__((vector_size(4 * kRows)));
+using Words = uint32_t __attribute__((vector_size(4 * kRows)));
+
 struct Fit {
-  float scale, minimum;  // weight = scale * q + minimum
+  Floats scale, minimum;  // weight = scale * q + minimum
 };
 
+inline Floats all(float x) { return Floats{} + x; }
+inline Floats larger(const Floats& a, const Floats& b) { return a > b ? a : b; }
+inline Floats smaller(const Floats& a, const Floats& b) { return a < b ? a : b; }
+
 template <typename Of>
-inline float sum(const Of& of) {
-  float lanes[8] = {};
-  for (int i = 0; i < kSize; i += 8) {
-    for (int j = 0; j < 8; j++) lanes[j] += of(i + j);
+inline Floats sum(const Of& of) {
+  Floats parts[4] = {};
+  for (int i = 0; i < kSize; i += 4) {
+    for (int j = 0; j < 4; j++) parts[j] += of(i + j);
   }
-  for (int j = 0; j < 4; j++) lanes[j] += lanes[j + 4];
-  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+  return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
 // To the nearest whole number, where there is no instruction for it. Of less than 2 ** 22.
-inline float nearest(float x) { return (x + 12582912.f) - 12582912.f; }
+inline Floats nearest(const Floats& x) { return (x + 12582912.f) - 12582912.f; }
 
 // The nearest number that float16 has.
-inline float half(float x) {
-  if (std::fabs(x) < 6.103515625e-5f) return (x + 0.75f) - 0.75f;  // steps of 2 ** -24
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
-  std::memcpy(&x, &bits, 4);
-  return std::max(-65504.f, std::min(65504.f, x));
+inline Floats half(const Floats& x) {
+  const Floats size = larger(x, -x), small = (x + 0.75f) - 0.75f;  // steps of 2 ** -24
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+  const Floats normal = larger(all(-65504.f), smaller(all(65504.f), (Floats)rounded));
+  return size < 6.103515625e-5f ? small : normal;
 }
 
-inline float inverse(float scale) { return scale == 0 ? 0 : 1 / scale; }
+inline Floats inverse(const Floats& scale) { return scale == 0.f ? Floats{} : 1.f / scale; }
 
-inline float step(float x, const Fit& fit, float inverse_scale, float most) {
-  const float q = (x - fit.minimum) * inverse_scale;
-  return nearest(std::max(0.f, std::min(most, q)));
-}
-
-// The best scale and minimum for these integers.
-inline Fit least_squares(const float* x, const float* q, const float* counts, float total,
-                         float middle) {
-  if (middle) {
-    const float products = sum([=](int i) { return counts[i] * x[i] * (q[i] - middle); });
-    const float squares = sum([=](int i) {
-      return counts[i] * (q[i] - middle) * (q[i] - middle);
-    });
-    const float scale = half(squares > 0 ? products / squares : 0);
-    return {scale, -middle * scale};
-  }
-  const float mean_x = sum([=](int i) { return counts[i] * x[i]; }) / total;
-  const float mean_q = sum([=](int i) { return counts[i] * q[i]; }) / total;
-  const float products = sum([=](int i) { return counts[i] * (x[i] - mean_x) * (q[i] - mean_q); });
-  const float squares = sum([=](int i) { return counts[i] * (q[i] - mean_q) * (q[i] - mean_q); });
-  const float scale = half(squares > 1e-6f * total ? products / squares : 0);
-  return {scale, half(mean_x - scale * mean_q)};
+inline Floats step(const Floats& x, const Fit& fit, const Floats& inverse_scale, float most) {
+  const Floats q = (x - fit.minimum) * inverse_scale;
+  return nearest(larger(Floats{}, smaller(all(most), q)));
 }
 
 // The best of several scales, each improved by least squares.
-inline Fit find_fit(const float* x, const float* counts, const BlockJob& job) {
+inline Fit find_fit(const Floats* x, const BlockJob& job) {
+  const float* counts = job.counts;
   const float most = static_cast<float>((1 << job.bits) - 1);
   const float middle = static_cast<float>(job.middle);
-  const float least = *std::min_element(x, x + kSize), largest = *std::max_element(x, x + kSize);
-  const float extreme = -least > largest ? least : largest;
-  const float total = sum([=](int i) { return counts[i]; });
-  Fit best{0, 0};
-  float smallest = INFINITY;
+  Floats least = x[0], largest = x[0];
+  for (int i = 1; i < kSize; i++) {
+    least = smaller(least, x[i]);
+    largest = larger(largest, x[i]);
+  }
+  const Floats extreme = -least > largest ? least : largest;
+  const Floats total = sum([=](int i) { return all(counts[i]); });
+  const Floats mean_x = sum([=](int i) { return counts[i] * x[i]; }) / total;
+  Fit best{};
+  Floats smallest = all(__builtin_inff());
   for (int change = -kScales; change <= kScales; change++) {
     const float more = kStep * static_cast<float>(change);
     Fit fit{(largest - least) / (most + more), least};
@@ -86,46 +78,73 @@ inline Fit find_fit(const float* x, const float* counts, const BlockJob& job) {
       fit.scale = -extreme / (middle + more);
       fit.minimum = -middle * fit.scale;
     }
-    float q[kSize];
-    float inverse_scale = inverse(fit.scale);
+    Floats q[kSize], inverse_scale = inverse(fit.scale);
     for (int i = 0; i < kSize; i++) q[i] = step(x[i], fit, inverse_scale, most);
-    fit = least_squares(x, q, counts, total, middle);
+    // The best scale and minimum for these integers.
+    if (job.middle) {
+      const Floats products = sum([&](int i) { return counts[i] * x[i] * (q[i] - middle); });
+      const Floats squares = sum([&](int i) {
+        return counts[i] * (q[i] - middle) * (q[i] - middle);
+      });
+      fit.scale = half(squares > 0.f ? products / squares : Floats{});
+      fit.minimum = -middle * fit.scale;
+    } else {
+      const Floats mean_q = sum([&](int i) { return counts[i] * q[i]; }) / total;
+      const Floats products = sum([&](int i) {
+        return counts[i] * (x[i] - mean_x) * (q[i] - mean_q);
+      });
+      const Floats squares = sum([&](int i) {
+        return counts[i] * (q[i] - mean_q) * (q[i] - mean_q);
+      });
+      fit.scale = half(squares > 1e-6f * total ? products / squares : Floats{});
+      fit.minimum = half(mean_x - fit.scale * mean_q);
+    }
     inverse_scale = inverse(fit.scale);
-    const float error = sum([=](int i) {
-      const float off = x[i] - (fit.scale * step(x[i], fit, inverse_scale, most) + fit.minimum);
+    const Floats error = sum([&](int i) {
+      const Floats off = x[i] - (fit.scale * step(x[i], fit, inverse_scale, most) + fit.minimum);
       return counts[i] * off * off;
     });
-    if (error < smallest) {
-      smallest = error;
-      best = fit;
-    }
+    best.scale = error < smallest ? fit.scale : best.scale;
+    best.minimum = error < smallest ? fit.minimum : best.minimum;
+    smallest = smaller(error, smallest);
   }
   return best;
 }
 
 // Rounds one input after another. Each error is passed on to the inputs after it.
-inline void round_in_turn(float* x, const Fit& fit, const BlockJob& job, int64_t row) {
-  const float most = static_cast<float>((1 << job.bits) - 1), inverse_scale = inverse(fit.scale);
+inline void round_in_turn(Floats* x, const Fit& fit, const BlockJob& job, const int64_t* rows) {
+  const float most = static_cast<float>((1 << job.bits) - 1);
+  const Floats inverse_scale = inverse(fit.scale);
   for (int i = 0; i < kSize; i++) {
-    const float q = step(x[i], fit, inverse_scale, most);
-    job.q[row * job.q_stride + i] = static_cast<uint8_t>(q);
+    const Floats q = step(x[i], fit, inverse_scale, most);
+    for (int lane = 0; lane < kRows; lane++) {
+      job.q[rows[lane] * job.q_stride + i] = static_cast<uint8_t>(q[lane]);
+    }
     if (!job.factors) continue;
     const float* factor = job.factors + i * job.factor_stride;
-    const float error = (x[i] - (fit.scale * q + fit.minimum)) / factor[i];
-    job.errors[row * kSize + i] = error;
+    const Floats error = (x[i] - (fit.scale * q + fit.minimum)) / factor[i];
+    for (int lane = 0; lane < kRows; lane++) job.errors[rows[lane] * kSize + i] = error[lane];
     for (int j = i + 1; j < kSize; j++) x[j] -= error * factor[j];
   }
 }
 
 void quantize_block(const BlockJob& job) {
-  for (int64_t row = 0; row < job.rows; row++) {
-    float x[kSize], &scale = job.scales[row * job.num_blocks];
-    float& minimum = job.minima[row * job.num_blocks];
-    std::memcpy(x, job.x + row * job.stride, sizeof(x));
-    const Fit fit = job.are_given ? Fit{scale, minimum} : find_fit(x, job.counts, job);
-    scale = fit.scale;
-    minimum = fit.minimum;
-    if (job.q) round_in_turn(x, fit, job, row);
+  for (int64_t first = 0; first < job.rows; first += kRows) {
+    int64_t rows[kRows];
+    Floats x[kSize];
+    Fit fit;
+    for (int lane = 0; lane < kRows; lane++) {
+      rows[lane] = std::min(first + lane, job.rows - 1);  // the last row may be in several lanes
+      for (int i = 0; i < kSize; i++) x[i][lane] = job.x[rows[lane] * job.stride + i];
+      fit.scale[lane] = job.scales[rows[lane] * job.num_blocks];
+      fit.minimum[lane] = job.minima[rows[lane] * job.num_blocks];
+    }
+    if (!job.are_given) fit = find_fit(x, job);
+    for (int lane = 0; lane < kRows; lane++) {
+      job.scales[rows[lane] * job.num_blocks] = fit.scale[lane];
+      job.minima[rows[lane] * job.num_blocks] = fit.minimum[lane];
+    }
+    if (job.q) round_in_turn(x, fit, job, rows);
   }
 }
 

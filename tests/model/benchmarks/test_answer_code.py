@@ -49,6 +49,9 @@ def test_what_the_function_needs_is_kept_in_its_order() -> None:
     assert run_program(f"{program}\n{TESTS}").passed
 
 
-@pytest.mark.parametrize("answer", ["", "I can't.", "```python\ndef double(\n```"])
+TOO_DEEP = "```python\ndef double(x):\n    return " + "not " * 3000 + "x\n```"
+
+
+@pytest.mark.parametrize("answer", ["", "I can't.", "```python\ndef double(\n```", TOO_DEEP])
 def test_an_answer_without_a_program_is_an_empty_one(answer: str) -> None:
     assert program_of(answer, TESTS) == ""
