@@ -37,22 +37,10 @@ INLINE float inverse_rms(const float* x, float epsilon, int64_t inputs) {
 
 // As integers, so that a NaN is the largest of all and can't get lost.
 INLINE float largest(Floats a, Floats b) {
-  int32_t v[16];
-  store(v, larger(magnitudes(a), magnitudes(b)));
-  for (int width = 8; width; width /= 2) {
-    for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
-  }
+  const int32_t most = largest_of(larger(magnitudes(a), magnitudes(b)));
   float x;
-  std::memcpy(&x, v, 4);
+  std::memcpy(&x, &most, 4);
   return x;
-}
-
-INLINE int32_t added_up(Ints x) {
-  int32_t v[16];
-  store(v, x);
-  int32_t sum = 0;
-  for (int32_t each : v) sum += each;
-  return sum;
 }
 
 template <int BYTES, int SCALES>
@@ -119,7 +107,9 @@ struct Record {
   static constexpr int kSteps = static_cast<int>(kBlock) * BYTES / 4 / kLayout.scales;
   // Steps whose sums of two products fit into 16 bits: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, …
   static constexpr int kWidth = kLayout.codes ? 5 : kLayout.bits;  // of an integer
-  static constexpr int kNarrow = BYTES == 2 ? kSteps : kWidth == 4 ? 8 : kWidth == 5 ? 4 : 2;
+  // Sums with weights of 8 bits don't fit at all.
+  static constexpr bool kIsNarrow = BYTES == 1 && kWidth < 8;
+  static constexpr int kNarrow = !kIsNarrow ? kSteps : kWidth == 4 ? 8 : kWidth == 5 ? 4 : 2;
 
   const uint8_t* p;
 
@@ -150,18 +140,19 @@ struct Record {
     else return step % 2 ? odd_words(four) : even_words(four);
   }
 
-  using Sum = std::conditional_t<BYTES == 2, Ints, Pairs>;
+  using Sum = std::conditional_t<kIsNarrow, Pairs, Ints>;
   static INLINE Sum begin(Ints sum) {
-    if constexpr (BYTES == 2) return sum;
-    else return pairs_after(sum);
+    if constexpr (kIsNarrow) return pairs_after(sum);
+    else return sum;
   }
   static INLINE Sum dot(Sum sum, Weights w, int32_t x) {
-    if constexpr (BYTES == 2) return dot_words(sum, w, x);
-    else return dot_bytes(sum, w, x);
+    if constexpr (kIsNarrow) return dot_bytes(sum, w, x);
+    else if constexpr (BYTES == 1) return dot_whole_bytes(sum, w, x);
+    else return dot_words(sum, w, x);
   }
   static INLINE Ints end(Ints before, Sum sum) {
-    if constexpr (BYTES == 2) return sum;
-    else return with_pairs(before, sum);
+    if constexpr (kIsNarrow) return with_pairs(before, sum);
+    else return sum;
   }
 };
 
@@ -224,10 +215,16 @@ INLINE void add_part(const Of (&records)[GROUPS], const Floats (&numbers)[GROUPS
   }
 }
 
+// Memory that is read next, and how much of it is asked for with each record.
+struct Ahead {
+  const uint8_t* from;
+  int64_t bytes;
+};
+
 // The products of a few rows with one or two neighbouring groups.
 template <int LAYOUT, int BYTES, int GROUPS, int ROWS>
 INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t row,
-                 Floats (&y)[GROUPS][ROWS]) {
+                 const Ahead& ahead, Floats (&y)[GROUPS][ROWS]) {
   using Of = Record<LAYOUT, BYTES>;
   constexpr Layout of = Of::kLayout;
   const int64_t blocks = matrix.blocks(), width = matrix.inputs * BYTES;
@@ -239,6 +236,7 @@ INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t 
     UNROLLED
     for (int r = 0; r < ROWS; r++) y[g][r] = all(0.f);
   }
+  const uint8_t* next = ahead.from;
   int64_t index = row * blocks;  // of the first row's scale
   for (const int64_t last = index + blocks; index < last; p += of.bytes()) {
     Of records[GROUPS];
@@ -249,6 +247,8 @@ INLINE void tile(const Matrix& matrix, int64_t group, const Rounded& x, int64_t 
       numbers[g][0] = records[g].number(0);
       if (Of::kHasMinima) numbers[g][1] = records[g].number(1);
     }
+    for (int64_t i = 0; i < ahead.bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    next += ahead.bytes;
     for (int block = 0; block < of.blocks; block++, index++, q += kBlock * BYTES) {
       UNROLLED
       for (int part = 0; part < of.scales; part++) {
@@ -314,23 +314,23 @@ INLINE void put(const Matrix& matrix, const Output& out, int64_t row, int64_t gr
 
 template <int LAYOUT, int BYTES, int ROWS>
 void multiply_tile(const Matrix& matrix, const Rounded& x, int64_t row, int64_t group,
-                   const Output& out) {
+                   const Ahead& ahead, const Output& out) {
   Floats y[2][ROWS];
   const bool is_pair = group + 1 < matrix.groups();
   if constexpr (kSideBySide == 2) {
     if (is_pair) {
-      tile<LAYOUT, BYTES, 2, ROWS>(matrix, group, x, row, y);
+      tile<LAYOUT, BYTES, 2, ROWS>(matrix, group, x, row, ahead, y);
     } else {  // the last of an odd number: row by row, so that there is less to compile
       for (int r = 0; r < ROWS; r++) {
         Floats one[1][1];
-        tile<LAYOUT, BYTES, 1, 1>(matrix, group, x, row + r, one);
+        tile<LAYOUT, BYTES, 1, 1>(matrix, group, x, row + r, ahead, one);
         y[0][r] = one[0][0];
       }
     }
   } else {
     for (int g = 0; g < 1 + is_pair; g++) {
       Floats one[1][ROWS];
-      tile<LAYOUT, BYTES, 1, ROWS>(matrix, group + g, x, row, one);
+      tile<LAYOUT, BYTES, 1, ROWS>(matrix, group + g, x, row, ahead, one);
       for (int r = 0; r < ROWS; r++) y[g][r] = one[0][r];
     }
   }
@@ -351,15 +351,24 @@ constexpr int most_rows() {
   return BYTES == 2 && kLayouts[LAYOUT].bits < 8 && kMaxRows > 3 ? 3 : kMaxRows;
 }
 
+constexpr int64_t kMaxAhead = 16;  // tiles; with more the rest of the memory has the time
+
 template <int LAYOUT, int BYTES>
 void multiply_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t group,
                    const Output& out) {
   constexpr int most = most_rows<LAYOUT, BYTES>();
   const int64_t tiles = (rows + most - 1) / most;
+  // While a pair is multiplied with several tiles, the next pair comes from memory.
+  const int64_t pair = 2 * matrix.group_bytes(), share = pair / tiles;
+  const int64_t records = matrix.inputs / matrix.of().inputs();
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = rows * t / tiles;
+    const uint8_t* next = matrix.records + group / 2 * pair + pair + t * share;
+    const Ahead ahead{next, tiles > kMaxAhead ? 0 : share / records};
     const auto multiply = [&](auto num) {
-      if constexpr (num() <= most) multiply_tile<LAYOUT, BYTES, num()>(matrix, x, row, group, out);
+      if constexpr (num() <= most) {
+        multiply_tile<LAYOUT, BYTES, num()>(matrix, x, row, group, ahead, out);
+      }
     };
     switch (rows * (t + 1) / tiles - row) {
       case 1: multiply(std::integral_constant<int, 1>()); break;
@@ -374,11 +383,11 @@ void multiply_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t
 
 using MultiplyRows = void (*)(const Matrix&, const Rounded&, int64_t, int64_t, const Output&);
 
-// Weights of 8 bits always meet inputs of 16. Floats are multiplied elsewhere.
+// Floats are multiplied elsewhere.
 template <int LAYOUT, int BYTES>
 constexpr MultiplyRows rows_of() {
   if constexpr (LAYOUT == kFloats) return nullptr;
-  else return multiply_rows<LAYOUT, kLayouts[LAYOUT].bits == 8 ? 2 : BYTES>;
+  else return multiply_rows<LAYOUT, BYTES>;
 }
 
 // For inputs of 8 bits, and of 16.

@@ -68,6 +68,9 @@ INLINE Ints magnitudes(Floats x) {
   return _mm512_and_si512(_mm512_castps_si512(x), all(0x7fffffff));
 }
 INLINE Ints larger(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+// The largest lane, without signs; the sum of all.
+INLINE int32_t largest_of(Ints x) { return static_cast<int32_t>(_mm512_reduce_max_epu32(x)); }
+INLINE int32_t added_up(Ints x) { return _mm512_reduce_add_epi32(x); }
 INLINE void store_bytes(uint8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
 }
@@ -115,6 +118,8 @@ INLINE Pairs dot_bytes(Pairs sum, Bytes w, int32_t x) {
   return _mm512_dpbusd_epi32(sum, w, all(x));
 }
 INLINE Ints dot_words(Ints sum, Words w, int32_t x) { return _mm512_dpwssd_epi32(sum, w, all(x)); }
+// With weights of 8 bits.
+INLINE Ints dot_whole_bytes(Ints sum, Bytes w, int32_t x) { return dot_bytes(sum, w, x); }
 
 // The first `num` lanes of a, the others of b.
 INLINE Floats first_of(int64_t num, Floats a, Floats b) {
@@ -193,6 +198,19 @@ INLINE Ints magnitudes(Floats x) {
 INLINE Ints larger(Ints x, Ints y) {
   return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)};
 }
+template <typename Of>
+INLINE int32_t folded(Ints x, Of of) {
+  const __m256i eight = of(x.a, x.b);
+  __m256i four = of(eight, _mm256_permute2x128_si256(eight, eight, 1));
+  four = of(four, _mm256_shuffle_epi32(four, 0x4e));
+  return _mm256_cvtsi256_si32(of(four, _mm256_shuffle_epi32(four, 0xb1)));
+}
+INLINE int32_t largest_of(Ints x) {
+  return folded(x, [](__m256i a, __m256i b) INLINE_LAMBDA { return _mm256_max_epu32(a, b); });
+}
+INLINE int32_t added_up(Ints x) {
+  return folded(x, [](__m256i a, __m256i b) INLINE_LAMBDA { return _mm256_add_epi32(a, b); });
+}
 INLINE void store(int32_t* p, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
@@ -263,6 +281,15 @@ INLINE Pairs dot_bytes(Pairs sum, Bytes w, int32_t x) {
 INLINE Ints dot_words(Ints sum, Words w, int32_t x) {
   const __m256i xs = _mm256_set1_epi32(x);
   sum = add(sum, {_mm256_madd_epi16(w.a, xs), _mm256_madd_epi16(w.b, xs)});
+  return {one_by_one(sum.a), one_by_one(sum.b)};
+}
+// The sum of two products with weights of 8 bits doesn't fit into 16: inputs are widened, too.
+INLINE Ints dot_whole_bytes(Ints sum, Bytes w, int32_t x) {
+  const __m256i xs = _mm256_set1_epi32(x), odd = _mm256_srai_epi16(xs, 8);
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8);
+  const Words low = even_words(w), high = odd_words(w);
+  sum = add(sum, {_mm256_madd_epi16(low.a, even), _mm256_madd_epi16(low.b, even)});
+  sum = add(sum, {_mm256_madd_epi16(high.a, odd), _mm256_madd_epi16(high.b, odd)});
   return {one_by_one(sum.a), one_by_one(sum.b)};
 }
 
@@ -384,6 +411,16 @@ INLINE Ints magnitudes(Floats x) {
 INLINE Ints larger(Ints a, Ints b) {
   return each<Ints>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
+INLINE int32_t largest_of(Ints x) {
+  int32_t most = x.v[0];
+  for (int32_t each : x.v) most = each > most ? each : most;  // none is negative
+  return most;
+}
+INLINE int32_t added_up(Ints x) {
+  int32_t sum = 0;
+  for (int32_t each : x.v) sum += each;
+  return sum;
+}
 INLINE void store(int32_t* p, Ints x) { std::memcpy(p, x.v, sizeof x.v); }
 INLINE void store_bytes(uint8_t* p, Ints x) {
   for (int i = 0; i < 16; i++) {
@@ -442,6 +479,7 @@ INLINE Ints dot_bytes(Ints sum, Bytes w, int32_t x) {
     return sum.v[i] + of[0] * four[0] + of[1] * four[1] + of[2] * four[2] + of[3] * four[3];
   });
 }
+INLINE Ints dot_whole_bytes(Ints sum, Bytes w, int32_t x) { return dot_bytes(sum, w, x); }
 INLINE Ints dot_words(Ints sum, Words w, int32_t x) {
   int16_t two[2];
   std::memcpy(two, &x, 4);

@@ -71,7 +71,7 @@ bool has_layout(const Matrix& matrix) {
 
 // There are products with inputs of so many bits.
 bool has_products(const Matrix& matrix) {
-  return matrix.input_bits == 16 || (matrix.input_bits == 8 && matrix.of().bits < 8);
+  return matrix.input_bits == 16 || matrix.input_bits == 8;
 }
 
 class Linear {
