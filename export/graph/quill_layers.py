@@ -78,7 +78,7 @@ class CustomLinear(nn.Module):
             biases.append(None if bias_N is None else bias_N.detach()[finer.rows_M])
         self.columns = [len(rows.raw_Nb) for rows in parts]
         self.layouts = [LAYOUTS[rows.kind] for rows in parts]
-        self.input_bits = [of.bits_beside(rows) for rows in parts]
+        self.input_bits = of.input_bits
         for index, (rows, bias) in enumerate(zip(parts, biases, strict=True)):
             self.register_buffer(_name("records", index), lay_out(rows, self.fused))
             self.register_buffer(_name("bias", index), None if bias is None else bias.clone())
@@ -112,7 +112,7 @@ class CustomLinear(nn.Module):
             "inputs": self.num_inputs,
             "columns": num_columns,
             "layout": self.layouts[index],
-            "input_bits": self.input_bits[index],
+            "input_bits": self.input_bits,
             "gated": int(self.fused),
             "epsilon": self.epsilon,
         }

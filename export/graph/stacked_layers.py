@@ -55,7 +55,7 @@ class CustomExperts(nn.Module):
             _rows(up)
             rows = _rows(up._replace(weight=in_order(up.weight, order_N))), _rows(down)
             self.layouts = LAYOUTS[rows[0].kind], LAYOUTS[rows[1].kind]
-            self.input_bits = up.bits_beside(rows[0]), down.bits_beside(rows[1])
+            self.input_bits = up.input_bits, down.input_bits
             self.register_buffer("up", lay_out(rows[0]))
             self.register_buffer("down", lay_out(rows[1]))
         self.register_buffer("balance_E", of.balance_E if of.experts.balanced else None)

@@ -42,10 +42,7 @@ class OperatorWeight(NamedTuple):
     """A matrix, and how finely the inputs are rounded that an operator multiplies with it."""
 
     weight: QuantizedWeight
-    input_bits: InputBits  # 8-bit weights always meet inputs of 16 bits
-
-    def bits_beside(self, rows: Rows) -> InputBits:
-        return 16 if rows.format.bits == 8 else self.input_bits
+    input_bits: InputBits
 
 
 def layout_bits(kind: Kind) -> float:

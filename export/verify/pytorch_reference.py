@@ -62,15 +62,13 @@ def _round_inputs(name: str, module: nn.Module, input_bits: BitsOf) -> list[Remo
 
 
 def _of_quantization(quantization: Quantization | None) -> BitsOf:
-    """How finely the inputs of each matrix are rounded; if rows differ in that, the coarsest."""
-    found: dict[str, int | None] = {}
+    """How finely the inputs of each matrix are rounded."""
+    weights = {} if quantization is None else quantization.weights
+    found: dict[str, int | None] = {}  # reading a weight takes time
 
     def find(name: str) -> int | None:
         if name not in found:
-            found[name] = None
-            if quantization is not None and name in quantization.weights:
-                weight = quantization.weights[name]
-                found[name] = min(weight.bits_beside(rows) for rows in weight.weight.rows())
+            found[name] = weights[name].input_bits if name in weights else None
         return found[name]
 
     return find

@@ -64,8 +64,8 @@ class Maker:
     def layout(self) -> int:
         return self.chance.choice(list(LAYOUTS.values()))
 
-    def input_bits(self, layout: int) -> int:
-        return 16 if layout == LAYOUTS["q8_0"] else self.chance.choice((8, 16))
+    def input_bits(self) -> int:
+        return self.chance.choice((8, 16))
 
     def records(self, num_bytes: int) -> Tensor:
         return Tensor(self.numbers.integers(0, 256, num_bytes, np.uint8), "constant")
@@ -155,7 +155,7 @@ def linear(make: Maker) -> Case:
     tensors["residual"] = make.maybe(Tensor(make.floats(*x.shape[:-1], outputs)))
     tensors["bias"] = make.maybe(make.constant(outputs))
     attributes = {"inputs": inputs, "columns": columns, "layout": layout}
-    attributes["input_bits"] = make.input_bits(layout)
+    attributes["input_bits"] = make.input_bits()
     return Case("Linear", attributes | {"gated": gated, "epsilon": 1e-5}, tensors)
 
 
@@ -179,7 +179,7 @@ def experts(make: Maker) -> Case:
     attributes |= {"per_token": chance.randint(1, of_group * top), "scale": 1.0}
     attributes |= {"normalize": chance.randint(0, 1), "sigmoid": chance.randint(0, 1)}
     for name, layout in zip(("up", "down"), layouts, strict=True):
-        attributes |= {f"{name}_layout": layout, f"{name}_input_bits": make.input_bits(layout)}
+        attributes |= {f"{name}_layout": layout, f"{name}_input_bits": make.input_bits()}
     x = make.rows(width)
     tensors: dict[str, Tensor | None] = {"x": Tensor(x)}
     tensors["logits"] = Tensor(make.floats(*x.shape[:-1], number))

@@ -176,7 +176,7 @@ def test_a_token_that_is_not_finite_spoils_no_other(tmp_path: Path) -> None:
         ({"slope": float("inf")}, "no such gate"),
         ({"down_layout": -1}, "no such experts"),
         ({"up_layout": 7}, "no such experts"),
-        ({"up_layout": 4, "up_input_bits": 8}, "no such experts"),
+        ({"up_layout": 4, "up_input_bits": 4}, "no such experts"),
         ({"down_layout": 0, "down_input_bits": 32}, "no such experts"),
         ({"inputs": 80}, "weights of another size"),
     ],
