@@ -5,6 +5,8 @@ Does not know: PyTorch, requests, sampling. Verification and `quill inspect --sp
 server has its engine.
 """
 
+import math
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -232,10 +234,19 @@ class EncoderRunner:
 def _pool(graphs: Graphs, sizes: Sizes, num_blocks: int) -> list[Array]:
     number = np.dtype(graphs.cache_type)
     return [
-        np.zeros((num_blocks, *shape), number)
+        _zeros((num_blocks, *shape), number)
         for layer in range(sizes.num_layers)
         for shape in graph_contract.block_shapes("cpu", *sizes.cached(layer))
     ]
+
+
+def _zeros(shape: Sequence[int], number: np.dtype[Any]) -> Array:
+    """In small pages. NumPy asks for huge ones: one block written to each slot of a large pool took
+    2 MB there."""
+    memory = mmap.mmap(-1, math.prod(shape) * number.itemsize, mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, number).reshape(shape)
 
 
 def _starts(lengths: Sequence[int]) -> Array:
