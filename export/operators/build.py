@@ -32,6 +32,7 @@ OPTIONS = (
     "-ffp-contract=off",
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVXVNNI = (*AVX2, "-mavxvnni")  # 256 bits
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # Slow in any case, and -O3 takes the compiler 16 s where -O2 takes it 7.
 PORTABLE: dict[str, tuple[str, ...]] = {
@@ -39,7 +40,7 @@ PORTABLE: dict[str, tuple[str, ...]] = {
     **{"sampling": (), "sampling_plain": (), "quantize": ()},
 }
 X86: dict[str, tuple[str, ...]] = {
-    **{"avx2": AVX2, "avx512": AVX512},
+    **{"avx2": AVX2, "avxvnni": AVXVNNI, "avx512": AVX512},
     **{"sampling_avx2": AVX2, "sampling_avx512": AVX512, "quantize_avx2": AVX2},
 }
 
@@ -86,7 +87,7 @@ def compile_library(library: Path, extra: Sequence[str] = ()) -> None:
         with ThreadPoolExecutor() as pool:
             jobs = [
                 pool.submit(
-                    _run,
+                    _compile,
                     [*compiler, *OPTIONS, *flags, *extra, "-c", f"{name}.cpp", "-o", objects[name]],
                 )
                 for name, flags in chosen.items()
@@ -97,6 +98,16 @@ def compile_library(library: Path, extra: Sequence[str] = ()) -> None:
         _run([*compiler, *extra, "-shared", "-pthread", "-o", str(linked), *objects.values()])
         linked.replace(library)
     seal(library)
+
+
+def _compile(command: list[str]) -> None:
+    """GCC before 11 doesn't know AVX-VNNI: these kernels are those of AVX2 then."""
+    try:
+        _run(command)
+    except BuildError:
+        if AVXVNNI[-1] not in command:
+            raise
+        _run([option for option in command if option != AVXVNNI[-1]])
 
 
 def _run(command: list[str]) -> None:

@@ -62,7 +62,7 @@ def operators_are_fast() -> bool:
 
 @functools.cache
 def kernels(library: Path) -> str:
-    """Which kernels the library chooses: avx512, avx2 or plain."""
+    """Which kernels the library chooses: avx512, avxvnni, avx2 or plain."""
     loaded = ctypes.CDLL(os.fspath(library))
     loaded.QuillKernels.restype = ctypes.c_char_p
     name: bytes = loaded.QuillKernels()

@@ -140,7 +140,6 @@ struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
 using Bytes = Ints;
 using Words = Ints;
-struct Pairs { __m256i a, b; };  // two sums of 16 bits for each column
 
 INLINE __m256i bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -267,6 +266,21 @@ INLINE __m256i one_by_one(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
 }
+#if defined(__AVXVNNI__)
+using Pairs = Ints;  // sums of products of bytes
+INLINE Pairs pairs_after(Ints sum) { return sum; }
+INLINE Ints with_pairs(Ints, Pairs sum) { return sum; }
+INLINE Pairs dot_bytes(Pairs sum, Bytes w, int32_t x) {
+  const __m256i xs = _mm256_set1_epi32(x);
+  return {_mm256_dpbusd_avx_epi32(sum.a, w.a, xs), _mm256_dpbusd_avx_epi32(sum.b, w.b, xs)};
+}
+INLINE Ints dot_words(Ints sum, Words w, int32_t x) {
+  const __m256i xs = _mm256_set1_epi32(x);
+  return {_mm256_dpwssd_avx_epi32(sum.a, w.a, xs), _mm256_dpwssd_avx_epi32(sum.b, w.b, xs)};
+}
+INLINE Ints dot_whole_bytes(Ints sum, Bytes w, int32_t x) { return dot_bytes(sum, w, x); }
+#else
+struct Pairs { __m256i a, b; };  // two sums of 16 bits for each column
 // Whoever adds up knows for how long sums of two products fit into 16 bits.
 INLINE Pairs pairs_after(Ints) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE Ints with_pairs(Ints sum, Pairs pairs) {
@@ -292,6 +306,7 @@ INLINE Ints dot_whole_bytes(Ints sum, Bytes w, int32_t x) {
   sum = add(sum, {_mm256_madd_epi16(high.a, odd), _mm256_madd_epi16(high.b, odd)});
   return {one_by_one(sum.a), one_by_one(sum.b)};
 }
+#endif
 
 INLINE Floats first_of(int64_t num, Floats x, Floats y) {
   const __m256i nums = _mm256_set1_epi32(static_cast<int32_t>(num));

@@ -145,6 +145,7 @@ struct Kernels {
 Kernels plain_kernels();
 #ifdef __x86_64__
 Kernels avx2_kernels();
+Kernels avxvnni_kernels();
 Kernels avx512_kernels();
 #endif
 

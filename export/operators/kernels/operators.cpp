@@ -54,19 +54,16 @@ Operator describe() {
 }
 
 const char* choose_kernels() {
-  switch (chosen_instructions()) {
+  const Named chosen = chosen_instructions();
+  switch (chosen.which) {
 #ifdef __x86_64__
-    case Instructions::avx512:
-      kernels = avx512_kernels();
-      return "avx512";
-    case Instructions::avx2:
-      kernels = avx2_kernels();
-      return "avx2";
+    case Instructions::avx512: kernels = avx512_kernels(); break;
+    case Instructions::avxvnni: kernels = avxvnni_kernels(); break;
+    case Instructions::avx2: kernels = avx2_kernels(); break;
 #endif
-    default:
-      kernels = plain_kernels();
-      return "plain";
+    default: kernels = plain_kernels();
   }
+  return chosen.name;
 }
 
 }  // namespace

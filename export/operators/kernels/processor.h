@@ -13,7 +13,7 @@
 
 namespace quill {
 
-enum class Instructions { plain, avx2, avx512 };
+enum class Instructions { plain, avx2, avxvnni, avx512 };
 
 #ifdef __x86_64__
 inline bool has_bits(uint32_t word, uint32_t wanted) { return (word & wanted) == wanted; }
@@ -25,32 +25,46 @@ inline uint32_t saved_registers() {
   return low;
 }
 
-inline Instructions best_instructions() {
+inline bool has(Instructions which) {
   uint32_t a, b, c, d;
   constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_bits(c, kFma | kOsxsave | kAvx | kF16c)) {
-    return Instructions::plain;
-  }
+  if (which == Instructions::plain) return true;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_bits(c, kFma | kOsxsave | kAvx | kF16c)) return false;
   const uint32_t saved = saved_registers();
   constexpr uint32_t kAvx2 = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
-  constexpr uint32_t kVnni = 1u << 11;
+  constexpr uint32_t kVnni = 1u << 11, kAvxVnni = 1u << 4;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has_bits(b, kAvx2) || !has_bits(saved, 0x06)) {
-    return Instructions::plain;
+    return false;
   }
-  const bool is_wide = has_bits(b, kF | kDq | kBw | kVl) && has_bits(c, kVnni);
-  return is_wide && has_bits(saved, 0xe6) ? Instructions::avx512 : Instructions::avx2;
+  if (which == Instructions::avx2) return true;
+  if (which == Instructions::avx512) {
+    return has_bits(b, kF | kDq | kBw | kVl) && has_bits(c, kVnni) && has_bits(saved, 0xe6);
+  }
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && has_bits(a, kAvxVnni);
 }
 #else
-inline Instructions best_instructions() { return Instructions::plain; }
+inline bool has(Instructions which) { return which == Instructions::plain; }
 #endif
 
-// The best that this processor has. QUILL_KERNELS, plain or avx2, asks for less, to compare them.
-inline Instructions chosen_instructions() {
-  const char* named = std::getenv("QUILL_KERNELS");
-  const auto is_named = [=](const char* name) { return named && !std::strcmp(named, name); };
-  const Instructions best = best_instructions();
-  if (is_named("plain")) return Instructions::plain;
-  return is_named("avx2") && best == Instructions::avx512 ? Instructions::avx2 : best;
+struct Named {
+  const char* name;
+  Instructions which;
+};
+
+// The best that this processor has. QUILL_KERNELS names others, to compare them.
+inline Named chosen_instructions() {
+  constexpr Named all[] = {{"plain", Instructions::plain},
+                           {"avx2", Instructions::avx2},
+                           {"avxvnni", Instructions::avxvnni},
+                           {"avx512", Instructions::avx512}};
+  const char* wanted = std::getenv("QUILL_KERNELS");
+  Named best = all[0];
+  for (const Named& each : all) {
+    if (!has(each.which)) continue;
+    best = each;
+    if (wanted && !std::strcmp(wanted, each.name)) break;
+  }
+  return best;
 }
 
 }  // namespace quill

@@ -33,10 +33,11 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 const Passes& passes() {
   static const Passes chosen = [] {
-    switch (chosen_instructions()) {
+    switch (chosen_instructions().which) {
 #ifdef __x86_64__
       case Instructions::avx512:
         return avx512_passes();
+      case Instructions::avxvnni:
       case Instructions::avx2:
         return avx2_passes();
 #endif

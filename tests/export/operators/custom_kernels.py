@@ -15,7 +15,7 @@ from quill.export.graph.quill_layers import VERSION
 from quill.export.operators.library import library_path
 from quill.export.verify.runner import Array
 
-KERNELS = ("plain", "avx2", "avx512")
+KERNELS = ("plain", "avx2", "avxvnni", "avx512")
 
 # In a separate process, since kernels are chosen once in a process.
 PROBE = """

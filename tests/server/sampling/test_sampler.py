@@ -327,10 +327,10 @@ def test_all_kernels_give_the_same_tokens_and_the_same_totals() -> None:
             env=os.environ | {"QUILL_KERNELS": kernels, "PYTHONPATH": "."},
             cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout
-        for kernels in ("plain", "avx2", "avx512")
+        for kernels in ("plain", "avx2", "avxvnni", "avx512")
     ]  # fmt: skip
     assert said[0].strip()
-    assert said[0] == said[1] == said[2]
+    assert len(set(said)) == 1
 
 
 def test_typical_tokens_are_rarely_sampled_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
