@@ -31,6 +31,7 @@ from quill.export.verify.verifier import (
     Verifier,
     check_rise,
     median_ms,
+    trim_heap,
 )
 from quill.model.checkpoint.checkpoint import Checkpoint
 
@@ -94,6 +95,7 @@ class DecoderVerifier(Verifier):
         ]
         plain, of_probes = run_jobs(jobs, tick)
         self._scored = self._scored or plain[: len(missing)]
+        trim_heap()
         return of_probes, plain[len(missing) :]
 
     def _runner(self, candidate: Candidate) -> Runner:
