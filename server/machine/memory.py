@@ -42,6 +42,7 @@ M_MMAP_THRESHOLD = -3
 MMAP_BYTES = 32 * 2**20
 # From Linux's mman.h, since 6.1. Older kernels refuse.
 MADV_COLLAPSE = 25
+MADV_HUGEPAGE = 14
 MADV_NOHUGEPAGE = 15
 MADV_DONTNEED = 4
 SMALL_PAGE_BYTES = 4096
@@ -140,7 +141,7 @@ def read_code(maps: str) -> list[tuple[int, int]]:
     return [(int(code[1], 16), int(code[2], 16)) for code in found if code]
 
 
-CHUNK_BYTES = 2**20  # how much is in memory twice, for a moment
+CHUNK_BYTES = 16 * PAGE_BYTES  # how much is in memory twice, for a moment
 MAP_FIXED = 0x10  # of Linux; the others are in `mmap`
 FAILED = ctypes.c_void_p(-1).value
 
@@ -148,9 +149,10 @@ FAILED = ctypes.c_void_p(-1).value
 def detach(file: Path) -> int:
     """Puts copies in the place of a file's mappings; how many bytes. Nobody may use them then."""
     ranges = list(_mapped(file))
+    copy = ctypes.create_string_buffer(CHUNK_BYTES)
     for start, end in ranges:
         for at in range(start, end, CHUNK_BYTES):
-            _replace(at, min(CHUNK_BYTES, end - at))
+            _replace(at, min(CHUNK_BYTES, end - at), copy)
     return sum(end - start for start, end in ranges)
 
 
@@ -167,8 +169,9 @@ def _mapped(file: Path) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def _replace(address: int, length: int) -> None:
-    content = ctypes.string_at(address, length)
+def _replace(address: int, length: int, copy: ctypes.Array[ctypes.c_char]) -> None:
+    """Asks for huge pages before they are written to: small ones would be as many page faults."""
+    ctypes.memmove(copy, address, length)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -176,4 +179,5 @@ def _replace(address: int, length: int) -> None:
     placed = libc.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if placed == FAILED:
         raise MemoryError(os.strerror(ctypes.get_errno()))
-    ctypes.memmove(address, content, length)
+    advise(address, length, MADV_HUGEPAGE)
+    ctypes.memmove(address, copy, length)
