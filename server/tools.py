@@ -18,6 +18,7 @@ class ToolCallFormat:
     between: str | None = None  # two calls; None: an answer has one
     after: str = ""  # the last call
     key: str = "arguments"
+    unmarked: bool = False  # an answer may also be a call as plain JSON, in a block of code or not
 
     def head(self, name: str) -> str:
         """The text of a call before its arguments. After the arguments comes a brace."""
@@ -34,6 +35,7 @@ TOOL_CALL_FORMATS = (
         before="\n",
         between="\n</tool_call>\n<tool_call>\n",
         after="\n</tool_call>",
+        unmarked=True,  # as Qwen2.5-Coder does nearly always
     ),
     ToolCallFormat(name="mistral", marker="[TOOL_CALLS]", before=" [", between=", ", after="]"),
     ToolCallFormat(name="mistral", marker="[TOOL_CALLS]", before="[", between=", ", after="]"),

@@ -189,8 +189,8 @@ class _Sequence:
         self._tools = parsed.tools
         self._calls: ToolCallParser | None = None
         if parsed.tools is not None and parsed.tools.constraint is not None:
-            may_speak = parsed.tools.mode == "auto"
-            self._calls = ToolCallParser(parsed.tools.tool_call_format, may_speak, id_of)
+            may_speak, names = parsed.tools.mode == "auto", parsed.tools.names
+            self._calls = ToolCallParser(parsed.tools.tool_call_format, may_speak, id_of, names)
         self.num_tokens = 0
         self._is_stopped = False
 

@@ -78,6 +78,7 @@ def read_tools(
     return ToolUse(
         tools=tools,
         mode=choice.mode,
+        names=tuple(each.name for each in called),
         tool_call_format=format_,
         marker_id=marker_id(format_, served.text.split),
         constraint=tool_constraint(

@@ -118,6 +118,7 @@ class ToolUse:
 
     tools: tuple[ToolSpec, ...]  # whose parameters are parsed
     mode: ToolMode
+    names: tuple[str, ...] = ()  # that may be called
     tool_call_format: ToolCallFormat = PLAIN
     marker_id: int | None = None  # the format's marker, if it is one token that was added
     constraint: Constraint | None = None  # None: nothing is called

@@ -57,7 +57,10 @@ def tool_constraint(
     `split` finds added tokens in what stands around calls: whoever compiles has no tokenizer.
     """
     calls = [(each.field, format_.head(each.name), each.parameters) for each in tools]
-    return Constraint("tools", json.dumps([calls, _start(format_, split, may_speak, several)]))
+    start = _start(format_, split, may_speak, several)
+    if may_speak and format_.unmarked and calls:
+        start = _or_unmarked(start, [each.name for each in tools], format_.key)
+    return Constraint("tools", json.dumps([calls, start]))
 
 
 def source_of(constraint: Constraint) -> str:
@@ -143,6 +146,7 @@ def _escapes(schema: Schema) -> str:
 # constrained before the marker of its calls; after the marker everything is.
 
 _TEXT = r"/(.|\n)*/"
+_LEAD = r'\s*(```json\s*)?\{\s*"name"\s*:\s*"'  # of an unmarked call, up to its name
 _WORDS = r"/([^{](.|\n)*)?/"  # a text that is no call
 # With any of these it isn't clear which properties an object has.
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
@@ -192,6 +196,16 @@ def _start(format_: ToolCallFormat, split: Split, may_speak: bool, several: bool
     if id is not None:  # no text has it
         return [f"start: TEXT | TEXT {marker} {calls}", f"TEXT: {_TEXT}"]
     return [f"start: TEXT | begun {calls}", f"begun[lazy]: TEXT {marker}", f"TEXT: {_TEXT}"]
+
+
+def _or_unmarked(start: Sequence[str], names: Sequence[str], key: str) -> list[str]:
+    """A text that begins as a call without the marker is that call."""
+    rule, *lines = start
+    calls = " | ".join(f"LEAD_{i} @call_{i}_arguments TAIL" for i in range(len(names)))
+    leads = [rf'LEAD_{i}: /{_LEAD}{name}"\s*,\s*"{key}"\s*:\s*/' for i, name in enumerate(names)]
+    text = rf'{_TEXT} & ~/{_LEAD}({"|".join(names)})"(.|\n)*/'
+    lines = [f"TEXT: {text}" if line.startswith("TEXT:") else line for line in lines]
+    return [f"{rule} | {calls}", *lines, *leads, r"TAIL: /\s*\}(\s*```)?/"]
 
 
 def marker_id(format_: ToolCallFormat, split: Split) -> int | None:

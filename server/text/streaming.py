@@ -8,6 +8,7 @@ is cut into deltas, their sum is the same.
 """
 
 import codecs
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -111,15 +112,26 @@ class ToolCallParser:
     """One sequence's. `id_of` names its calls, which are counted from 0."""
 
     def __init__(
-        self, format_: ToolCallFormat, may_speak: bool, id_of: Callable[[int], str]
+        self,
+        format_: ToolCallFormat,
+        may_speak: bool,
+        id_of: Callable[[int], str],
+        names: Sequence[str] = (),
     ) -> None:
-        """`may_speak`: the output may begin with a text, or be one."""
+        """`may_speak`: the output may begin with a text, or be one. `names`: that may be called."""
         self._format = format_
         self._id_of = id_of
         self._held = ""  # what can't be told apart yet
         self._num_calls = 0
         self._json = _JsonObject()
         self._state = self._before_marker if may_speak else self._between_calls
+        self._unmarked: dict[str, str] = {}  # how a call begins, without white space: its name
+        if may_speak and format_.unmarked:
+            heads = {"".join(format_.head(name).split()): name for name in names}
+            self._unmarked = {
+                block + head: heads[head] for block in ("", "```json") for head in heads
+            }
+            self._state = self._at_start
 
     def add(self, text: str) -> Parsed:
         self._held += text
@@ -131,9 +143,23 @@ class ToolCallParser:
     def end(self) -> str:
         """No more will come, so what might have begun a call is plain text."""
         held, self._held = self._held, ""
-        return held if self._state == self._before_marker else ""
+        return held if self._state in (self._at_start, self._before_marker) else ""
 
     # Each state takes what it can, and returns whether the next one may go on.
+
+    def _at_start(self) -> bool:
+        """Some models write a call without its marker."""
+        begun = "".join(self._held.split())
+        head = next((head for head in self._unmarked if begun.startswith(head)), None)
+        if head is not None:
+            places = (at for at, character in enumerate(self._held) if not character.isspace())
+            self._held = self._held[next(itertools.islice(places, len(head) - 1, None)) + 1 :]
+            self._begin_call(self._unmarked[head])
+        elif any(head.startswith(begun) for head in self._unmarked):
+            return False
+        else:
+            self._state = self._before_marker
+        return True
 
     def _before_marker(self) -> bool:
         marker = self._format.marker
@@ -167,12 +193,19 @@ class ToolCallParser:
         name, found, rest = self._held.partition(after)
         if not found:
             return False
-        self._held, self._state, self._json = rest, self._arguments, _JsonObject()
-        id = self._id_of(self._num_calls)
-        self._parsed.deltas.append(ToolCallDelta(self._num_calls, id, name.removeprefix(before)))
+        self._held = rest
+        self._begin_call(name.removeprefix(before))
         return True
 
+    def _begin_call(self, name: str) -> None:
+        self._state, self._json = self._arguments, _JsonObject()
+        self._parsed.deltas.append(
+            ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name)
+        )
+
     def _arguments(self) -> bool:
+        if not self._json.has_begun:
+            self._held = self._held.lstrip()
         end = self._json.end(self._held)
         text, self._held = self._held[:end], self._held[end:]
         self._parsed.deltas.append(ToolCallDelta(self._num_calls, arguments=text))
@@ -194,10 +227,11 @@ class _JsonObject:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self.is_over = False
+        self.has_begun = self.is_over = False
 
     def end(self, text: str) -> int:
         """Where the object ends in this text; the text's own end if it doesn't."""
+        self.has_begun |= bool(text)
         for place, character in enumerate(text, start=1):
             if self._is_escaped:
                 self._is_escaped = False

@@ -306,6 +306,26 @@ def test_text_is_free_until_the_marker(
         spell.accept(matcher, "And so on.")
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("```json\n", "\n```")])
+def test_a_call_without_its_marker_follows_its_schema_too(
+    before: str, after: str, is_added: bool
+) -> None:
+    spell = speller(is_added=is_added)
+    matcher = spell.matcher({"weather": WEATHER, "now": ""}, BY_NAME["hermes"], True, several=True)
+    spell.accept(matcher, f'{before}{{\n  "name": "weather",\n  "arguments": {{"city": "')
+    with pytest.raises(AssertionError):
+        spell.accept(matcher, 'Rome", "country": ')
+    matcher = spell.matcher({"weather": WEATHER, "now": ""}, BY_NAME["hermes"], True, several=True)
+    spell.accept(
+        matcher, f'{before}{{"name": "weather", "arguments": {{"city": "Rome"}}\n}}{after}'
+    )
+    assert END in spell.allowed(matcher)
+    matcher = spell.matcher({"weather": WEATHER}, BY_NAME["hermes"], True, several=True)
+    spell.accept(matcher, f'{before}{{"name": "rain", "x": 1}}{after} is JSON.')
+    assert END in spell.allowed(matcher)
+
+
 @pytest.mark.parametrize(
     ("name", "may_speak", "text", "may_end_at_once"),
     [
