@@ -25,7 +25,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ Content = npt.NDArray[np.uint8]  # of one block
 
 _TRAILER = struct.Struct("<8s32s32sI")
 _MAGIC = b"QUILLKV1"
-_FOLDER = re.compile(r"[0-9a-f]{64}")  # and a file
+_NAME = re.compile(r"[0-9a-f]{64}")
 _TOTAL = struct.Struct("<Q")
 _PAGE_BYTES = 4096  # files take whole ones
 EVICTED = 0.05  # of the limit, at once: to look at all files takes a while
@@ -92,12 +92,9 @@ class BlockFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._total = os.open(self._path / "total", flags, 0o600)
         with self._locked():
-            self._set_total(self._evict(self._max_bytes - _on_disk(self._size))[0])
-        keys = {
-            bytes.fromhex(file.path.name)
-            for file in self._files(self._own)
-            if file.size == self._size
-        }
+            kept, _ = self._evict(self._max_bytes - _on_disk(self._size))
+            self._set_total(_total(kept))
+        keys = self._own_keys(file for file in kept if file.size == self._size)
         try:
             self._try_to_write()
         except OSError as error:
@@ -113,16 +110,14 @@ class BlockFolder:
         finally:
             path.unlink(missing_ok=True)
 
-    def write(self, key: bytes, content: Content, place: int) -> list[bytes]:
+    def write(self, key: bytes, content: Content, place: int) -> set[bytes]:
         """Returns what was removed to make place for it. OSError: it isn't there."""
         with self._locked():
-            evicted: list[bytes] = []
-            total = self._read_total() + _on_disk(self._size)
-            if total > self._max_bytes:
-                target = self._max_bytes * (1 - EVICTED) - _on_disk(self._size)
-                total, evicted = self._evict(max(0, int(target)))
-                total += _on_disk(self._size)
-            self._set_total(total)
+            total, size, evicted = self._read_total(), _on_disk(self._size), set[bytes]()
+            if total + size > self._max_bytes:
+                kept, gone = self._evict(int(self._max_bytes * (1 - EVICTED)) - size)
+                total, evicted = _total(kept), self._own_keys(gone)
+            self._set_total(total + size)
         path = self._own / key.hex()
         try:
             self._write_file(path, [content.data, self._trailer(key, content)])
@@ -130,7 +125,7 @@ class BlockFolder:
         except OSError:
             with contextlib.suppress(OSError), self._locked():
                 path.unlink(missing_ok=True)
-                self._set_total(max(0, self._read_total() - _on_disk(self._size)))
+                self._set_total(max(0, self._read_total() - size))
             raise
         return evicted
 
@@ -191,37 +186,39 @@ class BlockFolder:
         os.pwrite(self._total, _TOTAL.pack(total), 0)
         self.used_bytes = total
 
-    def _evict(self, target: int) -> tuple[int, list[bytes]]:
-        """Removes the least recently used until all have `target` bytes at most. How many bytes
-        they have then, and which of this identity are gone."""
-        folders = [each for each in _entries(self._path) if each.is_dir(follow_symlinks=False)]
-        files = sorted(file for folder in folders for file in self._files(Path(folder.path)))
-        total = sum(file.num_bytes for file in files)
-        own: list[bytes] = []
-        for file in files:
-            if total <= target:
-                break
+    def _evict(self, target: int) -> tuple[list[_File], list[_File]]:
+        """Removes the least recently used until the rest have `target` bytes at most: these, and
+        those that are gone."""
+        files = sorted(file for folder in _named(self._path) for file in _files(Path(folder)))
+        total, num_gone = _total(files), 0
+        while num_gone < len(files) and total > target:
             with contextlib.suppress(FileNotFoundError):
-                file.path.unlink()
-            total -= file.num_bytes
-            if file.path.parent == self._own:
-                own.append(bytes.fromhex(file.path.name))
-        return total, own
+                files[num_gone].path.unlink()
+            total -= files[num_gone].num_bytes
+            num_gone += 1
+        return files[num_gone:], files[:num_gone]
 
-    def _files(self, folder: Path) -> Iterator[_File]:
-        if not _FOLDER.fullmatch(folder.name):
-            return
-        for entry in _entries(folder):
-            if _FOLDER.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    num_bytes = _on_disk(found.st_size)
-                    yield _File(found.st_mtime_ns, num_bytes, found.st_size, folder / entry.name)
+    def _own_keys(self, files: Iterable[_File]) -> set[bytes]:
+        return {bytes.fromhex(file.path.name) for file in files if file.path.parent == self._own}
 
 
-def _entries(folder: Path) -> list["os.DirEntry[str]"]:
-    with os.scandir(folder) as entries:
-        return list(entries)
+def _files(folder: Path) -> Iterator[_File]:
+    for entry in _named(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode):
+                num_bytes = _on_disk(found.st_size)
+                yield _File(found.st_mtime_ns, num_bytes, found.st_size, folder / entry.name)
+
+
+def _named(folder: Path) -> Iterator["os.DirEntry[str]"]:
+    """What has the name of an identity, or of a block."""
+    with contextlib.suppress(NotADirectoryError), os.scandir(folder) as entries:
+        yield from (entry for entry in entries if _NAME.fullmatch(entry.name))
+
+
+def _total(files: Iterable[_File]) -> int:
+    return sum(file.num_bytes for file in files)
 
 
 def _on_disk(size: int) -> int:
