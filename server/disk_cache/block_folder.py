@@ -45,7 +45,7 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _TOTAL = struct.Struct("<Q")
 _PAGE_BYTES = 4096  # files take whole ones
 EVICTED = 0.05  # of the limit, at once: to look at all files takes a while
-PLACE_NS = 10**9  # a block in the next place seems to be older by this
+PLACE_NS = 10**8  # a block in the next place seems to be older by this
 
 
 class DamagedError(Exception):
@@ -112,13 +112,16 @@ class BlockFolder:
 
     def write(self, key: bytes, content: Content, place: int) -> set[bytes]:
         """Returns what was removed to make place for it. OSError: it isn't there."""
+        path = self._own / key.hex()
+        if _size_of(path) == self._size:  # another process has written it
+            self.touch(key, place)
+            return set()
         with self._locked():
             total, size, evicted = self._read_total(), _on_disk(self._size), set[bytes]()
             if total + size > self._max_bytes:
                 kept, gone = self._evict(int(self._max_bytes * (1 - EVICTED)) - size)
                 total, evicted = _total(kept), self._own_keys(gone)
             self._set_total(total + size)
-        path = self._own / key.hex()
         try:
             self._write_file(path, [content.data, self._trailer(key, content)])
             os.utime(path, ns=_used_ns(place))
@@ -200,6 +203,13 @@ class BlockFolder:
 
     def _own_keys(self, files: Iterable[_File]) -> set[bytes]:
         return {bytes.fromhex(file.path.name) for file in files if file.path.parent == self._own}
+
+
+def _size_of(path: Path) -> int | None:
+    """None: it isn't there."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return None
 
 
 def _files(folder: Path) -> Iterator[_File]:

@@ -215,7 +215,9 @@ class Engine:
             scheduler.num_blocks_used,
             scheduler.num_running,
         )
-        return EngineOutputs(events, stats, queue, scheduler.take_disk_stats())
+        # A round without a step may be thrown away.
+        disk = None if stats is None else scheduler.take_disk_stats()
+        return EngineOutputs(events, stats, queue, disk)
 
 
 def _stats(scheduled: SchedulerOutput, output: StepOutput, duration_s: float) -> StepStats:

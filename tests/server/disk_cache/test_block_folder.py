@@ -93,8 +93,10 @@ def test_damaged_file_is_a_miss_and_is_written_again(tmp_path: Path, damage: str
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert not read(folder, 1)
     assert not read(open_folder(tmp_path), 1)
+    folder.remove(key_of(1))
     write(folder, 1)
     assert read(folder, 1)
+    assert folder.used_bytes <= FILE_BYTES
 
 
 def test_file_under_another_block_s_name_is_a_miss(tmp_path: Path) -> None:
@@ -147,6 +149,18 @@ def test_servers_that_share_a_directory_share_its_limit(tmp_path: Path) -> None:
             write(folder, number)
             assert len(files_of(tmp_path)) <= 20
     assert all(read(folder, 29) for folder in folders)
+
+
+def test_block_that_another_server_has_written_is_not_written_again(tmp_path: Path) -> None:
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(one, 1)
+    (path,) = files_of(tmp_path)
+    before = path.stat()
+    write(two, 1)
+    assert path.stat().st_ctime_ns > before.st_ctime_ns, "it is marked as used"
+    assert two.used_bytes == 0, "as of its start"
+    write(two, 2)
+    assert two.used_bytes == 2 * FILE_BYTES
 
 
 def test_the_least_recently_used_goes_first_and_a_text_s_end_before_its_start(

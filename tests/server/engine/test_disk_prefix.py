@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quill.server.engine.block_pool import CachedBlock, LoadedBlock, PrefixHash
+from quill.server.engine.block_pool import BlockTables, CachedBlock, LoadedBlock, PrefixHash
 from quill.server.engine.engine import Engine
+from quill.server.engine.sequence import make_sequence
 from quill.server.outputs import DiskCacheStats
-from quill.server.request import Request
+from quill.server.request import Limits, Request
 from tests.server.engine.test_batch_invariance import ACTIONS, RandomBatch
 from tests.server.engine_harness import CONTEXT, Harness, make_request
 from tests.server.fake_session import FakeSession, oracle
@@ -216,6 +217,23 @@ def test_disk_that_stops_answering_leaves_prompts_to_the_model() -> None:
     disk.answers = True
     harness.step()
     assert harness.engine._scheduler.num_blocks_used == 0
+
+
+def test_prefix_that_finds_no_free_block_does_not_come() -> None:
+    request = make_request("a", num_prompt=70)
+    contents: Contents = {}
+    answer_with(contents, request)
+    session = FakeSession(2)
+    limits = Limits(max_num_seqs=1, context=CONTEXT, num_blocks=2)
+    blocks = BlockTables(limits, MemoryDisk(contents, session))
+    sequence = make_sequence(request, 0, CONTEXT)
+    taken = blocks.pool.take(), blocks.pool.take()
+    assert not blocks.load_prefix(sequence, 69)
+    blocks.pool.release(taken[1:])
+    assert blocks.load_prefix(sequence, 69)
+    blocks.finish_loads()
+    assert blocks.adopt_prefix(sequence, 69)
+    assert sequence.blocks == [taken[1]]
 
 
 def test_content_that_is_not_to_be_trusted_leaves_the_disk() -> None:
