@@ -38,18 +38,18 @@ class QuillRestart:
         self._config = replace(config, options=options)
         self.info = BackendInfo("Quill", "", "", 0)
 
-    def prompts(
+    def answer(
         self,
         prompts: Sequence[Sequence[int]],
         num_new: int,
-        empty: bool = False,
-        drop_pages: bool = False,
+        is_empty: bool = False,
+        drops_pages: bool = False,
     ) -> dict[str, Any]:
-        """One prompt after another on a new server. `empty`: the directory is, at first;
-        `drop_pages`: the system has none of its files in memory."""
-        if empty:
+        """One prompt after another on a new server. `is_empty`: the directory, at first;
+        `drops_pages`: the system has none of its files in memory."""
+        if is_empty:
             shutil.rmtree(self._directory / "cache", ignore_errors=True)
-        if drop_pages:
+        if drops_pages:
             for path in self._files():
                 drop(path)
         began_s = time.perf_counter()
