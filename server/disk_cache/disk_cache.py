@@ -30,6 +30,7 @@ USED_AGAIN_S = 60.0  # how often a block that is used again and again is marked 
 PAUSE_S = 60.0  # after a failed write
 STALL_S = 1.0  # without a block from a disk that is asked for one: computing is faster
 WAIT_S = 0.01
+WAKE = 16  # blocks, after which an engine that waits goes on
 CLOSE_S = 5.0
 
 
@@ -196,7 +197,8 @@ class FolderDiskCache:
                 self._memory.write_block(block, content)
             self._answered_s = self._clock()
             self._loaded.put(LoadedBlock(key, block, is_good))
-            self._has_loaded.set()
+            if self._loads.qsize() % WAKE == 0:
+                self._has_loaded.set()
 
     def _read(self, key: PrefixHash, place: int, content: Content) -> bool:
         try:

@@ -79,7 +79,7 @@ class DiskCache(Protocol):
         """Since the last call."""
 
     def wait(self) -> None:
-        """Until a block has come; not for long."""
+        """Until a few blocks have come; not for long."""
 
     def forget(self, keys: SequenceOf[PrefixHash]) -> None:
         """Their content isn't to be trusted."""
@@ -248,6 +248,8 @@ class BlockTables:
         key = self.prefix_hash(sequence, first)
         if key is None or key not in self._disk:
             return False
+        if key in self._loading and len(self._loading) > self._disk.max_loading // 2:
+            return True  # enough for now
         for place in range(first, most // size):
             is_there = key in self._loading or self.pool.find(key) is not None
             if not is_there and not self._load(key, place):
