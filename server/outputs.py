@@ -146,9 +146,22 @@ class QueueStats(NamedTuple):
     num_requests: int = 0  # with running sequences
 
 
+class DiskCacheStats(NamedTuple):
+    """Of the blocks of --prefix-cache-dir, since the last time; `used_bytes`: now."""
+
+    num_read: int
+    read_bytes: int
+    num_written: int
+    written_bytes: int
+    num_dropped: int  # that weren't written
+    num_damaged: int
+    used_bytes: int
+
+
 class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
     """What one round of the engine produced. `step` is None if only messages were handled."""
 
     events: tuple[Event, ...]
     step: StepStats | None
     queue: QueueStats | None = None  # afterwards; None: not from the engine
+    disk: DiskCacheStats | None = None  # None: there is no disk cache

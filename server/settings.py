@@ -161,6 +161,11 @@ class Settings:
         help="requests that may wait; one more is rejected")
     prefix_cache: bool = _option(True, "Engine", in_cluster=True,
         help="prefix caching: sequences with a shared prefix share its KV blocks")
+    prefix_cache_dir: Path | None = _option(None, "Engine", Path, "DIR", in_cluster=True,
+        help="the prefix cache's blocks are kept there, too, for the next start; servers may share "
+             "it; prompts can be inferred from it")
+    prefix_cache_dir_mb: int = _option(8192, "Engine", positive, "MB", in_cluster=True,
+        help="what --prefix-cache-dir holds at most; the least recently used blocks are removed")
     speculative: bool = _option(True, "Engine", in_cluster=True,
         help="speculative decoding by prompt lookup (n-gram), where it is faster; it changes no "
              "token")
@@ -208,6 +213,8 @@ class Settings:
             raise StartError("--tls-cert and --tls-key belong together: give both")
         if self.client_ca is not None and self.tls_cert is None:
             raise StartError("--client-ca needs --tls-cert and --tls-key")
+        if self.prefix_cache_dir is not None and not self.prefix_cache:
+            raise StartError("--prefix-cache-dir needs prefix caching: leave out --no-prefix-cache")
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -109,6 +109,18 @@ COMMANDS = (
         ),
     ),
     Command(
+        "restart",
+        "restart:run_restart",
+        "first tokens after a restart with --prefix-cache-dir; gaps of streams beside",
+        (
+            *(BUNDLE, THREADS, PRECISION, OUT),
+            Option("--prompts", "one after another, on each of four servers", "N", positive, 100),
+            Option("--prompt-tokens", "of each", "TOKENS", positive, 2000),
+            Option("--answer", "of each answer", "TOKENS", positive, 16),
+        ),
+        "The directory is a temporary one, as large as the prompts' KV caches.",
+    ),
+    Command(
         "cluster",
         "server:run_cluster",
         "replicas on Ray against as many plain servers, in turns",

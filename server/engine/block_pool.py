@@ -1,23 +1,94 @@
 """The KV cache's blocks by number: reference counts, prefix hashes, LRU eviction, and the block
 table of each sequence.
 
-Knows: numbers of blocks, tokens, sequences. Does not know: the memory behind blocks, steps.
+Knows: numbers of blocks, tokens, sequences. Does not know: the memory behind blocks, files, steps.
 
-A full block is cached under its prefix hash: its tokens and the block before it. So texts with a
-common prefix share its blocks, within one cache scope: a client of another scope can't learn from a
-quick answer what was asked in this one. A block's content doesn't depend on who wrote it, or when:
-answers are shared like prompts. A cached block that no sequence uses stays until its place is
+A full block is cached under its prefix hash: its tokens and those of all blocks before it. So texts
+with a common prefix share its blocks, within one cache scope: a client of another scope can't learn
+from a quick answer what was asked in this one. A block's content doesn't depend on who wrote it, or
+when: answers are shared like prompts. A cached block that no sequence uses stays until its place is
 needed; the least recently used is evicted first.
+
+With a disk cache (server/disk_cache/) a prefix goes on there. A block that is on its way from the
+disk belongs to no sequence. When it has come it is a cached block as any other, and the sequences
+that waited for it adopt it.
 """
 
+import hashlib
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from quill.server.engine.sequence import Sequence
+from quill.server.outputs import DiskCacheStats
 from quill.server.request import Limits, Request
 
-# The id of the block before, or the scope if it is the first; this block's tokens.
-PrefixHash = tuple[int | str, tuple[int, ...]]
+PrefixHash = bytes  # of a scope, and of all tokens up to a block's last; the same in all processes
+HASH_BYTES = 32  # so that nobody finds two texts with one hash
+
+
+def scope_hash(scope: str) -> PrefixHash:
+    """What stands before a first block."""
+    content = scope.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=HASH_BYTES, person=b"scope").digest()
+
+
+def next_hash(before: PrefixHash, tokens: Iterable[int]) -> PrefixHash:
+    content = before + array("I", tokens).tobytes()
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+@dataclass(eq=False, slots=True)
+class CachedBlock:
+    """A full block for as long as it is cached."""
+
+    key: PrefixHash
+    block: int
+    is_valid: bool = True  # False: it may be overwritten. Other threads look
+
+
+class LoadedBlock(NamedTuple):
+    """A block that was to be read from the disk."""
+
+    key: PrefixHash
+    block: int
+    is_good: bool
+
+
+class DiskCache(Protocol):
+    """Blocks that outlive the process. No call but `wait` and `close` takes longer than a look into
+    a table."""
+
+    @property
+    def max_loading(self) -> int:
+        """Blocks that may be on their way at once."""
+
+    def __contains__(self, key: PrefixHash) -> bool:
+        """Whether it can be read. False while the disk doesn't answer."""
+
+    def keep(self, cached: CachedBlock, place: int) -> None:
+        """The block is used: it is written, if it isn't yet. `place`: in its sequence."""
+
+    def load(self, key: PrefixHash, block: int, place: int) -> None:
+        """Begins to read into a block, which is the disk cache's until `loaded` has it."""
+
+    def loaded(self) -> list[LoadedBlock]:
+        """Since the last call."""
+
+    def wait(self) -> None:
+        """Until a few blocks have come; not for long."""
+
+    def forget(self, keys: SequenceOf[PrefixHash]) -> None:
+        """Their content isn't to be trusted."""
+
+    def take_stats(self) -> DiskCacheStats:
+        """Since the last call."""
+
+    def close(self) -> None:
+        """Writes what is left, for a few seconds at most."""
 
 
 class BlockPool:
@@ -31,8 +102,7 @@ class BlockPool:
         # that follow it.
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._index: dict[PrefixHash, int] = {}
-        self._cached: dict[int, tuple[PrefixHash, int]] = {}  # by block: its hash, its id in hashes
-        self._num_ids = 0  # a block that is written anew has another id in its followers' hashes
+        self._cached: dict[int, CachedBlock] = {}  # by block
 
     @property
     def num_free(self) -> int:
@@ -55,7 +125,7 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            del self._index[self._cached.pop(block)[0]]
+            self._uncache(block)
         self._ref_counts[block] = 1
         return block
 
@@ -82,9 +152,9 @@ class BlockPool:
     ) -> PrefixHash | None:
         """Of a block of these tokens. None: the block before isn't cached."""
         if before is None:
-            return scope, tokens
+            return next_hash(scope_hash(scope), tokens)
         cached = self._cached.get(before)
-        return None if cached is None else (cached[1], tokens)
+        return None if cached is None else next_hash(cached.key, tokens)
 
     def find(self, key: PrefixHash | None) -> int | None:
         return None if key is None else self._index.get(key)
@@ -98,29 +168,38 @@ class BlockPool:
             self.share([equal])
             self.release([block])
             return equal
-        self._num_ids += 1
         self._index[key] = block
-        self._cached[block] = key, self._num_ids
+        self._cached[block] = CachedBlock(key, block)
         return block
 
-    def forget(self, blocks: SequenceOf[int]) -> None:
+    def cached(self, block: int) -> CachedBlock | None:
+        return self._cached.get(block)
+
+    def forget(self, blocks: SequenceOf[int]) -> list[PrefixHash]:
         """The content of these isn't to be trusted: no sequence finds them any more."""
+        keys = [self._uncache(block) for block in blocks if block in self._cached]
         for block in blocks:
-            cached = self._cached.pop(block, None)
-            if cached is not None:
-                del self._index[cached[0]]
-                if block in self._evictable:
-                    del self._evictable[block]
-                    self._free.append(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._free.append(block)
+        return keys
+
+    def _uncache(self, block: int) -> PrefixHash:
+        cached = self._cached.pop(block)
+        cached.is_valid = False
+        del self._index[cached.key]
+        return cached.key
 
 
 class BlockTables:
     """The blocks of sequences: prefix caching, forks, copy-on-write."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, disk: DiskCache | None = None) -> None:
         self.pool = BlockPool(limits.num_blocks)
         self.block_size = limits.block_size
         self._prefix_caching = limits.prefix_caching
+        self._disk = disk
+        self._loading: set[PrefixHash] = set()  # on their way from the disk
 
     def prefix_hash(self, sequence: Sequence, place: int) -> PrefixHash | None:
         """Of one of a sequence's blocks, all of whose tokens are there."""
@@ -156,7 +235,66 @@ class BlockTables:
             sequence.blocks[place:] = [block]
             sequence.num_computed += size
             sequence.num_cached_blocks = place + 1
+            self._keep(block, place)
         return sequence.num_computed > before
+
+    def load_prefix(self, sequence: Sequence, most: int) -> bool:
+        """Begins to read a sequence's next blocks, up to `most` tokens, from the disk. Whether the
+        next one comes: then the sequence should wait."""
+        size = self.block_size
+        first = sequence.num_computed // size
+        if self._disk is None or sequence.num_computed % size or (first + 1) * size > most:
+            return False
+        key = self.prefix_hash(sequence, first)
+        if key is None or key not in self._disk:
+            return False
+        if key in self._loading and len(self._loading) > self._disk.max_loading // 2:
+            return True  # enough for now
+        for place in range(first, most // size):
+            is_there = key in self._loading or self.pool.find(key) is not None
+            if not is_there and not self._load(key, place):
+                break
+            key = next_hash(key, sequence.ids((place + 1) * size, (place + 2) * size))
+        return bool(self._loading)
+
+    def _load(self, key: PrefixHash, place: int) -> bool:
+        disk = self._disk
+        assert disk is not None
+        if key not in disk or len(self._loading) >= disk.max_loading or not self.pool.num_free:
+            return False
+        self._loading.add(key)
+        disk.load(key, self.pool.take(), place)
+        return True
+
+    def finish_loads(self) -> None:
+        """Caches the blocks that have come from the disk."""
+        for loaded in self._disk.loaded() if self._disk is not None else ():
+            self._loading.remove(loaded.key)
+            key = loaded.key if loaded.is_good else None
+            self.pool.release([self.pool.cache(key, loaded.block)])
+
+    def wait_for_load(self) -> None:
+        """Where nothing else is to do; at once, if no block is on its way."""
+        if self._disk is not None and self._loading:
+            self._disk.wait()
+
+    def forget(self, blocks: SequenceOf[int]) -> None:
+        """The content of these isn't to be trusted."""
+        keys = self.pool.forget(blocks)
+        if self._disk is not None:
+            self._disk.forget(keys)
+
+    def take_disk_stats(self) -> DiskCacheStats | None:
+        return None if self._disk is None else self._disk.take_stats()
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+    def _keep(self, block: int, place: int) -> None:
+        """On the disk."""
+        if self._disk is not None and (cached := self.pool.cached(block)) is not None:
+            self._disk.keep(cached, place)
 
     def needs_copy(self, sequence: Sequence) -> bool:
         """Copy-on-write: the block that is written next is another sequence's, too."""
@@ -180,6 +318,7 @@ class BlockTables:
         for place in range(sequence.num_cached_blocks, num_full):
             key = self.prefix_hash(sequence, place)
             sequence.blocks[place] = self.pool.cache(key, sequence.blocks[place])
+            self._keep(sequence.blocks[place], place)
         sequence.num_cached_blocks = num_full
 
     def fork(self, sequences: SequenceOf[Sequence], parents: SequenceOf[int]) -> None:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from quill.server.engine.block_pool import DiskCache
 from quill.server.engine.model_runner import NOTHING_COMPUTED, ModelOutput, Session
 from quill.server.engine.scheduler import Scheduler
 from quill.server.engine.sequence import FINISHED, SequenceStatus
@@ -50,11 +51,12 @@ class Engine:
         session: Session,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
+        disk: DiskCache | None = None,
     ) -> None:
         self._limits = limits
         self._session = session
         self._masks = MaskThreads()
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, disk)
         self._clock = clock
         self._events: list[Event] = []
         self._num_failures = 0
@@ -108,6 +110,10 @@ class Engine:
         """Ends everything. There are no steps afterwards."""
         self._fail([group.request_id for group in self._scheduler.groups()], error)
         return self._publish(None)
+
+    def close(self) -> None:
+        """After the last step."""
+        self._scheduler.close()
 
     def step(self) -> EngineOutputs:
         """Runs a step for whoever is next; returns all events since the step before."""
@@ -209,7 +215,9 @@ class Engine:
             scheduler.num_blocks_used,
             scheduler.num_running,
         )
-        return EngineOutputs(events, stats, queue)
+        # A round without a step may be thrown away.
+        disk = None if stats is None else scheduler.take_disk_stats()
+        return EngineOutputs(events, stats, queue, disk)
 
 
 def _stats(scheduled: SchedulerOutput, output: StepOutput, duration_s: float) -> StepStats:

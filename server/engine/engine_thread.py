@@ -120,6 +120,7 @@ class EngineThread:
         try:
             self._serve()
             self._abandon(UnavailableError("the server is stopping"))
+            self._engine.close()
         except Exception:
             # A bug: what the engine holds can't be relied upon any more.
             logger.exception("the engine broke down")

@@ -9,7 +9,7 @@ it is touched.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -97,6 +97,31 @@ class KVCache:
         for source, target in copies:
             for cache_YNE in self._caches.values():
                 cache_YNE[:, target] = cache_YNE[:, source]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._shape.num_bytes
+
+    def read_block(self, block: int, content: npt.NDArray[np.uint8]) -> None:
+        """Its bytes, whatever they mean. From any thread."""
+        for sides_YE, part in self._parts(block, content):
+            part[...] = sides_YE
+
+    def write_block(self, block: int, content: npt.NDArray[np.uint8]) -> None:
+        """What `read_block` gave. From any thread, as long as nobody uses the block."""
+        for sides_YE, part in self._parts(block, content):
+            sides_YE[...] = part
+
+    def _parts(
+        self, block: int, content: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[CacheArray, CacheArray]]:
+        """The block's sides of one shape, and their place in its bytes."""
+        start = 0
+        for cache_YNE in self._caches.values():
+            sides_YE = cache_YNE[:, block]
+            part = content[start : start + sides_YE.nbytes].view(sides_YE.dtype)
+            start += sides_YE.nbytes
+            yield sides_YE, part.reshape(sides_YE.shape)
 
 
 class DeviceKVCache:

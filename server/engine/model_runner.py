@@ -148,7 +148,7 @@ class OrtSession:
         *,
         gives_hidden: bool = False,
     ) -> None:
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._logits_LV = np.empty((1, sizes.vocab_size), np.float32)
         self._no_hidden_MD = np.empty((0, sizes.d_model), np.float32)
         self._gives_hidden = gives_hidden
@@ -194,12 +194,12 @@ class OrtSession:
         self._encoder.run(inputs, {})
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        self._kv_cache.copy(copies)
+        self.kv_cache.copy(copies)
 
     def _bound(self, session: onnxruntime.InferenceSession, num_layers: int) -> BoundGraph:
         """With the KV cache as input and as output."""
-        graph = BoundGraph(session, rebinds=isinstance(self._kv_cache, DeviceKVCache))
-        views = self._kv_cache.views()
+        graph = BoundGraph(session, rebinds=isinstance(self.kv_cache, DeviceKVCache))
+        views = self.kv_cache.views()
         for name, view in zip(graph_contract.cache_names(num_layers), views, strict=True):
             graph.bind_in_place(name, graph_contract.extended(name), view)
         return graph

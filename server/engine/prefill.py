@@ -85,25 +85,34 @@ class PrefillScheduler:
     def schedule(self, groups: SequenceOf[Strategy], num_decoding: int) -> dict[Sequence, int]:
         """How many tokens each sequence prefills in the next step. The first group is the oldest.
 
-        Sequences first adopt the cached blocks of their prefix.
+        Sequences first adopt the cached blocks of their prefix. Whose next block comes from the
+        disk waits for it.
         """
         groups_of = {sequence: group for group in groups for sequence in group.prefilling()}
-        if not groups_of:
-            self._clocks.keep_only(set())
-            return {}
-        for sequence, group in groups_of.items():
-            if group.request.source_ids is None and self._blocks.adopt_prefix(
-                sequence, group.max_reusable(sequence)
-            ):
-                self._clocks.catch_up(group)
-        step = _PrefillStep(
-            self._blocks, self._budget, self._limits, self._clocks, groups[0], groups_of
-        )
-        chunk_sizes = step.share(num_decoding)
+        ready = {
+            sequence: group
+            for sequence, group in groups_of.items()
+            if not self._find_prefix(group, sequence)
+        }
+        chunk_sizes: dict[Sequence, int] = {}
+        if ready:
+            step = _PrefillStep(
+                self._blocks, self._budget, self._limits, self._clocks, groups[0], ready
+            )
+            chunk_sizes = step.share(num_decoding)
         self._clocks.keep_only(
             {group.request.owner for group in groups_of.values() if group.prefilling()}
         )
         return chunk_sizes
+
+    def _find_prefix(self, group: Strategy, sequence: Sequence) -> bool:
+        """Whether more of it comes."""
+        if group.request.source_ids is not None:
+            return False
+        most = group.max_reusable(sequence)
+        if self._blocks.adopt_prefix(sequence, most):
+            self._clocks.catch_up(group)
+        return self._blocks.load_prefix(sequence, most)
 
 
 class _PrefillStep:

@@ -13,7 +13,7 @@ later, to continue with the same tokens. So the request that started first alway
 
 from collections.abc import Sequence as SequenceOf
 
-from quill.server.engine.block_pool import BlockTables
+from quill.server.engine.block_pool import BlockTables, DiskCache
 from quill.server.engine.fair_queue import FairQueue, cost
 from quill.server.engine.model_runner import BlockCopy, Chunk
 from quill.server.engine.prefill import PrefillScheduler
@@ -22,6 +22,7 @@ from quill.server.engine.speculation import Speculation
 from quill.server.engine.step import ScheduledChunk, SchedulerOutput, StepOutput
 from quill.server.engine.step_budget import ChunkSize, StepBudget
 from quill.server.engine.strategies import Strategy, make_group
+from quill.server.outputs import DiskCacheStats
 from quill.server.request import Grammar, Limits, Request
 
 LOOK_AHEAD = 64  # waiting requests that may start before a step
@@ -35,7 +36,7 @@ WAITING, RUNNING, PREEMPTED = (
 class Scheduler:
     """The table of all unfinished requests, and the policies that move them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, disk: DiskCache | None = None) -> None:
         self._limits = limits
         # By status, then by request id. Running: in the order of their starts; preempted: in the
         # order of their preemptions.
@@ -45,7 +46,7 @@ class Scheduler:
             PREEMPTED: {},
         }
         self._queue = FairQueue()
-        self._blocks = BlockTables(limits)
+        self._blocks = BlockTables(limits, disk)
         self._budget = StepBudget()
         self._prefill = PrefillScheduler(self._blocks, self._budget, limits)
         self._speculation = Speculation(limits, self._budget, self._blocks)
@@ -110,6 +111,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step. None: there is nothing to run."""
         num_preempted = self.num_preempted
+        self._blocks.finish_loads()
         self._admit()
         running = self.groups(RUNNING)
         num_decoding = sum(len(group.decoding()) for group in running)
@@ -127,6 +129,7 @@ class Scheduler:
         if output.decode or output.prefill or output.copies:
             return output
         self._budget.give_up_probe()  # the sequences that should have been alone find no block
+        self._blocks.wait_for_load()
         return None
 
     def observe(self, scheduled: SchedulerOutput, duration_s: float) -> None:
@@ -145,9 +148,16 @@ class Scheduler:
             group.end_step(output)
         for each in chunks if output.not_finite else ():
             if each.group.request_id in output.not_finite:
-                self._blocks.pool.forget(each.sequence.blocks)
+                self._blocks.forget(each.sequence.blocks)
         for sequence in output.finished:
             self._release(self._groups[RUNNING][sequence.request.request_id], [sequence])
+
+    def take_disk_stats(self) -> DiskCacheStats | None:
+        """Since the last call. None: there is no disk cache."""
+        return self._blocks.take_disk_stats()
+
+    def close(self) -> None:
+        self._blocks.close()
 
     # Admission to the running set.
 

@@ -3,12 +3,16 @@
 Knows: the manifest, what the engine is made of. Does not know: gRPC, text, the command line.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime
 
 from quill.export.bundle.manifest import Graphs, Manifest, check_files, read_manifest
+from quill.export.operators.library import kernels, library_path
+from quill.server.disk_cache.block_folder import BlockFolder
+from quill.server.disk_cache.disk_cache import FolderDiskCache
 from quill.server.engine.engine import Engine
 from quill.server.engine.kv_cache import BlockShape, DeviceKVCache, KVCache
 from quill.server.engine.model_runner import Chunk, EncoderSession, OrtSession, Session, Source
@@ -42,8 +46,37 @@ def open_bundle(directory: Path, precision: str) -> Bundle:
     return Bundle(directory, manifest, graphs)
 
 
+def open_block_folder(bundle: Bundle, directory: Path, max_megabytes: int) -> BlockFolder:
+    """Where a bundle's KV blocks outlive the process. StartError: they can't."""
+    manifest, graphs = bundle.manifest, bundle.graphs
+    if manifest.family != "causal":
+        raise StartError(
+            f"{bundle.directory} isn't a causal model, and only these have a prefix cache: leave "
+            "out --prefix-cache-dir"
+        )
+    if graphs.device != "cpu":
+        raise StartError("--prefix-cache-dir works on the CPU only: leave it out")
+    shape = BlockShape.of(manifest.sizes, graphs)
+    return BlockFolder(directory, _identity(bundle, shape), shape.num_bytes, max_megabytes * 2**20)
+
+
+def _identity(bundle: Bundle, shape: BlockShape) -> bytes:
+    """Of all that a block's bits depend on beside its tokens. The kernels shouldn't matter: all
+    that a server can choose give the same bits."""
+    hashes = [
+        file.sha256 for file in bundle.manifest.files if file.name in bundle.graphs.file_names
+    ]
+    library = library_path()
+    parts = (hashes, shape, onnxruntime.__version__, library.name, kernels(library))
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
 def open_engine(
-    bundle: Bundle, limits: Limits, num_threads: int = 0, spinning: bool = True
+    bundle: Bundle,
+    limits: Limits,
+    num_threads: int = 0,
+    spinning: bool = True,
+    folder: BlockFolder | None = None,
 ) -> Engine:
     """Loads the weights and allocates the KV cache. `num_threads` 0: one a core."""
     graphs = bundle.graphs
@@ -60,7 +93,12 @@ def open_engine(
         detach(bundle.directory / graphs.weights)
     session = _session(bundle, decoder, encoder, limits)
     _try_last_position(bundle, session, limits)
-    return Engine(session, limits)
+    disk = None
+    if folder is not None:
+        assert isinstance(session, OrtSession)
+        assert isinstance(session.kv_cache, KVCache)
+        disk = FolderDiskCache(folder, session.kv_cache)
+    return Engine(session, limits, disk=disk)
 
 
 def _session(

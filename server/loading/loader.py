@@ -16,6 +16,7 @@ import onnxruntime
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.export.operators.library import operators_problem
 from quill.export.precisions import Family
+from quill.server.disk_cache.block_folder import BlockFolder
 from quill.server.engine.engine import Engine
 from quill.server.engine.engine_thread import EngineThread
 from quill.server.engine.kv_cache import BlockShape
@@ -30,7 +31,12 @@ from quill.server.loading.choices import (
     weight_bytes,
 )
 from quill.server.loading.description import EngineInfo, describe
-from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.loading.engine_factory import (
+    Bundle,
+    open_block_folder,
+    open_bundle,
+    open_engine,
+)
 from quill.server.loading.instance import (
     EngineEvents,
     ModelInstance,
@@ -71,8 +77,9 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
     bundle = open_bundle(directory, choice.graphs.precision)
     if bundle.manifest != manifest:
         raise StartError(f"{directory} changed while it was loaded. Try again")
+    folder = _open_folder(bundle, settings)
     try:
-        engine = open_engine(bundle, limits, num_threads, settings.spinning)
+        engine = open_engine(bundle, limits, num_threads, settings.spinning, folder)
         warm_up(engine, bundle.manifest.family)
     except MemoryError as error:
         raise StartError(
@@ -89,6 +96,21 @@ def load_engine(directory: Path, settings: Settings) -> LoadedEngine:
         takes_constraints=grammars is not None,
     )
     return LoadedEngine(engine, grammars, info)
+
+
+def _open_folder(bundle: Bundle, settings: Settings) -> BlockFolder | None:
+    if settings.prefix_cache_dir is None:
+        return None
+    most = settings.prefix_cache_dir_mb
+    folder = open_block_folder(bundle, settings.prefix_cache_dir, most)
+    logger.info(
+        "%s has %d blocks of this model, %s of %s are used",
+        settings.prefix_cache_dir,
+        len(folder.keys),
+        megabytes(folder.used_bytes),
+        megabytes(most * 2**20),
+    )
+    return folder
 
 
 class Loader:

@@ -143,10 +143,10 @@ class EngineServer:
                 if connection in events:
                     events[connection].append(event)
         # One frontend counts the step; a server's metrics add up those of all frontends.
-        step, queue = outputs.step, outputs.queue
+        step, queue, disk = outputs.step, outputs.queue, outputs.disk
         for connection, own in events.items():
-            connection.send(frame(Outputs(EngineOutputs(tuple(own), step, queue))))
-            step = queue = None
+            connection.send(frame(Outputs(EngineOutputs(tuple(own), step, queue, disk))))
+            step = queue = disk = None
 
     def _owner(self, event: Event) -> Connection | None:
         connection, num_open = self._open.get(event.request_id, (None, 0))

@@ -50,6 +50,10 @@ TABLE = (
     Row("counter", "quill_prefix_cache_misses", (),
         "prompts without a cached prefix; sources to translate and texts to embed count "
         "as neither"),
+    Row("counter", "quill_prefix_cache_dir_blocks", ("kind",),
+        "KV blocks `read` from --prefix-cache-dir, `written` to it, `dropped` (not written: the "
+        "disk was too slow or failed) and `damaged`"),
+    Row("counter", "quill_prefix_cache_dir_bytes", ("kind",), "bytes `read` and `written` there"),
     Row("counter", "quill_preemptions", (),
         "requests preempted to free KV blocks, recomputed later"),
     Row("counter", "quill_spec_draft_tokens", (), "draft tokens of speculative decoding"),
@@ -78,6 +82,8 @@ TABLE = (
         "a step"),
     Row("gauge", "quill_kv_blocks_used", (), "KV blocks of running sequences", merge="sum"),
     Row("gauge", "quill_kv_cache_usage", (), "share of the KV blocks in use, 0 to 1", merge="sum"),
+    Row("gauge", "quill_prefix_cache_dir_used_bytes", (),
+        "bytes of all blocks in --prefix-cache-dir, as of the last step", merge="sum"),
     Row("gauge", "quill_build_info", ("version", "python"),
         "1; the labels are the server's versions"),
     Row("gauge", "quill_model_info", ("model", "family", "precision", "device", "runtime"),

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from quill.server.errors import REJECTION_REASONS
 from quill.server.outputs import (
+    DiskCacheStats,
     EmbeddingEvent,
     EngineOutputs,
     Event,
@@ -130,6 +131,8 @@ class Metrics:
             gauges["quill_sequences_running"].set(queue.num_sequences)
             gauges["quill_kv_blocks_used"].set(queue.num_blocks)
             gauges["quill_kv_cache_usage"].set(queue.num_blocks / max(1, self._num_blocks))
+        if batch.disk is not None:
+            self._note_disk(batch.disk)
         now_s = self._clock()
         for event in batch.events:
             self._note(event, now_s)
@@ -158,6 +161,14 @@ class Metrics:
         self.count("quill_preemptions", by=step.num_preempted)
         if step.masks_s is not None:
             self._time("quill_mask_time_seconds", step.masks_s)
+
+    def _note_disk(self, disk: DiskCacheStats) -> None:
+        for kind in ("read", "written", "dropped", "damaged"):
+            by = getattr(disk, f"num_{kind}")
+            self.count("quill_prefix_cache_dir_blocks", kind, by=by)
+        self.count("quill_prefix_cache_dir_bytes", "read", by=disk.read_bytes)
+        self.count("quill_prefix_cache_dir_bytes", "written", by=disk.written_bytes)
+        self._gauges["quill_prefix_cache_dir_used_bytes"].set(disk.used_bytes)
 
     def _note_token(self, event: TokenEvent, now_s: float) -> None:
         key = (event.request_id, event.sequence)

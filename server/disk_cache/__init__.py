@@ -1,0 +1,1 @@
+"""The prefix cache's blocks on a disk, for a server's next start."""
