@@ -102,7 +102,7 @@ def _milliseconds(turn: Turn) -> tuple[str, str]:
 
 
 def _ratio(turn: Turn, cold: Turn) -> float:
-    return median(turn["first_tokens_s"]) / median(cold["first_tokens_s"])
+    return float(median(turn["first_tokens_s"]) / median(cold["first_tokens_s"]))
 
 
 def _num(turn: Turn) -> int:
