@@ -190,17 +190,15 @@ PEERS := .venv-peers
 PEERS_PIP := PIP_CONSTRAINT=constraints-peers.txt $(PEERS)/bin/python -m pip --disable-pip-version-check
 
 $(PEERS)/installed: constraints-peers.txt
-	@echo "[1/4] making the peers' virtual environment in $(PEERS)"
+	@echo "[1/5] making the peers' virtual environment in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@echo "[2/4] installing PyTorch and the peers"
+	@echo "[2/5] installing PyTorch and the peers"
 	$(PEERS_PIP) install --progress-bar on torch==2.13.0
 	$(PEERS_PIP) install --no-deps -e . # for what starts each of them
 	$(PEERS_PIP) install --progress-bar on accelerate cmake ctranslate2 gguf numpy onnx onnx-ir \
-		onnxruntime-genai openvino-genai transformers
-	@echo "[3/4] compiling llama.cpp and ik_llama.cpp for Python (minutes)"
+		onnxruntime-genai openvino-genai transformers ik-llama-cpp-python
+	@echo "[3/5] compiling llama.cpp for Python (minutes)"
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_PIP) install --progress-bar on llama-cpp-python
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_IQK_FA_ALL_QUANTS=OFF" \
-		$(PEERS_PIP) install --progress-bar on --no-binary ik-llama-cpp-python ik-llama-cpp-python
 	@touch $@
 
 $(PEERS)/%/installed: constraints-peers-%.txt
@@ -218,7 +216,7 @@ LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIV
 LLAMA_PROGRAMS := llama-batched-bench llama-server
 
 $(PEERS)/bin/llama-server: $(PEERS)/installed
-	@echo "[4/4] compiling llama.cpp's own server (about ten minutes)"
+	@echo "[5/5] compiling llama.cpp's own server (about ten minutes)"
 	@rm -rf $(LLAMA) && mkdir -p $(LLAMA)
 	$(PEERS_PIP) download --progress-bar on --no-deps --no-binary llama-cpp-python --dest $(LLAMA) llama-cpp-python
 	tar -xzf $(LLAMA)/llama_cpp_python-*.tar.gz --directory $(LLAMA) --strip-components 1
@@ -227,7 +225,23 @@ $(PEERS)/bin/llama-server: $(PEERS)/installed
 	cp $(LLAMA_PROGRAMS:%=$(LLAMA)/build/bin/%) $(PEERS)/bin
 	@rm -rf $(LLAMA)
 
-peers: $(PEERS)/bin/llama-server $(PEERS)/optimum/installed
+# Its sources lack a file that its tools need, so pip can't build them: the library alone, beside PyPI's package.
+IK := $(PEERS)/ik_llama.cpp
+IK_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_IQK_FA_ALL_QUANTS=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
+	-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON -DCMAKE_INSTALL_RPATH='$$ORIGIN'
+
+$(IK)/libllama.so: $(PEERS)/installed
+	@echo "[4/5] compiling ik_llama.cpp (about five minutes)"
+	@rm -rf $(IK) && mkdir -p $(IK)/source
+	$(PEERS_PIP) download --progress-bar on --no-deps --no-binary ik-llama-cpp-python --dest $(IK)/source ik-llama-cpp-python
+	tar -xzf $(IK)/source/ik_llama_cpp_python-*.tar.gz --directory $(IK)/source --strip-components 1
+	$(PEERS)/bin/cmake -S $(IK)/source/vendor/ik_llama.cpp -B $(IK)/source/build $(IK_OPTIONS)
+	$(PEERS)/bin/cmake --build $(IK)/source/build --parallel $$(nproc) --target llama
+	cp $(IK)/source/build/ggml/src/libggml.so $(IK)/source/build/src/libllama.so $(IK)
+	@rm -rf $(IK)/source
+
+peers: $(IK)/libllama.so $(PEERS)/bin/llama-server $(PEERS)/optimum/installed
 
 peers-vllm: $(PEERS)/vllm/installed
 
