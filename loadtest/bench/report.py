@@ -14,9 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from quill.loadtest.bench.backends.protocol import BackendInfo
 from quill.loadtest.bench.experiment import Column, Experiment, Measured, Results, run_experiment
 from quill.loadtest.environment.process import machine_info
-from quill.loadtest.errors import LoadtestError
+from quill.loadtest.errors import LoadtestError, OptionError
 
 # Okabe and Ito's: colour-blind people can tell them apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -42,7 +43,8 @@ BAR_COLUMNS = [
 WEIGHTS_MB = Column("weights MB", lambda row, _: f"{row.info.weight_bytes / 1e6:.0f}")
 PEAK_MB = Column("peak MB", lambda row, _: _megabytes(row.peak_bytes))
 VERSION = Column("version", lambda row, _: str(row.info.version))
-PERPLEXITY = Column("perplexity", lambda row, _: _perplexity(row))
+PERPLEXITY = Column("perplexity", lambda row, _: number(perplexity(row), 3))
+KLD = Column("KLD", lambda row, _: number(kld(row), 4))
 
 
 def speed(workload: str, name: str = "") -> Column:
@@ -69,16 +71,34 @@ def _megabytes(num_bytes: int | None) -> str:
     return "–" if num_bytes is None else f"{num_bytes / 1e6:.0f}"
 
 
-def _perplexity(row: Measured) -> str:
-    if "score" not in row.turns:
-        return "–"
-    score = row.last("score")
-    return f"{math.exp(score['nll'] / score['num_tokens']):.3f}"
+def perplexity(row: Measured) -> float:
+    """NaN if it wasn't measured."""
+    return math.exp(_mean_score(row, "nll"))
 
 
-def run_and_report(experiment: Experiment, out: Path | None = None) -> list[Measured]:
-    """Prints the table, writes files to `out`, and raises if the experiment found problems."""
-    results = run_experiment(experiment)
+def kld(row: Measured) -> float:
+    """The mean KL divergence from the reference, in nats; NaN if it wasn't measured."""
+    return _mean_score(row, "kld")
+
+
+def _mean_score(row: Measured, name: str) -> float:
+    score = row.last("score") if "score" in row.turns else {}
+    total = score.get(name)
+    return math.nan if total is None else float(total) / score["num_tokens"]
+
+
+def run_and_report(
+    experiment: Experiment, out: Path | None = None, resume: bool = False
+) -> list[Measured]:
+    """Prints the table, writes files to `out`, and raises if the experiment found problems.
+    `resume`: what `out` has of the same commit isn't measured again."""
+    if out is None:
+        results = run_experiment(experiment)
+    else:
+        earlier = read_results(out / f"{experiment.name}.json") if resume else []
+        results = run_experiment(
+            experiment, earlier, lambda results: write_results(experiment, results, out)
+        )
     cells = table_cells(experiment, results)
     shown = rich_table(experiment, cells)
     width = None if Console().is_terminal else 30 + 14 * len(shown.columns)
@@ -127,15 +147,31 @@ def markdown(experiment: Experiment, results: Results, info: Mapping[str, str]) 
 
 def write(experiment: Experiment, results: Results, out: Path) -> None:
     """NAME.json, NAME.md and, where backends have speeds, NAME.png in a directory."""
-    out.mkdir(parents=True, exist_ok=True)
-    info = machine_info()
-    record: dict[str, Any] = {"info": info, "title": experiment.title}
-    record["results"] = [asdict(each) for each in results]
+    write_results(experiment, results, out)
     stem = out / experiment.name
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    text = markdown(experiment, results, info)
+    text = markdown(experiment, results, machine_info())
     stem.with_suffix(".md").write_text(text, encoding="utf-8")
     plot(experiment, results, stem.with_suffix(".png"))
+
+
+def write_results(experiment: Experiment, results: Results, out: Path) -> None:
+    """NAME.json alone: all that the rest is made of."""
+    out.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"info": machine_info(), "title": experiment.title}
+    record["results"] = [asdict(each) for each in results]
+    path = out / f"{experiment.name}.json"
+    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def read_results(path: Path) -> list[Measured]:
+    """Of this commit; none if the file isn't there."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    there, here = record["info"]["commit"], machine_info()["commit"]
+    if there != here:
+        raise OptionError(f"{path} was measured at commit {there}, and this is {here}")
+    return [Measured(**each | {"info": BackendInfo(**each["info"])}) for each in record["results"]]
 
 
 def plot(experiment: Experiment, results: Results, path: Path) -> None:
@@ -155,7 +191,7 @@ def plot(experiment: Experiment, results: Results, path: Path) -> None:
             places,
             [result.speed(name) / most for name, most in zip(names, best, strict=True)],
             width,
-            label=f"{result.label} ({_perplexity(result)})",
+            label=f"{result.label} ({number(perplexity(result), 3)})",
             color=COLOURS[index % len(COLOURS)],
             hatch=HATCHES[index // len(COLOURS) % len(HATCHES)],
             edgecolor="white",

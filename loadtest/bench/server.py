@@ -14,20 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from quill.cache import cache_directory
 from quill.export.bundle.manifest import Manifest, read_manifest
 from quill.loadtest.bench.backends.quill_server import ServerConfig
 from quill.loadtest.bench.engine import PAST_TOKENS, random_ids
 from quill.loadtest.bench.experiment import Column, Entry, Experiment, Results, Workload
 from quill.loadtest.bench.models import (
     BACKENDS,
-    LLAMA_SERVER,
     bundle_of,
     checkout_python,
     engine_entries,
     num_threads,
-    prepare_peers,
 )
+from quill.loadtest.bench.peers import LLAMA_SERVER, make, peers_model
 from quill.loadtest.bench.report import (
     BAR_COLUMNS,
     LABEL,
@@ -134,12 +132,12 @@ def llama_entry(args: argparse.Namespace, load: ServerLoad) -> Entry:
         raise OptionError(
             f"there is no {LLAMA_SERVER}. Run `make peers` first; it takes about 20 minutes"
         )
-    cache = cache_directory()
-    prepare_peers(cache)
+    model, file = peers_model(args.bundle), "q8_0.gguf"
+    make(model, "", file)
     sizes = [num_threads(args), str(load.num_users), str(load.context)]
     command = [sys.executable, "-m", f"{BACKENDS}.llama_server", str(LLAMA_SERVER)]
     shared = ["shared"] if load.num_shared else []
-    return Entry([*command, str(cache / "peers" / "q8_0.gguf"), *sizes, *shared])
+    return Entry([*command, str(model.path(file)), *sizes, *shared])
 
 
 def serve_options(load: ServerLoad, precision: str | None, token_bytes: int) -> list[str]:

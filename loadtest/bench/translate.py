@@ -29,12 +29,11 @@ from quill.loadtest.bench.experiment import (
 )
 from quill.loadtest.bench.models import (
     BACKENDS,
-    PEERS_PYTHON,
     bundle_of,
     engine_entries,
     num_threads,
-    peer_entry,
 )
+from quill.loadtest.bench.peers import PEERS_PYTHON, peer_entry
 from quill.loadtest.bench.report import LABEL, PEAK_MB, WEIGHTS_MB, run_and_report, speed, speedup
 from quill.loadtest.errors import OptionError
 

@@ -78,7 +78,21 @@ def open_engine(
     spinning: bool = True,
     folder: BlockFolder | None = None,
 ) -> Engine:
-    """Loads the weights and allocates the KV cache. `num_threads` 0: one a core."""
+    """Loads the weights and allocates the KV cache. `num_threads` 0: one a core. `folder`: where
+    blocks outlive the process."""
+    session = open_session(bundle, limits, num_threads, spinning)
+    disk = None
+    if folder is not None:
+        assert isinstance(session, OrtSession)
+        assert isinstance(session.kv_cache, KVCache)
+        disk = FolderDiskCache(folder, session.kv_cache)
+    return Engine(session, limits, disk=disk)
+
+
+def open_session(
+    bundle: Bundle, limits: Limits, num_threads: int = 0, spinning: bool = True
+) -> Session:
+    """What runs the graphs, with its weights and KV cache."""
     graphs = bundle.graphs
     _check(bundle, limits)
     native.prepare(num_threads)
@@ -93,12 +107,7 @@ def open_engine(
         detach(bundle.directory / graphs.weights)
     session = _session(bundle, decoder, encoder, limits)
     _try_last_position(bundle, session, limits)
-    disk = None
-    if folder is not None:
-        assert isinstance(session, OrtSession)
-        assert isinstance(session.kv_cache, KVCache)
-        disk = FolderDiskCache(folder, session.kv_cache)
-    return Engine(session, limits, disk=disk)
+    return session
 
 
 def _session(

@@ -29,6 +29,7 @@ from quill.loadtest.bench.backends.protocol import (
     serve,
     size_of,
 )
+from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 Weights = Mapping[str, Any]
 
@@ -55,14 +56,13 @@ class Generator:
         self._generate([ids] * num_seqs, num_steps + 2, times)
         return times[(num_steps + 2) * num_seqs - 1] - times[2 * num_seqs - 1]
 
-    def score(self, passages: Sequence[Sequence[int]]) -> Score:
-        nll, num_tokens = 0.0, 0
-        for ids in passages:
-            output = self._generator.forward_batch([list(ids)], return_log_probs=True)
-            logprobs_TV = np.array(output)[0]
-            nll -= float(logprobs_TV[np.arange(len(ids) - 1), ids[1:]].astype(np.float64).sum())
-            num_tokens += len(ids) - 1
-        return Score(nll, num_tokens)
+    def score(self, passages: Sequence[Sequence[int]], reference: str | None = None) -> Score:
+        return score_passages(passages, reference, self._logprobs)
+
+    def _logprobs(self, ids: Sequence[int]) -> Logits:
+        output = self._generator.forward_batch([list(ids)], return_log_probs=True)
+        logprobs_TV: Logits = np.array(output)[0]
+        return logprobs_TV
 
     def _generate(self, rows: Sequence[Sequence[int]], num: int, times: list[float]) -> None:
         def note(_: object) -> bool:

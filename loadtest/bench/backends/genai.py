@@ -5,7 +5,6 @@
 Knows: its generator. Runs in the peers' virtual environment.
 """
 
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from quill.loadtest.bench.backends.protocol import (
     serve,
     size_of,
 )
+from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 
 class GenAI:
@@ -52,18 +52,17 @@ class GenAI:
             generator.generate_next_token()
         return time.perf_counter() - start
 
-    def score(self, passages: Sequence[Sequence[int]]) -> Score:
+    def score(self, passages: Sequence[Sequence[int]], reference: str | None = None) -> Score:
+        return score_passages(passages, reference, self._logits)
+
+    def _logits(self, ids: Sequence[int]) -> Logits:
         """Token by token: the graph computes the last position's logits only."""
-        nll, num_tokens = 0.0, 0
-        for ids in passages:
-            generator = self._generator(1, len(ids) + 1)
-            for token, following in itertools.pairwise(ids):
-                generator.append_tokens(np.array([[token]], np.int32))
-                logits_V = np.asarray(generator.get_logits()).reshape(-1).astype(np.float64)
-                top = logits_V.max()
-                nll += float(np.log(np.exp(logits_V - top).sum()) + top - logits_V[following])
-            num_tokens += len(ids) - 1
-        return Score(nll, num_tokens)
+        generator = self._generator(1, len(ids) + 1)
+        rows = []
+        for token in ids[:-1]:
+            generator.append_tokens(np.array([[token]], np.int32))
+            rows.append(np.asarray(generator.get_logits()).reshape(-1).astype(np.float32))
+        return np.stack(rows)
 
     def _generator(self, num_seqs: int, max_length: int) -> Any:
         settings = onnxruntime_genai.GeneratorParams(self._model)

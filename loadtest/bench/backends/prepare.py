@@ -1,114 +1,156 @@
-"""Turns SmolLM2's GGUF file into what each peer reads, once, in a directory of its own.
+"""Turns a model into what the peers read, once: their files, and the logits of the reference.
 
-Knows: the peers' converters. Does not know: speed. Runs in the peers' virtual environment
+    python -m quill.loadtest.bench.backends.prepare MODEL.gguf DIRECTORY FILE…
+
+Knows: the peers' converters. Does not know: speed. Runs in the peers' virtual environments
 (`make peers`), never in Quill's: it needs torch and transformers there.
 
-    python -m quill.loadtest.bench.backends.prepare MODEL.gguf TOKENIZER.json DIRECTORY
-
-All of them get the same weights: the GGUF's values, dequantized. llama.cpp requantizes from its
-own file; its Q8_0 holds Q4_1's values almost exactly, its Q4_0 doesn't.
+DIRECTORY has the same weights in float32 as a Hugging Face directory, `hf`: the GGUF's values,
+dequantized. llama.cpp requantizes from its own file; its Q8_0 holds values of 4 bits almost
+exactly, its Q4_0 doesn't. A file that can't be made is left out, and the others are made.
 """
 
 import argparse
 import ctypes
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-GGUF_KINDS = {"q8_0": 7, "q4_0": 2}  # llama.h's numbers of file types
-GENAI_KINDS = {
-    "int4": ["-p", "int4", "--extra_options", "accuracy_level=4", "prune_lm_head=true"],
-    "int8": ["-p", "int8", "--extra_options", "accuracy_level=4", "prune_lm_head=true"],
-    "fp32": ["-p", "fp32", "--extra_options", "prune_lm_head=true"],
-}
-CT2_KINDS = ("int8", "float32")
+
+class Model(NamedTuple):
+    gguf: Path
+    directory: Path
+
+    @property
+    def hugging_face(self) -> Path:
+        return self.directory / "hf"
+
+
+Maker = Callable[[Model, Path], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the peers' models from a GGUF file.")
+    parser = argparse.ArgumentParser(description="Makes files for the peers from a model.")
     parser.add_argument("gguf", type=Path)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("files", nargs="+")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    hugging_face = args.out / "hf"
-    _once(hugging_face, lambda path: _make_hugging_face(args.gguf, args.tokenizer, path))
-    for kind, number in GGUF_KINDS.items():
-        _once(args.out / f"{kind}.gguf", _requantizer(args.gguf, number))
-    for kind in CT2_KINDS:
-        _once(args.out / f"ct2-{kind}", _ct2_converter(hugging_face, kind))
-    for kind, options in GENAI_KINDS.items():
-        _once(args.out / f"genai-{kind}", _genai_builder(hugging_face, options))
+    model = Model(args.gguf, args.directory)
+    failed = [file for file in args.files if not _make(model, file)]
+    sys.exit(f"couldn't make {', '.join(failed)}" if failed else 0)
 
 
-def _once(path: Path, make: Callable[[Path], None]) -> None:
+def _make(model: Model, file: str) -> bool:
     """Whole or absent: what was half made has another name."""
-    if path.exists():
-        return
-    print(f"making {path.name}", file=sys.stderr, flush=True)
-    partial = path.with_name(f"partial-{path.name}")
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    make(partial)
-    partial.rename(path)
+    print(f"making {file}", file=sys.stderr, flush=True)
+    partial = model.directory / f"partial-{file}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.unlink(missing_ok=True)
+    try:
+        _maker_of(file)(model, partial)
+    except Exception:  # of somebody else's converter
+        traceback.print_exc()
+        return False
+    partial.rename(model.directory / file)
+    return True
 
 
-def _make_hugging_face(gguf: Path, tokenizer: Path, out: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    read: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
-    # What was read from a GGUF file can't be saved; the same weights in a plain model can.
-    config = read.config.to_dict()
-    config.pop("quantization_config", None)
-    plain: Any = LlamaForCausalLM(LlamaConfig(**config))
-    plain.load_state_dict(read.state_dict())
-    plain.save_pretrained(out)
-    shutil.copy(tokenizer, out / "tokenizer.json")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    settings |= {"bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"}  # CTranslate2 wants all
-    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+def _maker_of(file: str) -> Maker:
+    if found := re.fullmatch(r"reference-(\d+)\.npy", file):
+        return _reference_maker(int(found[1]))
+    return MAKERS[file]
 
 
-def _requantizer(gguf: Path, number: int) -> Callable[[Path], None]:
-    def make(out: Path) -> None:
+def _requantizer(number: int) -> Maker:
+    """To one of llama.h's file types."""
+
+    def make(model: Model, out: Path) -> None:
         import llama_cpp
 
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.ftype = number
         settings.allow_requantize = True
-        settings.nthread = 1
+        settings.nthread = os.cpu_count() or 1
         code = llama_cpp.llama_model_quantize(
-            str(gguf).encode(), str(out).encode(), ctypes.byref(settings)
+            str(model.gguf).encode(), str(out).encode(), ctypes.byref(settings)
         )
         if code != 0:
-            raise SystemExit(f"llama_model_quantize failed with code {code}")
+            raise RuntimeError(f"llama_model_quantize failed with code {code}")
 
     return make
 
 
-def _ct2_converter(hugging_face: Path, kind: str) -> Callable[[Path], None]:
-    def make(out: Path) -> None:
-        from ctranslate2.converters import TransformersConverter
+def _openvino_converter(*options: str) -> Maker:
+    """A `weight format`, and how its values are grouped."""
 
-        TransformersConverter(str(hugging_face)).convert(str(out), quantization=kind)
+    def make(model: Model, out: Path) -> None:
+        program = str(Path(sys.executable).with_name("optimum-cli"))
+        command = [program, "export", "openvino", "-m", str(model.hugging_face)]
+        command += ["--task", "text-generation-with-past", "--weight-format", *options, str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     return make
 
 
-def _genai_builder(hugging_face: Path, options: list[str]) -> Callable[[Path], None]:
-    def make(out: Path) -> None:
+def _make_ct2(model: Model, out: Path) -> None:
+    from ctranslate2.converters import TransformersConverter
+
+    TransformersConverter(str(model.hugging_face)).convert(str(out), quantization="int8")
+
+
+def _genai_builder(kind: str) -> Maker:
+    def make(model: Model, out: Path) -> None:
         cache = out.with_name("partial-cache")
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-        command += ["-i", str(hugging_face), "-o", str(out), "-e", "cpu", "-c", str(cache)]
-        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+        command += ["-i", str(model.hugging_face), "-o", str(out), "-e", "cpu", "-c", str(cache)]
+        command += ["-p", kind, "--extra_options", "accuracy_level=4", "prune_lm_head=true"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(cache, ignore_errors=True)
+
+    return make
+
+
+MAKERS: dict[str, Maker] = {
+    "q8_0.gguf": _requantizer(7),
+    "q4_0.gguf": _requantizer(2),
+    "iq4_nl.gguf": _requantizer(25),
+    "openvino-int8": _openvino_converter("int8"),
+    "openvino-int4": _openvino_converter("int4", "--group-size", "32", "--ratio", "1.0"),
+    "ct2-int8": _make_ct2,
+    "genai-int4": _genai_builder("int4"),
+    "genai-int8": _genai_builder("int8"),
+}
+
+
+def _reference_maker(num_passages: int) -> Maker:
+    """Logits of transformers in float32 after each token but each passage's last."""
+
+    def make(model: Model, out: Path) -> None:
+        import numpy as np
+        import torch
+        import transformers
+
+        given = json.loads((model.directory / "passages.json").read_text(encoding="utf-8"))
+        passages: Sequence[Sequence[int]] = given["passages"][:num_passages]
+        network: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model.hugging_face, dtype=torch.float32
+        ).eval()
+        shape = sum(len(ids) - 1 for ids in passages), network.config.vocab_size
+        array_TV = np.lib.format.open_memmap(out, "w+", np.float32, shape)
+        first = 0
+        for ids in passages:
+            with torch.inference_mode():
+                logits_TV = network(torch.tensor([list(ids)])).logits[0, :-1]
+            array_TV[first : first + len(logits_TV)] = logits_TV.numpy()
+            first += len(logits_TV)
+        array_TV.flush()
 
     return make
 

@@ -9,7 +9,7 @@ workload that it supports, which returns seconds, a dict or a dataclass:
 
     prefill(ids)                          seconds to read a prompt and choose one token, greedily
     decode(ids, num_seqs, num_steps)      seconds of so many steps of sequences with one prompt
-    score(passages) -> Score              negative log-likelihood of all tokens but each first one
+    score(passages, reference) -> Score   of all tokens but each first one (scoring.py)
     translate(sources, num_beams, num_at_once) -> Translated
     embed(texts) -> Embedded
     load(prompts, num_users, num_new, …)  closed-loop users of a server (workload/closed_loop.py)
@@ -39,10 +39,12 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class Score:
-    """The summed negative log-likelihood, in nats, of so many tokens."""
+    """Of so many tokens, in nats: the summed negative log-likelihood, and the summed KL divergence
+    from the reference; None if there is no reference, or not all of the backend's logits."""
 
     nll: float
     num_tokens: int
+    kld: float | None = None
 
 
 @dataclass(frozen=True)

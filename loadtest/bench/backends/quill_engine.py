@@ -25,8 +25,11 @@ from quill.loadtest.bench.backends.protocol import (
     model_arguments,
     serve,
 )
+from quill.loadtest.bench.backends.scoring import Logits, score_passages
+from quill.server.engine.engine import Engine
+from quill.server.engine.model_runner import Chunk
 from quill.server.errors import CancelledError
-from quill.server.loading.engine_factory import open_bundle, open_engine
+from quill.server.loading.engine_factory import open_bundle, open_session
 from quill.server.outputs import (
     EmbeddingEvent,
     EngineOutputs,
@@ -34,7 +37,6 @@ from quill.server.outputs import (
     FailEvent,
     FinishEvent,
     HypothesisEvent,
-    PromptEvent,
     TokenEvent,
 )
 from quill.server.request import (
@@ -87,7 +89,8 @@ class QuillEngine:
                     prefix_caching=False,
                     speculative=speculative,
                 )
-        self._engine = open_engine(opened, limits, num_threads)
+        self._session = open_session(opened, limits, num_threads)
+        self._engine = Engine(self._session, limits)
         self._eos_ids = frozenset(opened.manifest.stop_ids)
         self._names = map(str, itertools.count())
 
@@ -150,16 +153,14 @@ class QuillEngine:
             total["num_accepted"] += usage.accepted
         return total | {"answers": answers, "num_tokens": sum(map(len, answers))}
 
-    def score(self, passages: Sequence[Sequence[int]]) -> Score:
-        nll, num_tokens = 0.0, 0
-        for ids in passages:
-            self._submit(prompt_ids=ids, max_new_tokens=0, prompt_logprobs=0)
-            for event in self._finish():
-                if isinstance(event, PromptEvent):
-                    found = [each.logprob for each in event.logprobs if each.logprob is not None]
-                    nll -= sum(found)
-                    num_tokens += len(found)
-        return Score(nll, num_tokens)
+    def score(self, passages: Sequence[Sequence[int]], reference: str | None = None) -> Score:
+        return score_passages(passages, reference, self._logits)
+
+    def _logits(self, ids: Sequence[int]) -> Logits:
+        """As a step of the engine computes them; a request gets only the most likely tokens."""
+        assert self._engine.is_idle, "the blocks of running sequences would be overwritten"
+        blocks = range(-(-len(ids) // BLOCK))
+        return self._session.step([Chunk(ids, 0, blocks, range(len(ids)))]).logits_LV
 
     def translate(
         self, sources: Sequence[Sequence[int]], num_beams: int, num_at_once: int

@@ -21,6 +21,7 @@ from quill.loadtest.bench.backends.protocol import (
     serve,
     size_of,
 )
+from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 
 class Transformers:
@@ -54,16 +55,13 @@ class Transformers:
             ids_R1 = output.logits[:, -1:].argmax(dim=-1)
         return time.perf_counter() - start
 
+    def score(self, passages: Sequence[Sequence[int]], reference: str | None = None) -> Score:
+        return score_passages(passages, reference, self._logits)
+
     @torch.inference_mode()
-    def score(self, passages: Sequence[Sequence[int]]) -> Score:
-        nll, num_tokens = 0.0, 0
-        for ids in passages:
-            ids_T = torch.tensor(list(ids))
-            logits_TV = self._model(ids_T[None]).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
-            nll += float(loss)
-            num_tokens += len(ids) - 1
-        return Score(nll, num_tokens)
+    def _logits(self, ids: Sequence[int]) -> Logits:
+        logits_TV: Logits = self._model(torch.tensor([list(ids)])).logits[0].numpy()
+        return logits_TV
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> Embedded:

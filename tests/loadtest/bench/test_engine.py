@@ -4,13 +4,13 @@ import json
 import math
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from quill.__main__ import main
-from quill.loadtest.bench import models
 from quill.loadtest.bench.backends.protocol import BackendInfo
 from quill.loadtest.bench.backends.quill_engine import QuillEngine
 from quill.loadtest.bench.engine import different_tokens
@@ -18,6 +18,7 @@ from quill.loadtest.bench.experiment import Measured
 from quill.loadtest.environment.process import ROOT
 from quill.loadtest.errors import OptionError
 from quill.loadtest.workload.closed_loop import closed_loop
+from quill.server.outputs import PromptEvent
 
 PROMPT = list(range(3, 43))
 REPEATING = [5, 6, 7, 8, 9, 10] * 4
@@ -45,6 +46,38 @@ def test_engine_scores_every_token_but_the_first(engine: QuillEngine) -> None:
     parts = [engine.score([PROMPT]), engine.score([PROMPT[:7]])]
     assert score.nll == pytest.approx(sum(part.nll for part in parts))
     assert math.exp(score.nll / score.num_tokens) > 1
+    assert score.kld is None
+
+
+def test_scored_logits_are_those_of_a_request(engine: QuillEngine) -> None:
+    engine._submit(prompt_ids=PROMPT, max_new_tokens=0, prompt_logprobs=0)
+    logprobs = [e.logprobs for e in engine._finish() if isinstance(e, PromptEvent)]
+    total = sum(each.logprob or 0.0 for part in logprobs for each in part)
+    assert engine.score([PROMPT]).nll == pytest.approx(-total)
+
+
+def test_kl_divergence_is_from_the_reference_of_the_same_place(
+    engine: QuillEngine, tmp_path: Path
+) -> None:
+    passages, file = [PROMPT, PROMPT[3:12]], tmp_path / "reference.npy"
+    own = [engine._logits(ids)[: len(ids) - 1].copy() for ids in passages]
+    np.save(file, np.concatenate(own))
+    assert engine.score(passages, str(file)).kld == pytest.approx(0.0, abs=1e-6)
+    own[1][2] += np.arange(own[1].shape[1], dtype=np.float32) / 100
+    np.save(file, np.concatenate(own))
+    found = engine.score(passages, str(file))
+    logits_V = engine._logits(passages[1])[2]
+    wanted_V, found_V = (_logprobs(each) for each in (own[1][2], logits_V))
+    divergence = float((np.exp(wanted_V) * (wanted_V - found_V)).sum())
+    assert divergence > 0.01
+    assert found.kld == pytest.approx(divergence, rel=1e-3)
+    assert found.num_tokens == len(PROMPT) - 1 + 8
+
+
+def _logprobs(logits_V: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    doubles_V = logits_V.astype(np.float64)
+    logprobs_V: npt.NDArray[np.float64] = doubles_V - np.log(np.exp(doubles_V).sum())
+    return logprobs_V
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -92,25 +125,6 @@ def test_bench_that_cannot_run_says_why(
     given = [str(bundle) if word == "BUNDLE" else word for word in words]
     assert main(["bench", *given]) != 0
     assert message in capsys.readouterr().err
-
-
-def test_no_weights_are_an_error_that_says_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="quill import"):
-        models.gguf(tmp_path)
-
-
-def test_every_peer_names_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models" / "smollm2-135m").mkdir(parents=True)
-    (tmp_path / "models" / "smollm2-135m" / "SmolLM2.gguf").touch()
-    monkeypatch.setattr(models, "PEERS_PYTHON", tmp_path / "none")
-    with pytest.raises(OptionError, match="make peers"):
-        models.peer_entry("genai")
-    monkeypatch.setattr(models, "PEERS_PYTHON", tmp_path)
-    entries = models.peer_entries(tmp_path, "2")
-    assert len(entries) == 9
-    for _, option, module, _, _, threads in (entry.command for entry in entries):
-        assert (option, threads) == ("-m", "2")
-        assert find_spec(module) is not None
 
 
 def test_closed_loop_users_send_at_the_same_time_until_the_end() -> None:

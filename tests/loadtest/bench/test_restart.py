@@ -33,7 +33,12 @@ def test_bench_restart_sends_the_same_prompts_to_four_servers(
 
 def test_other_answers_fail_the_benchmark_and_ratios_are_of_medians() -> None:
     gaps = {"alone": [0.02, 0.03, 0.04, 0.05], "beside": [0.03, 0.04, 0.05, 0.06]}
-    turns: dict[str, list[Any]] = {COLD: [COLD_TURN], RESTARTED: [FAST], FROM_DISK: [OTHER], BESIDE: [gaps]}
+    turns: dict[str, list[Any]] = {
+        COLD: [COLD_TURN],
+        RESTARTED: [FAST],
+        FROM_DISK: [OTHER],
+        BESIDE: [gaps],
+    }
     measured = Measured("Quill", BackendInfo("Quill", "", "", 0), turns)
     shown = {row.label: (row.result, row.more) for row in rows([measured])}
     assert shown["started again / cold"] == ("0.050", "of the medians")
