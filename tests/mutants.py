@@ -34,7 +34,8 @@ class Mutant(NamedTuple):
 MUTANTS = (
     Mutant("block-refcount", "server/engine/block_pool.py", "self._ref_counts[block] -= 1", "self._ref_counts[block] -= 0", "engine/test_block_pool.py"),
     Mutant("copy-on-write", "server/engine/block_pool.py", "return self._ref_counts[block] > 1", "return self._ref_counts[block] > 2", "engine/test_engine.py engine/test_scheduler.py"),
-    Mutant("prefix-scope", "server/engine/block_pool.py", "return scope, tokens", "return \"\", tokens", "engine/test_block_pool.py engine/test_engine.py"),
+    Mutant("prefix-scope", "server/engine/block_pool.py", "next_hash(scope_hash(scope), tokens)", "next_hash(scope_hash(\"\"), tokens)", "engine/test_block_pool.py engine/test_engine.py"),
+    Mutant("evicted-copy", "server/disk_cache/disk_cache.py", "return cached.is_valid", "return True", "disk_cache/test_disk_cache.py"),
     Mutant("seed-mixing", "server/sampling/sampler.py", "_splitmix64(states, np.array(positions, np.uint64))", "_splitmix64(states, np.zeros(len(positions), np.uint64))", "sampling/test_sampler.py"),
     Mutant("sequence-seed", "server/engine/sequence.py", "seed = sequence_seed(request.seed, index)", "seed = request.seed", "engine/test_engine.py"),
     Mutant("repetition-penalty", "server/sampling/sampler.py", "        sampling.repetition_penalty,\n", "        1 / sampling.repetition_penalty,\n", "sampling/test_sampler.py"),
