@@ -45,6 +45,12 @@ def open_bundle(directory: Path, precision: str) -> Bundle:
 def open_engine(
     bundle: Bundle, limits: Limits, num_threads: int = 0, spinning: bool = True
 ) -> Engine:
+    return Engine(open_session(bundle, limits, num_threads, spinning), limits)
+
+
+def open_session(
+    bundle: Bundle, limits: Limits, num_threads: int = 0, spinning: bool = True
+) -> Session:
     """Loads the weights and allocates the KV cache. `num_threads` 0: one a core."""
     graphs = bundle.graphs
     _check(bundle, limits)
@@ -60,7 +66,7 @@ def open_engine(
         detach(bundle.directory / graphs.weights)
     session = _session(bundle, decoder, encoder, limits)
     _try_last_position(bundle, session, limits)
-    return Engine(session, limits)
+    return session
 
 
 def _session(

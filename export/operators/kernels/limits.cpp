@@ -26,8 +26,4 @@ EXPORTED int64_t QuillReadMemory(const uint8_t* from, int64_t bytes) {
   return limits().read(from, bytes);
 }
 
-// How many products there were.
-EXPORTED int64_t QuillMultiplyBytes(int64_t rounds) {
-  const quill::Limits of = limits();
-  return of.multiply(rounds) ? rounds * of.products : 0;
-}
+EXPORTED int64_t QuillMultiplyBytes(int64_t rounds) { return limits().multiply(rounds); }

@@ -7,11 +7,11 @@
 namespace quill {
 
 struct Limits {
-  // Reads memory from one end to the other; a number that depends on all of it.
+  // Adds up all bytes, whose number is a multiple of 256.
   int64_t (*read)(const uint8_t* from, int64_t bytes);
-  // Multiplies and adds bytes in registers, so many rounds, each with so many products.
+  // Multiplies ones with ones in registers, so many rounds, and adds up: how many products there
+  // were. Sums of many overflow.
   int64_t (*multiply)(int64_t rounds);
-  int64_t products;
 };
 
 Limits plain_limits();
