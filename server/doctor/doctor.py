@@ -24,7 +24,7 @@ from quill.server.doctor.machine import Others, describe_machine, without_direct
 from quill.server.doctor.peaks import Rates
 from quill.server.doctor.probe import MAX_PROMPT, NUM_CUTS, Probe
 from quill.server.doctor.reference import compute_elsewhere
-from quill.server.doctor.speed import ROUNDS, Work, best, measure_speed, peak_of, works_of
+from quill.server.doctor.speed import Work, best, measure_speed, peak_of, works_of
 from quill.server.errors import StartError
 from quill.server.loading.choices import choose_graphs, choose_threads, how_to_add
 from quill.server.loading.engine_factory import open_bundle
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         verdict = judge(checks, graphs)
         others, peak = Others(), peak_of(graphs.device, num_threads)
         works = _works(directory, manifest, probe)
-    rates = measure_speed(works, peak, lambda i: _tell(f"measuring speed, {i + 1} of {ROUNDS}"))
+    rates = measure_speed(works, peak, _tell)
     report["peaks"] = [each._asdict() for each in rates]
     report["threads"] = num_threads
     report["speed"] = {work.name: _speed(work) for work in works}

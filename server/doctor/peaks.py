@@ -35,10 +35,10 @@ class Rates(NamedTuple):
 class Peaks:
     """Of this machine's memory and processor."""
 
-    def __init__(self, num_threads: int, read_bytes: int = READ_BYTES) -> None:
+    def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._library = _library()
-        room = max(MIN_READ_BYTES, min(read_bytes, available_bytes() // 4))
+        room = max(MIN_READ_BYTES, min(READ_BYTES, available_bytes() // 4))
         self._part = room // num_threads // PAGE_BYTES * PAGE_BYTES or PAGE_BYTES
         size = self._part * num_threads
         self._memory = mmap.mmap(-1, size + PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

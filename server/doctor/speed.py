@@ -115,14 +115,14 @@ def works_of(probe: Probe, cost: Cost, cache_bytes: int) -> list[Work]:
     return works
 
 
-def measure_speed(works: list[Work], peak: Peak, tick: Callable[[int], None]) -> list[Rates]:
-    """In turns: what disturbs the machine disturbs all of them. A tick before each round."""
+def measure_speed(works: list[Work], peak: Peak, tell: Callable[[str], None]) -> list[Rates]:
+    """In turns: what disturbs the machine disturbs all of them."""
     for work in works:
         work.measure()  # the first step is slower
         work.num_steps = max(1, int(TURN_S / work.measure()))
     before = [peak.measure()]
     for index in range(ROUNDS):
-        tick(index)
+        tell(f"measuring speed, {index + 1} of {ROUNDS}")
         for work in works:
             seconds = work.measure()
             before.append(peak.measure())
