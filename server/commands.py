@@ -5,6 +5,7 @@ Each command names the function that does the work as `module:function`.
 """
 
 import argparse
+from pathlib import Path
 
 from quill.model.sources.catalogue import DEFAULT
 from quill.model.sources.kinds import HELP
@@ -16,6 +17,7 @@ from quill.server.settings import CLUSTER_OPTIONS, add_options, port_number, pos
 def register(subparsers: Subparsers) -> None:
     """Adds the server's commands to `quill`."""
     _add_serve(subparsers)
+    _add_doctor(subparsers)
     add_client_commands(subparsers)
     _add_cluster(subparsers)
 
@@ -35,6 +37,21 @@ def _add_serve(subparsers: Subparsers) -> None:
         help=f"{HELP} (default: {DEFAULT})",
     )
     add_options(parser)
+
+
+def _add_doctor(subparsers: Subparsers) -> None:
+    parser = add_command(
+        *(subparsers, "doctor", "quill.server.doctor.doctor:run", "serve"),
+        help="check whether a bundle computes here what it should, and how fast",
+        description="Shows what this machine has, whether a bundle computes here what it should, "
+        "whether it is batch-invariant here, and how fast it is. Exit code 0: sound; 1: it can't "
+        "be checked; 3: results are wrong; 4: right, but not batch-invariant.",
+    )
+    parser.add_argument(
+        "source", nargs="?", metavar="SOURCE", help=f"{HELP} (default: only the machine)"
+    )
+    add_options(parser, ("device", "precision", "threads"))
+    add_option(parser, "--json", "write a report to send, without names or paths", Path, "FILE")
 
 
 def _add_cluster(subparsers: Subparsers) -> None:

@@ -56,6 +56,7 @@ WITHIN = {
         "http": "api frontend text auth telemetry",
         "kserve": "api frontend text auth telemetry",
         "serve": "process api http kserve frontend loading engine auth telemetry machine",
+        "doctor": "serve loading engine text machine",
         "cluster": "serve api frontend loading auth telemetry",
         "client": "",
         "client/tools": "client",

@@ -37,11 +37,12 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx51
 # Slow in any case, and -O3 takes the compiler 16 s where -O2 takes it 7.
 PORTABLE: dict[str, tuple[str, ...]] = {
     **{"operators": (), "plain": ("-O2",)},
-    **{"sampling": (), "sampling_plain": (), "quantize": ()},
+    **{"sampling": (), "sampling_plain": (), "quantize": (), "limits": ()},
 }
 X86: dict[str, tuple[str, ...]] = {
     **{"avx2": AVX2, "avxvnni": AVXVNNI, "avx512": AVX512},
     **{"sampling_avx2": AVX2, "sampling_avx512": AVX512, "quantize_avx2": AVX2},
+    **{"limits_avx2": AVX2, "limits_avxvnni": AVXVNNI, "limits_avx512": AVX512},
 }
 
 

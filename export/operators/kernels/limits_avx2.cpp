@@ -1,0 +1,3 @@
+#include "limits_loops.h"
+
+quill::Limits quill::avx2_limits() { return kLimits; }
