@@ -23,13 +23,14 @@ from safetensors.numpy import load_file
 from quill.loadtest.bench.backends.protocol import (
     MAX_NEW_TOKENS,
     BackendInfo,
+    Logits,
     Score,
     Translated,
     model_arguments,
+    score_passages,
     serve,
     size_of,
 )
-from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 Weights = Mapping[str, Any]
 

@@ -16,12 +16,13 @@ import onnxruntime_genai
 
 from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
+    Logits,
     Score,
     model_arguments,
+    score_passages,
     serve,
     size_of,
 )
-from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 
 class GenAI:

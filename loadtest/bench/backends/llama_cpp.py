@@ -24,10 +24,10 @@ from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
     Score,
     model_arguments,
+    score_passages,
     serve,
     size_of,
 )
-from quill.loadtest.bench.backends.scoring import score_passages
 
 MAX_NUM_SEQS = 32
 MAX_PROMPT = 1024  # tokens of a prompt that is read at once

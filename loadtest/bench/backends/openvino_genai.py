@@ -23,12 +23,13 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
+    Logits,
     Score,
     model_arguments,
+    score_passages,
     serve,
     size_of,
 )
-from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 MAX_PROMPT = 1024  # tokens that a step may read
 MAX_NUM_SEQS = 32

@@ -9,7 +9,7 @@ workload that it supports, which returns seconds, a dict or a dataclass:
 
     prefill(ids)                          seconds to read a prompt and choose one token, greedily
     decode(ids, num_seqs, num_steps)      seconds of so many steps of sequences with one prompt
-    score(passages, reference) -> Score   of all tokens but each first one (scoring.py)
+    score(passages, reference) -> Score   of all tokens but each first one (score_passages)
     translate(sources, num_beams, num_at_once) -> Translated
     embed(texts) -> Embedded
     load(prompts, num_users, num_new, …)  closed-loop users of a server (workload/closed_loop.py)
@@ -21,10 +21,15 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quill.export.verify.token_scores import kl_divergence, score_sequence
 
 MAX_NEW_TOKENS = 127  # of a translation
 
@@ -106,3 +111,28 @@ def size_of(path: Path) -> int:
 def model_arguments(arguments: Sequence[str]) -> tuple[Path, str, int]:
     """The command line of most backends: PATH KIND THREADS."""
     return Path(arguments[1]), arguments[2], int(arguments[3])
+
+
+# T tokens · V vocabulary
+
+Logits = npt.NDArray[Any]
+
+
+def score_passages(
+    passages: Sequence[Sequence[int]],
+    reference: str | None,
+    logits_of: Callable[[Sequence[int]], Logits],
+) -> Score:
+    """How well logits predict text, and how near they are to float32's: `prepare` wrote those to a
+    file, after each token but each passage's last. `logits_of` gives those after each token of a
+    passage; after the last one, they may lack. The file isn't read as a whole: it may be larger
+    than all models."""
+    expected_TV = None if reference is None else np.load(reference, mmap_mode="r")
+    nll, kld, num_tokens = 0.0, 0.0, 0
+    for ids in passages:
+        first, num_tokens = num_tokens, num_tokens + len(ids) - 1
+        logits_TV = np.asarray(logits_of(ids)[: len(ids) - 1], np.float32)
+        nll += float(score_sequence(logits_TV, ids).nll.sum())
+        if expected_TV is not None:
+            kld += float(kl_divergence(logits_TV, expected_TV[first:num_tokens]).sum())
+    return Score(nll, num_tokens, None if expected_TV is None else kld)

@@ -20,12 +20,13 @@ from quill.loadtest.bench.backends.protocol import (
     MAX_NEW_TOKENS,
     BackendInfo,
     Embedded,
+    Logits,
     Score,
     Translated,
     model_arguments,
+    score_passages,
     serve,
 )
-from quill.loadtest.bench.backends.scoring import Logits, score_passages
 from quill.server.engine.engine import Engine
 from quill.server.engine.model_runner import Chunk
 from quill.server.errors import CancelledError

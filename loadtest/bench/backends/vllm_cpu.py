@@ -18,12 +18,13 @@ from typing import Any
 
 from quill.loadtest.bench.backends.protocol import (
     BackendInfo,
+    Logits,
     Score,
     model_arguments,
+    score_passages,
     serve,
     size_of,
 )
-from quill.loadtest.bench.backends.scoring import Logits, score_passages
 
 MAX_PROMPT = 1024  # tokens that a step may read
 MAX_NUM_SEQS = 32

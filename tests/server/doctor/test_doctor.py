@@ -17,6 +17,7 @@ from quill.export.precisions import PRECISIONS, UNROUNDED, Tolerance
 from quill.server.doctor import doctor, peaks, probe, speed
 from quill.server.doctor.difference import Difference, difference
 from quill.server.doctor.doctor import VARIANT, WRONG, Check, judge
+from quill.server.doctor.graph_cost import Cost
 from quill.server.doctor.probe import Probe
 from quill.server.doctor.reference import compute_elsewhere
 from quill.server.engine.model_runner import Chunk, ModelOutput, Session
@@ -159,7 +160,7 @@ def test_all_families_can_be_checked(make: Any, tmp_path: Path) -> None:
     batches = list(probed.batched())
     assert [num for num, _, _ in batches] == [1, 2, 3, 8]
     assert all(np.array_equal(found, together) for _, found, together in batches)
-    for work in speed.works_of(probed, speed.Cost(1, 1, 1), 1):
+    for work in speed.works_of(probed, Cost(1, 1, 1), 1):
         work.step()
 
 
