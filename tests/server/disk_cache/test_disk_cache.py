@@ -132,6 +132,7 @@ def test_engine_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
         cache.cache.keep(CachedBlock(number.to_bytes(32, "big"), 0), 0)
     assert cache.disk.waits.wait(TIMEOUT_S)
     assert cache.cache.take_stats().num_dropped in (9, 10), "one may have left the queue"
+    cache.end()
 
 
 def test_block_that_is_evicted_before_its_turn_is_not_written(tmp_path: Path) -> None:
