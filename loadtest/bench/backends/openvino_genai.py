@@ -57,8 +57,9 @@ class OpenVinoGenAI:
 
     def prefill(self, ids: Sequence[int]) -> float:
         start = time.perf_counter()
-        self._submit(ids, 1)
+        handle = self._submit(ids, 1)  # a request ends when nobody holds its handle
         self._finish()
+        handle.read_all()
         return time.perf_counter() - start
 
     def decode(self, ids: Sequence[int], num_seqs: int, num_steps: int) -> float:
