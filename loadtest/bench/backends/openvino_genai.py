@@ -59,7 +59,8 @@ class OpenVinoGenAI:
         start = time.perf_counter()
         handle = self._submit(ids, 1)  # a request ends when nobody holds its handle
         self._finish()
-        handle.read_all()
+        (output,) = handle.read_all()
+        assert len(output.generated_ids) == 1
         return time.perf_counter() - start
 
     def decode(self, ids: Sequence[int], num_seqs: int, num_steps: int) -> float:
