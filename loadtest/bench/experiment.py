@@ -215,6 +215,7 @@ def _start_all(entries: Sequence[Entry], logs: Path, stack: ExitStack) -> list[R
     for number, entry in enumerate(entries):
         command = tuple(entry.command)
         if command not in backends:
+            _show(f"starting {entry.label or 'a backend'}")
             started = start_backend(command, logs / f"backend-{number}.log")
             backends[command] = stack.enter_context(started)
         info = backends[command].info

@@ -24,6 +24,7 @@ from quill.model.sources.catalogue import DEFAULT
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LLAMA_SERVER = PEERS_PYTHON.with_name("llama-server")
 HUGGING_FACE = "hf"  # the same weights in float32
+LOG = "prepare.log"
 MEMORY_SHARE = 0.8  # of this machine's, for all peers at once
 
 
@@ -139,11 +140,15 @@ def prepare_peers(model: PeersModel, peers: Sequence[Peer]) -> list[Peer]:
 
 
 def make(model: PeersModel, maker: str, *files: str) -> None:
-    """In an environment; a file that can't be made is named on stderr, and isn't there."""
+    """In an environment; a file that can't be made isn't there afterwards. Converters print much,
+    and that goes to a log."""
     missing = [file for file in files if not model.path(file).exists()]
-    if missing and python_of(maker).exists():
-        command = [python_of(maker), "-m", f"{BACKENDS}.prepare", model.gguf, model.directory]
-        subprocess.run([*map(str, command), *missing], cwd=ROOT, check=False)
+    if not missing or not python_of(maker).exists():
+        return
+    print(f"making {', '.join(missing)}", file=sys.stderr)
+    command = [python_of(maker), "-m", f"{BACKENDS}.prepare", model.gguf, model.directory]
+    with model.path(LOG).open("ab") as log:
+        subprocess.run([*map(str, command), *missing], cwd=ROOT, stderr=log, check=False)
 
 
 def _reason(model: PeersModel, peer: Peer) -> str:
@@ -153,7 +158,7 @@ def _reason(model: PeersModel, peer: Peer) -> str:
     if not python_of(peer.maker).exists():
         return "what makes its file isn't installed (make peers)"
     if not model.path(peer.file).exists():
-        return f"{peer.file} couldn't be made"
+        return f"{peer.file} couldn't be made; see {model.path(LOG)}"
     return ""
 
 
@@ -182,7 +187,7 @@ def reference(model: PeersModel, num_passages: int) -> Path:
     file = f"reference-{num_passages}.npy"
     make(model, "", file)
     if not model.path(file).exists():
-        raise BackendError(f"{file} couldn't be made; see above")
+        raise BackendError(f"{file} couldn't be made; see {model.path(LOG)}")
     return model.path(file)
 
 

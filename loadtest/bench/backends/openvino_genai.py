@@ -57,8 +57,10 @@ class OpenVinoGenAI:
 
     def prefill(self, ids: Sequence[int]) -> float:
         start = time.perf_counter()
-        self._submit(ids, 1)
+        handle = self._submit(ids, 1)  # a request ends when nobody holds its handle
         self._finish()
+        (output,) = handle.read_all()
+        assert len(output.generated_ids) == 1
         return time.perf_counter() - start
 
     def decode(self, ids: Sequence[int], num_seqs: int, num_steps: int) -> float:
